@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import shutil
@@ -31,7 +32,8 @@ from titan.sweep import ledger
 from titan.training.evaluation import request as request_of_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*/README.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *EXPERIMENTS]
 SMALL = [
     "model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2",
     "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "evaluation.tokens=64",
@@ -42,7 +44,8 @@ ELSEWHERE = (
     "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
     "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
     "--config-dir mine cluster=here", "bench_405b_512 plan.trace", "bench_405b_512 cluster.hardware", "plan.fit=runs",
-    "against=parallelism=3d", "against=runs/first", "from=exported",
+    "against=parallelism=3d", "against=runs/first", "from=exported", "-m .*experiments/.*sweep=",
+    f"compare runs/({'|'.join(page.parent.name for page in EXPERIMENTS)})$",
 )  # fmt: skip
 """Patterns of commands that are only parsed: they need the network, a cluster, minutes, or files of other pages."""
 
@@ -62,7 +65,7 @@ def commands(page: Path) -> list[Command]:
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
             elsewhere = any(re.search(part, code.rstrip()) for part in ELSEWHERE)
-            found.append(Command(tuple(shlex.split(code)), "rejected" in comment, elsewhere))
+            found.append(Command(tuple(shlex.split(code.replace("$PWD", str(ROOT)))), "rejected" in comment, elsewhere))
     return found
 
 
@@ -85,9 +88,11 @@ def table() -> list[Any]:
     """All commands; in the quick tier the first of each kind."""
     found, seen = [], set[tuple[object, ...]]()
     for page in PAGES:
+        name = page.parent.name if page in EXPERIMENTS else page.stem
         for i, given in enumerate(commands(page)):
             marks = [pytest.mark.full] if kind(given) in seen else []
-            found.append(pytest.param(given, id=f"{page.stem}-{i}-{' '.join(given.words)[:60]}", marks=marks))
+            words = " ".join(given.words).replace(str(ROOT), "")
+            found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}", marks=marks))
             seen.add(kind(given))
     return found
 
@@ -144,6 +149,7 @@ def test_command(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("TITAN_CONF", os.pathsep.join(str(page.parent / "conf") for page in EXPERIMENTS))
     monkeypatch.setattr(start, "run_local", train_small)
     words = list(command.words)
     if words[0] == "make":
@@ -178,13 +184,17 @@ def test_command(
         assert arguments(profile.Show, words[words.index("titan.profile") + 2 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
-        assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused
+        given = words[words.index("titan.compare") + 1 :]
+        assert command.elsewhere or compare.main(given) == 2 * command.refused
     elif "titan.plan" in words:
         assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
     elif "titan.calibrate" in words:
         assert arguments(calibrate.Settings, words[words.index("titan.calibrate") + 1 :])
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
+    elif command.elsewhere and "-m" in words[3:]:
+        sweep = [word for word in words[words.index("titan.train") + 1 :] if word != "-m"]
+        assert launch([*sweep, "--cfg", "job"], train_small) == 0
     elif command.elsewhere:
         clusters = words[0] == "srun" or "hydra/launcher=slurm" in words
         compose.composed(words[words.index("titan.train") + 1 :], elsewhere=clusters)
