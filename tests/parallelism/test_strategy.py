@@ -13,7 +13,7 @@ from tests.support.matrix import GROUPS
 from tests.support.runs import steps, tiny, train
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
-from titan.parallelism.strategy import Strategy, assign, check, in_group, module_names, shards_of
+from titan.parallelism.strategy import Strategy, assign, blocks_are_alike, check, in_group, module_names, shards_of
 from titan.training.worker import groups_of
 
 NAMES = (
@@ -52,6 +52,16 @@ def test_parameters_follow_the_innermost_group() -> None:
     modules = [name.removesuffix(".weight") for name in NAMES]
     assert list(shards_of(modules, given, Layout(shard=4)).values()) == [4, 2, 2, 1, 1, 2, 4, 4]
     assert [in_group(name, given) for name in modules] == [False, True, True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("match", "alike"),
+    [(("layers.*",), True), (("*.wq", "head"), True), (("layers.0",), False), (("layers.1.*",), False)],
+)
+def test_blocks_that_are_alike(match: tuple[str, ...], alike: bool) -> None:
+    names = [name for name in NAMES if not name.startswith("layers")]
+    names += [f"layers.{i}.attention.{w}.weight" for i in range(3) for w in ("wq", "wk")]
+    assert blocks_are_alike(names, groups(a=match)) == alike
 
 
 @pytest.mark.parametrize(

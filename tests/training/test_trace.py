@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.support.ranks import run_ranks
+from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
 from titan.estimate.traced import result
@@ -96,3 +98,13 @@ def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
     assert found.step.seconds == pytest.approx(parts.total())
     assert not dist.is_initialized()
     assert _fsdp_collectives._get_device_handle.__module__ == "torch.distributed.device_mesh"
+
+
+def test_code_that_needs_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        sum(p.grad.sum().item() for group in optimizer.param_groups for p in group["params"])
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    one = run("fsdp")
+    with pytest.raises(ConfigError, match=r"plan\.trace=true: .*test_trace\.py:\d+ needs the value of a tensor"):
+        traced(one, speeds(one))

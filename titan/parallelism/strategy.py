@@ -137,6 +137,17 @@ def gathers_inside_blocks(parameters: Iterable[str], groups: Mapping[str, Strate
     return any(name.count(".") > 1 for name in assign(module_names(parameters), groups))
 
 
+def blocks_are_alike(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
+    """Return whether groups have the same parts of every block."""
+    names = module_names(parameters)
+    parts: dict[str, dict[str, str]] = {name.split(".")[1]: {} for name in names if name.startswith(f"{BLOCKS}.")}
+    for name, group in assign(names, groups).items():
+        if name.startswith(f"{BLOCKS}."):
+            _, number, *rest = name.split(".")
+            parts[number][".".join(rest)] = group
+    return all(part == next(iter(parts.values())) for part in parts.values())
+
+
 def _begins(strategy: Strategy, name: str) -> bool:
     """Return whether a strategy matches a module and none around it."""
     return _matches(strategy, name) and not any(_matches(strategy, outer) for outer in _around(name))

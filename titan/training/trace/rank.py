@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import traceback
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -18,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.cluster.rank_info import RankInfo
+from titan.errors import ConfigError
 from titan.estimate.traced.events import NONE, Region, Trace
 from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
@@ -45,6 +48,9 @@ def trace(run: Run, rank: int, device: str) -> Trace:
         run: on any number of ranks; without compilation.
         rank: among all.
         device: "cuda" for norms as GPUs' kernel computes them, all else being as on a CPU.
+
+    Raises:
+        ConfigError: when code of the step asks for the value of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = dataclasses.replace(_world(run, rank), memory=lambda: fake)
@@ -59,11 +65,23 @@ def trace(run: Run, rank: int, device: str) -> Trace:
             train_step = build(run, world)
             block_of.update(_blocks(train_step))
             _step(run, train_step, recorder, fake, rank)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"plan.trace=true: {_place(error)} needs the value of a tensor ({error.func}), and tensors of a trace have "
+            "none; compute it on the device, or give plan.trace=false."
+        ) from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     numbers = run.staging.stages_of(world.coordinate("pipeline"))
     return Trace(rank, recorder.finished(), {number: run.staging.layers[number] for number in numbers})
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line where code outside of torch raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorMode, rank: int) -> None:

@@ -13,6 +13,7 @@ from titan.estimate.operations import Speeds
 from titan.estimate.traced.compose import MICROBATCHES, UNITS, composed
 from titan.estimate.traced.events import Trace
 from titan.estimate.traced.result import RankResult, Traced, rank_result, result
+from titan.parallelism.strategy import blocks_are_alike
 from titan.run.run import Run
 from titan.training.trace.rank import trace
 
@@ -52,9 +53,12 @@ def _repeats(run: Run) -> bool:
     """Whether blocks do the same one after another.
 
     They do not where weights are gathered further ahead than the next block's, where DDP sums buckets of several
-    blocks' gradients, and where a schedule separates backward for weights, which torch computes for one after another.
+    blocks' gradients, where a schedule separates backward for weights, which torch computes for one after another, and
+    where some blocks are sharded in another way.
     """
-    return not (run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward)
+    alike = blocks_are_alike(run.model.parameter_names(), run.parallelism.groups or {})
+    differ = run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
+    return alike and not differ
 
 
 def eager(run: Run) -> Run:
