@@ -117,9 +117,7 @@ class SlurmSweep:
                 "hydra.launcher.dry_run=true."
             )
         if not self.how.dry_run:
-            _check_controller()
-        if not self.how.dry_run:
-            queue.ask("scontrol", "ping")  # before anything is written
+            _check_controller()  # before anything is written
         if "%" in str(self.root):
             raise ConfigError(f"hydra.run.dir={self.root}: Slurm would interpret the % in it; choose another name.")
         for one in self.shapes.values():
@@ -387,9 +385,10 @@ def _submission_error(message: str, shape: Shape) -> RunError:
 def _check_controller() -> None:
     """Raise ConfigError where no Slurm controller answers."""
     try:
-        queue.count()
+        queue.ask("scontrol", "ping")
     except RunError as error:
+        reason = str(error).rpartition("fatal: ")[2]
         raise ConfigError(
-            f"hydra/launcher=slurm: no Slurm controller answers here ({error}); run this on a login node of a cluster, "
+            f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a cluster, "
             "or give hydra.launcher.dry_run=true."
         ) from error

@@ -32,6 +32,12 @@ AXES = {
     "hydra/launcher": "how the trials of a sweep are launched",
 }
 
+LAUNCHERS = {
+    "basic": "As local; Hydra's name of its default.",
+    "local": "On this machine, as many trials at once as hydra.launcher.at_once.",
+    "slurm": "As Slurm jobs, in arrays.",
+}
+
 HEAD = """\
 Pre-train a language model: python -m titan.train [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
 
@@ -68,7 +74,7 @@ def _first_comment(loader: Any, axis: str, option: str) -> str:
             with file.open(encoding="utf-8") as lines:
                 comments = (line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line)
                 return next(comments, "")
-    return ""
+    return LAUNCHERS.get(option, "") if axis == "hydra/launcher" else ""
 
 
 def _file(source: Any, name: str) -> Any:

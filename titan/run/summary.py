@@ -39,7 +39,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {chosen.get('schedule', '')}; seed {t.seed}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
-            **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
+            **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
             "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_predicted(attempt)}",
         }
     )
