@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
-from tests.support import task_files
+from tests.support import prepared_folders, task_files
 from tests.support.runs import TINY, Seen, Tensors, same, tiny, train, weights, whole
 from titan.checkpoint.state import train_state_dict
+from titan.cluster.rank_info import RankInfo
+from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.errors import ConfigError
 from titan.metrics.lines import read_lines
+from titan.parallelism.mesh import World
 from titan.run.compose import composed
 from titan.run.run import Run
+from titan.training.evaluation.sets import eval_sets
 from titan.training.trainer import Trainer
 
 BASE = (
@@ -138,3 +142,24 @@ def test_a_step_that_was_not_finite_leaves_the_average_as_it_is(tmp_path: Path) 
 
     (seen,) = train(tiny(tmp_path, "evaluation.ema=0.75", "optimizer=sgd", "checkpoint=off"), before)
     assert all(torch.allclose(moved, torch.full_like(moved, 0.25), atol=1e-6) for moved in seen.extra.values())
+
+
+@pytest.mark.parametrize(
+    ("validation", "settings", "line"),
+    [
+        pytest.param([[1] * 40], ("evaluation.tokens=8",), "evaluation.tokens=8: no validation loss", id="tokens"),
+        pytest.param([], ("evaluation.tokens=64",), "dataset.validation=0.01 of its documents are none", id="split"),
+        pytest.param([[1] * 40], ("evaluation.tokens=64",), "", id="enough"),
+        pytest.param([], ("evaluation.tokens=64", "dataset.validation=0"), "", id="no-split"),
+    ],
+)
+def test_an_empty_set_is_reported(
+    validation: list[list[int]], settings: tuple[str, ...], line: str, tmp_path: Path
+) -> None:
+    run, shown = tiny(tmp_path, *settings), list[str]()
+    corpus = prepared_folders.write(tmp_path / "corpus", [[[1] * 40]], validation=validation)
+    mix = RowMixture((TokenSequences("one", corpus, 16, 9),), (MixturePhase(0, (BLOCK,)),))
+    world = World(RankInfo(), run.layout, torch.device("cpu"))
+    sets = eval_sets(run, world, mix, shown.append, lambda: False)
+    assert bool(sets) == (bool(validation) and not line)
+    assert line in "".join(shown) and len(shown) == bool(line)

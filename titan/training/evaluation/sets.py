@@ -52,7 +52,7 @@ def eval_sets(
         run: the number of rows, and their shape.
         world: this rank's data-parallel shard.
         mix: the sources.
-        show: called with a line now and then while it waits.
+        show: called with a line now and then while it waits, and where a set is empty.
         stopped: whether a signal asks to stop waiting.
 
     Raises:
@@ -67,6 +67,11 @@ def eval_sets(
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
             found[source.name] = _eval_set(run, world, fields, corpus.token_bytes)
+        elif run.dataset.validation:
+            share = f"dataset.validation={run.dataset.validation}"
+            show(f"{source.name}: no validation loss: {share} of its documents are none; give more, or 0.")
+    if run.evaluation.tokens and not count:
+        show(f"evaluation.tokens={run.evaluation.tokens}: no validation loss: it is less than training.seq_len.")
     return found
 
 
