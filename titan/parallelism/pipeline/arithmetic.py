@@ -155,8 +155,8 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
 def _enough(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ConfigError(
-            f"parallelism.stages={stages}: the model has {layers} layers and each stage needs one; "
-            f"give {layers} stages or fewer, or a smaller parallelism.pipeline."
+            f"a pipeline of {stages} stages: the model has {layers} layers and each stage needs one; give a smaller "
+            f"parallelism.pipeline, or at most parallelism.stages={layers}."
         )
 
 
