@@ -376,8 +376,14 @@ def test_negative_costs_are_no_costs() -> None:
 @pytest.mark.parametrize(
     ("attempt", "words"),
     [
-        pytest.param(lambda: arithmetic.split([1] * 3, 4), ["parallelism.stages=4", "3 layers"], id="too few layers"),
-        pytest.param(lambda: arithmetic.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
+        pytest.param(
+            lambda: arithmetic.split([1] * 3, 4), ["4 stages", "3 layers", "parallelism.pipeline"], id="too few layers"
+        ),
+        pytest.param(
+            lambda: arithmetic.by_layers(3, 4),
+            ["4 stages", "3 layers", "parallelism.pipeline"],
+            id="too few, by number",
+        ),
         pytest.param(
             lambda: arithmetic.explicit(12, 4, (4, 8)),
             ["parallelism.starts=[4,8]", "2 given", "stages need 3", "stages=3"],
