@@ -155,8 +155,8 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
 def _enough(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ConfigError(
-            f"parallelism.pipeline: {stages} stages need a layer each, and the model has {layers} layers; give a smaller "
-            f"parallelism.pipeline, or at most parallelism.stages={layers}."
+            f"parallelism.pipeline: {stages} stages need a layer each, and the model has {layers} layers; give a "
+            f"smaller parallelism.pipeline, or at most parallelism.stages={layers}."
         )
 
 
