@@ -264,7 +264,8 @@ def test_wandb_offline_two_attempts_and_no_secret_on_disk(tmp_path: Path, monkey
     for _ in range(2):
         config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}
         log_steps(everything(tmp_path, warnings.append, Metrics(wandb=True, wandb_mode="online"), **config))
-    assert len(warnings) == 2 and "no API key is stored" in warnings[0] and "stays offline" in warnings[0]
+    offline = [line for line in warnings if "stays offline" in line]  # a busy machine may be slow to close a run too
+    assert len(offline) == 2 and "no API key is stored" in offline[0]
     deadline = time.monotonic() + 30  # W&B's service may end, and write, after the call that ends it
     while time.monotonic() < deadline:
         files = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file() and not file.is_symlink()]

@@ -112,6 +112,7 @@ def test_the_table_has_the_prediction_and_names_the_slow_rank() -> None:
 def test_the_factor_of_a_slow_rank_is_that_of_the_run(factor: float, named: bool, tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     for number, matmuls in enumerate((0.4, 0.48, 0.4)):
-        one = summary.summarise(number, [Breakdown(5, 1.0, {"matmuls": matmuls})], {})
+        parts = {"matmuls": matmuls, "all-gather": 1 - matmuls}
+        one = summary.summarise(number, [Breakdown(5, 1.0, parts)], {})
         summary.write(tmp_path / "profile", dataclasses.replace(one, slow_factor=factor))
     assert ("rank 1 is slow" in summary.comparison(summary.read(tmp_path, None))[-1]) is named

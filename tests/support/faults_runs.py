@@ -204,8 +204,8 @@ ESTIMATES = (
     fault(
         "estimate: the optimizer's state is not cut",
         "titan/estimate/memory.py",
-        ") / self.shards  # fmt: skip",
-        ")  # fmt: skip",
+        "self.optimizer = on_device * state / self.shards",
+        "self.optimizer = on_device * state",
         "estimate/test_fit.py::test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding",
     ),
     fault(
