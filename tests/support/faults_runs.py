@@ -213,7 +213,7 @@ ESTIMATES = (
         "titan/estimate/memory.py",
         "return blocks * self.gathered + ends",
         "return ends",
-        "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-hsdp-selective]",
+        "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-fsdp-full]",
     ),
     fault(
         "estimate: micro-batches in flight are one",
