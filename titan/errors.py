@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from titan.console import output
 from titan.console.text import one_line, safe
@@ -40,6 +44,28 @@ def machine_error(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
+def own_code_error(error: BaseException) -> str | None:
+    """Return where code that is neither titan's nor an installed package's raised an error, and the error.
+
+    Such as "mine/lion.py:12 in step (TypeError: ...)"; None where no such code was running.
+    """
+    here = Path(__file__).resolve().parent
+    known = (here, here.parent / "launchers", *map(Path, set(sysconfig.get_paths().values())))
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
+    own = [frame for frame in frames if os.path.isfile(frame.filename) and not _below(frame.filename, known)]
+    if not own:
+        return None
+    said = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    where = f" in {own[-1].name}" if own[-1].name.isidentifier() else ""
+    return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}{where} ({said})"
+
+
+def _below(file: str, folders: tuple[Path, ...]) -> bool:
+    return any(folder in Path(file).resolve().parents for folder in folders)
+
+
 EXIT_REQUEUE = 75
 """The exit code of ranks that the scheduler asked to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 
@@ -60,8 +86,11 @@ def exit_code(body: Callable[[], int]) -> int:
         if lost.code != output.PIPE:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
-    except OSError as error:
-        if (sentence := machine_error(error)) is None:
+    except Exception as error:
+        if (sentence := machine_error(error)) is not None:
+            print(f"titan: {sentence}", file=sys.stderr)
+            return 1
+        if (found := own_code_error(error)) is None:
             raise
-        print(f"titan: {sentence}", file=sys.stderr)
-        return 1
+        print(f"titan: your code failed: {safe(found)}; correct it.", file=sys.stderr)
+        return 2

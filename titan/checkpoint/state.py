@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.errors import RunError
 from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
 from titan.parallelism import data
 from titan.precision.low_precision import plain_tensor
@@ -75,6 +76,9 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     Optimizers create their state in the first update, so one is done with zero gradients and a zero learning rate.
     Otherwise a skipped first step would leave no state for a checkpoint, and fused SGD an uninitialised momentum.
+
+    Raises:
+        RunError: for a number in the state that is no tensor.
     """
     if optimizer.state:
         return
@@ -87,6 +91,11 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for value in (v for state in optimizer.state.values() for v in state.values()):
+    for name, value in (item for state in optimizer.state.values() for item in state.items()):
         if isinstance(value, Tensor):
             value.zero_()
+        elif isinstance(value, (int, float)):
+            raise RunError(
+                f"{type(optimizer).__name__}: its state {name} is a number, which no checkpoint holds; keep it as a "
+                "tensor, such as torch.zeros(())."
+            )

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 from titan.config.kinds import path_of
 from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
-from titan.errors import ConfigError
+from titan.errors import ConfigError, own_code_error
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -116,8 +116,14 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         raise ConfigError(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
     data = dict(data)
     if "_target_" in data and hasattr(cls, "build"):
-        cls = _target(show(data.pop("_target_")), path, allowed)
+        name = show(data.pop("_target_"))
+        base, cls = _base(cls), _target(name, path, allowed)
+        if not issubclass(cls, base):
+            known = f"{base.__module__}.{base.__qualname__}"
+            raise ConfigError(f"{path}._target_={name}: is no {known}; derive it from that class.")
     values = parts(cls, data, path, allowed)
+    if _hint(cls):
+        raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
     for name, field in _fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             raise ConfigError(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
@@ -136,7 +142,7 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
         if key not in fields:
             where = _join(path, str(key))
             names = [_join(path, name) for name in fields]
-            raise ConfigError(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
+            raise ConfigError(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}{_hint(cls)}")
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
         where, kind = _join(path, name.rstrip("_")), hints[name]
@@ -147,6 +153,12 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
         else:
             values[name] = _checked(value, kind, fields[name], where)
     return values
+
+
+def _hint(cls: type) -> str:
+    """Return a sentence for settings of a class that was not named."""
+    abstract = getattr(getattr(cls, "build", None), "__isabstractmethod__", False)
+    return " A class of your own is named by _target_." if abstract else ""
 
 
 def _with_present_keys(
@@ -276,17 +288,42 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
         )
 
 
+def _base(cls: type) -> type:
+    """Return the class that all kinds of a schema derive from."""
+    return [base for base in cls.__mro__ if dataclasses.is_dataclass(base)][-1]
+
+
 def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
     module, _, attribute = path_of(name).rpartition(".")
+    typed = f"{path}._target_={name}"
     try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path}._target_={name}: no such class ({error}); correct the name.") from error
+        found = importlib.import_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{typed}: no such class ({error}); correct the name.") from error
+        said = own_code_error(error) or f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{typed}: importing {module} failed: {said}; correct it.") from error
+    cls = getattr(found, attribute, None)
+    if cls is None:
+        raise ConfigError(
+            f"{typed}: no such class (module {module!r} has no attribute {attribute!r}); correct the name."
+        )
+    _check_class(cls, typed)
+    return cls  # type: ignore[no-any-return]
+
+
+def _check_class(cls: Any, typed: str) -> None:
+    """Raise ConfigError for what is no dataclass with a method `build`, and for settings that no decorator sees."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
-        raise ConfigError(f"{path}._target_={name}: must be a dataclass with a method build; name another class.")
-    return cls
+        raise ConfigError(f"{typed}: must be a dataclass with a method build; name another class.")
+    if vars(cls).get("__annotations__") and "__dataclass_fields__" not in vars(cls):
+        raise ConfigError(f"{typed}: is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True).")
+    if getattr(cls.build, "__isabstractmethod__", False):
+        raise ConfigError(f"{typed}: has no method build; define it.")
 
 
 def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -> Any:

@@ -5,6 +5,7 @@ Each source is a dataclass whose `build()` returns a `titan.dataset.documents.So
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
@@ -56,6 +57,7 @@ class Dataset:
     )
     stream: bool = setting(False, "train while the data are still being prepared; needs dataset.window", science=False)
 
+    @abstractmethod
     def build(self) -> Source:
         """Return the source of documents that these settings describe."""
         raise NotImplementedError

@@ -41,7 +41,13 @@ class Context:
         return self._parameters()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the gradients of this rank's parameters by their names; there are some only before the optimizer."""
+        """Return the gradients of this rank's parameters by their names.
+
+        Raises:
+            RuntimeError: at another moment than `before_optimizer`, when there are none.
+        """
+        if self._waits:
+            raise RuntimeError("named_gradients() has gradients in before_optimizer only")
         return ((name, parameter.grad) for name, parameter in self._parameters() if parameter.grad is not None)
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,8 +75,9 @@ class Context:
         Before the optimizer a scalar tensor is copied without waiting for the device.
         """
         if isinstance(value, Tensor):
-            value = value.item() if self._waits else _start_copy(value)
-        self._logged[name] = value
+            self._logged[name] = value.item() if self._waits else _start_copy(value)
+        else:
+            self._logged[name] = float(value)
 
     def stop(self, reason: str) -> None:
         """Ask to end the run: any rank may, and all end it together within two more steps, with a checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ class Hook:
 
     science: ClassVar[bool] = False
 
+    @abstractmethod
     def build(self) -> Any:
         """Return an object with some of the methods `MOMENTS`; each rank calls it once, before the first step."""
         raise NotImplementedError

@@ -5,6 +5,7 @@ The shipped shapes are values in `conf/model/*.yaml`; a new model family is a da
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,6 +72,7 @@ class Decoder:
         """Width of a head: `head_dim`, or dim / heads."""
         return self.head_dim if self.head_dim is not None else self.dim // self.heads
 
+    @abstractmethod
     def build(self) -> DecoderModule:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
         raise NotImplementedError

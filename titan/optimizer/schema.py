@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -71,6 +72,7 @@ class Optimizer:
         "parameters with another weight decay or lr, {NAME: {match: [PATTERN,...],...}}; the first match applies",
     )
 
+    @abstractmethod
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
         """Return the torch optimizer for `parameters`, given with their names in the whole model."""
         raise NotImplementedError

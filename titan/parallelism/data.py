@@ -105,7 +105,7 @@ def _wrap(modules: list[nn.Module], names: list[str], strategy: Strategy, mesh: 
     """Let a strategy wrap modules, and raise RunError where it left them as they were."""
     try:
         strategy.wrap(modules, mesh, options)
-    except (NotImplementedError, AssertionError) as error:
+    except (NotImplementedError, AssertionError, TypeError) as error:
         raise RunError(f"{strategy._target_} can't shard {' and '.join(names)}: {error}") from error
     if any(not isinstance(module, FSDPModule) for module in modules):
         raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")

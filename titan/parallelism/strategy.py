@@ -203,15 +203,20 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
                 f"parallelism.groups.{name}.match={show(group.match)}: no module of the model matches {pattern}; "
-                f"names are such as {names[0]}, {names[-2]} and {names[-1]}{nearest(pattern, names)}"
+                f"names are such as {names[0]}, {_deepest(names)} and {names[-1]}{nearest(pattern, names)}"
             )
+
+
+def _deepest(names: Sequence[str]) -> str:
+    return max(names, key=lambda name: name.count("."))
 
 
 def _check_shards(name: str, group: Strategy, layout: Layout) -> None:
     """Reject a number of shards that ranks can't be divided into."""
     ranks, shards = layout.replicate * layout.sharded, group.shards(layout)
-    if ranks % shards:
+    if shards < 1 or ranks % shards:
+        given = f"parallelism.groups.{name}.shard={shards}" if group.shard else f"parallelism.groups.{name}: {shards}"
         raise ConfigError(
-            f"parallelism.groups.{name}.shard={shards}: does not divide the {ranks} ranks of replicate, shard and "
-            f"context; give one that does, such as {layout.sharded}."
+            f"{given}: does not divide the {ranks} ranks of replicate, shard and context; give one that does, such as "
+            f"{layout.sharded}."
         )

@@ -50,6 +50,8 @@ class ExtraConfigs(SearchPathPlugin):
             entry.load()  # so that it can register schemas
             search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
         for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
+            if not os.path.isdir(folder):
+                raise ConfigError(f"TITAN_CONF={folder}: there is no such folder; correct the variable, or unset it.")
             search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
         for path in self.asked:
             search_path.append("hydra.searchpath in command-line", path)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from titan.compile.backend import compile_stage
-from titan.errors import ConfigError
+from titan.config.kinds import kind
+from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, init_weights, loss_terms
 from titan.model.schema import Decoder
@@ -66,7 +67,7 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
     return TrainStep(
         stages=tuple(stages.values()),
         runner=_runner(stages, run, world),
-        optimizer=run.optimizer.build(named for stage in stages.values() for named in stage.global_parameters()),
+        optimizer=_optimizer(run, stages),
         world=world,
         scales=_scales(stages, run, world),
         token_positions=_token_positions(run, world),
@@ -76,6 +77,15 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         terms=(*run.training.terms, *_model_terms(stages)),
         parts=len(_model_terms(stages)) if run.parallelism.sequence_parallel and run.layout.tensor > 1 else 0,
     )
+
+
+def _optimizer(run: Run, stages: dict[int, Stage]) -> torch.optim.Optimizer:
+    """Return the optimizer of all parameters; raises RunError where a user's own class returns something else."""
+    found: object = run.optimizer.build(named for stage in stages.values() for named in stage.global_parameters())
+    if not isinstance(found, torch.optim.Optimizer):
+        given = f"{kind(type(run.optimizer))}.build"
+        raise RunError(f"{given} returned {type(found).__name__}; return a torch.optim.Optimizer.")
+    return found
 
 
 def _model_terms(stages: dict[int, Stage]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,7 @@ class LossTerm:
         """Record which class this is."""
         object.__setattr__(self, "_target_", kind(type(self)))
 
+    @abstractmethod
     def build(self) -> Callable[[Tokens], Tensor]:
         """Return the function that maps tokens to the term's value of each, float32 [N]."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from titan.debug.rank_state import Group
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
-from titan.errors import ConfigError, RunError
+from titan.errors import ConfigError, RunError, own_code_error
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run.attempts import Attempt, use_previous_checkpoint
@@ -124,6 +124,10 @@ def user_error(run: Run, error: Exception, watch: Watch | None = None) -> Except
     if waited:
         found = watch.timed_out() if watch is not None else None
         return found or RunError(_timed_out(run, int(waited[1]) / 1000))
+    own = None if isinstance(error, (ConfigError, RunError, StopRequested)) else own_code_error(error)
+    if own is not None:
+        log.error("your code failed", exc_info=error)
+        return RunError(f"your code failed: {own}; correct it. The log of the rank has the traceback.")
     return error
 
 
