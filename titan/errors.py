@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan.console import output
@@ -44,14 +44,21 @@ def machine_error(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
-def own_code_error(error: BaseException) -> str | None:
-    """Return where code that is neither titan's nor an installed package's raised an error, and the error.
+def own_code_error(error: BaseException, packages: Sequence[str] | None = None) -> str | None:
+    """Return where a user's own code raised an error, and the error.
 
     Such as "mine/lion.py:12 in step (TypeError: ...)"; None where no such code was running.
+
+    Args:
+        error: with its traceback.
+        packages: the user's; None: all that is neither titan's nor installed.
     """
     here = Path(__file__).resolve().parent
     known = (here, here.parent / "launchers", *map(Path, set(sysconfig.get_paths().values())))
-    frames = traceback.extract_tb(error.__traceback__)
+    walked = list(traceback.walk_tb(error.__traceback__))
+    if packages is not None:
+        walked = [(f, n) for f, n in walked if str(f.f_globals.get("__name__")).partition(".")[0] in packages]
+    frames = traceback.StackSummary.extract(iter(walked))
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
     own = [frame for frame in frames if os.path.isfile(frame.filename) and not _below(frame.filename, known)]

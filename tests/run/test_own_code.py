@@ -32,7 +32,8 @@ class Mine(Llama):
 
 @dataclass(frozen=True, kw_only=True)
 class Logs(Hook):
-    pass
+    def build(self):
+        return self
 """
 
 

@@ -28,6 +28,7 @@ from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError, own_code_error
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
+from titan.run import own_code
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
 from titan.training.build import build
@@ -124,7 +125,8 @@ def user_error(run: Run, error: Exception, watch: Watch | None = None) -> Except
     if waited:
         found = watch.timed_out() if watch is not None else None
         return found or RunError(_timed_out(run, int(waited[1]) / 1000))
-    own = None if isinstance(error, (ConfigError, RunError, StopRequested)) else own_code_error(error)
+    expected = isinstance(error, (ConfigError, RunError, StopRequested))
+    own = None if expected else own_code_error(error, own_code.packages(run))
     if own is not None:
         log.error("your code failed", exc_info=error)
         return RunError(f"your code failed: {own}; correct it. The log of the rank has the traceback.")
