@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor
 
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_moe import Qwen3Moe
+from titan.weights.hf_config import EXPERT_FIELDS
+from titan.weights.interface import stored_parts
 
 transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
+MOE: dict[str, Any] = {"experts": 8, "chosen_experts": 3, "expert_ffn": 24, "head_dim": 32}
 ORIGINAL = 32
 """The length before stretching; rows are longer, so that a stretch matters."""
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
@@ -30,6 +35,7 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
             "original_max_position_embeddings": config.rope_original,
         }
     family = type(config).__name__
+    experts = {key: getattr(config, name) for key, name in EXPERT_FIELDS.items()} if family == "Qwen3Moe" else {}
     theirs = getattr(transformers, f"{family}Config")(
         hidden_size=config.dim,
         num_hidden_layers=config.layers,
@@ -45,6 +51,7 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
         initializer_range=0.1,
         attn_implementation="eager",
         pad_token_id=None,
+        **experts,
     )
     torch.manual_seed(0)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
@@ -55,15 +62,36 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
     return model
 
 
+def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their parameters or gradients by the names of files, in which each expert has tensors of its own."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            out[name] = tensor
+            continue
+        parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+        for part, place in parts.items():
+            halves = tensor.chunk(len(parts), 1)
+            out |= {f"{prefix}.{i}.{part}.weight": one for i, one in enumerate(halves[place])}
+    return out
+
+
+def as_ours(name: str, weight: Tensor, theirs: Mapping[str, Tensor]) -> Tensor:
+    """One of our tensors from theirs."""
+    parts = [theirs[part] for part, _ in stored_parts(name, weight.shape)]
+    return torch.stack(parts) if "{}" in name else parts[0]
+
+
 def ours(config: Decoder, theirs: torch.nn.Module) -> Any:
     """Our model with their weights."""
-    model = config.build()
-    weights = dict(theirs.named_parameters())
-    names = model.hf_names()
-    assert set(names.values()) == set(weights)
+    model: Any = config.build()
+    weights = named(dict(theirs.named_parameters()))
+    names, shapes = model.hf_names(), {name: weight.shape for name, weight in model.named_parameters()}
+    assert {part for name in names for part, _ in stored_parts(names[name], shapes[name])} == set(weights)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(weights[names[name]])
+            weight.copy_(as_ours(names[name], weight, weights))
     return model
 
 
@@ -93,6 +121,8 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         pytest.param(Qwen3(**SMALL, head_dim=32, tied=True), id="qwen3-tied"),
         pytest.param(Qwen3(**SMALL, head_dim=8, rope_theta=10000.0, norm_eps=1e-3), id="qwen3-other-theta-and-epsilon"),
         pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=16), id="qwen3-stretched-8"),
+        pytest.param(Qwen3Moe(**SMALL, **MOE), id="qwen3-moe"),
+        pytest.param(Qwen3Moe(**SMALL, **MOE | {"normalise_chosen": False, "chosen_experts": 1}), id="qwen3-moe-of-1"),
     ],
 )
 def test_equals_hugging_face(config: Decoder) -> None:
@@ -111,10 +141,10 @@ def test_equals_hugging_face(config: Decoder) -> None:
 
     assert difference(model.head(hidden), expected) <= 1e-5
     assert difference(loss, expected_loss) <= 1e-6
-    gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
+    gradients = named({name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None})
     names = model.hf_names()
     for name, weight in model.named_parameters():
-        assert difference(weight.grad, gradients[names[name]]) <= 1e-5, name
+        assert difference(weight.grad, as_ours(names[name], weight, gradients)) <= 1e-5, name
 
 
 def test_stretching_matters_at_the_tested_length() -> None:

@@ -36,7 +36,7 @@ on the rank's part of the sequence. heads: a replicated weight that is used on t
 
 OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 """Hugging Face's names of the modules outside of the blocks, the same in all families."""
-RESIDUAL = ("attention.wo", "feed_forward.w2")
+RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2")
 """The linear layers whose outputs are added to the residual stream."""
 
 
@@ -168,7 +168,10 @@ class Decoder(nn.Module):
         return {name: start(name) for name, _ in self.named_parameters()}
 
     def hf_names(self) -> dict[str, str]:
-        """Return the Hugging Face name of each parameter of this module; a tied head has no entry."""
+        """Return the Hugging Face name of each parameter of this module; a tied head has no entry.
+
+        With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension.
+        """
         return {name: self._hf_name(name.removesuffix(".weight")) + ".weight" for name, _ in self.named_parameters()}
 
     def _hf_name(self, module: str) -> str:

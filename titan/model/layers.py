@@ -316,7 +316,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(dim, eps)
         self.attention = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
         self.ffn_norm = RMSNorm(dim, eps)
-        self.feed_forward = FeedForward(dim, ffn)
+        self.feed_forward: nn.Module = FeedForward(dim, ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; seen: the core's mask, None: causal."""

@@ -21,7 +21,7 @@ from titan.files.atomic import atomic_file, write_atomic
 from titan.weights import tokenizer_files
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import config_of
-from titan.weights.interface import Weights
+from titan.weights.interface import Weights, stored_parts
 from titan.weights.meta import PARAMS, TURNED, halves
 from titan.weights.meta_params import params_of
 
@@ -182,7 +182,12 @@ def _config(weights: Weights, folder: Path, dtype: str) -> dict[str, Any]:
 
 def _index(weights: Weights, files: list[OutFile]) -> dict[str, Any]:
     names = hf_names(weights)
-    places = {names[tensor]: file.name for file in files for tensor in file.tensors}
+    places = {
+        part: file.name
+        for file in files
+        for tensor in file.tensors
+        for part, _ in stored_parts(names[tensor], weights.shapes[tensor])
+    }
     return {"metadata": {"total_size": sum(file.bytes for file in files)}, "weight_map": dict(sorted(places.items()))}
 
 
@@ -198,9 +203,10 @@ def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progr
     names, header, end = hf_names(weights), dict[str, Any](), 0
     tensors = sorted(file.tensors, key=lambda name: -stored(weights, name, dtype).itemsize)  # for their alignment
     for name in tensors:
-        begin, end = end, end + size_of(weights, name, dtype)
-        kind = _SAFETENSORS[stored(weights, name, dtype)]
-        header[names[name]] = {"dtype": kind, "shape": list(weights.shapes[name]), "data_offsets": [begin, end]}
+        kind, item = _SAFETENSORS[stored(weights, name, dtype)], stored(weights, name, dtype).itemsize
+        for part, shape in stored_parts(names[name], weights.shapes[name]):  # one after the other in the parameter
+            begin, end = end, end + torch.Size(shape).numel() * item
+            header[part] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     out.write(len(text).to_bytes(8, "little") + text)

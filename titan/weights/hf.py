@@ -16,7 +16,7 @@ from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights import model_config
 from titan.weights.hf_config import schema_of
-from titan.weights.interface import check_types, compare, region
+from titan.weights.interface import check_types, compare, region, stored_parts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,25 +43,26 @@ class HuggingFace:
         self.model = schema_of(self.config, label)
         with torch.device("meta"):
             module = self.model.build()
-        names = module.hf_names()
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        self._templates: Mapping[str, str] = module.hf_names()
+        parts = {name: stored_parts(theirs, self.shapes[name]) for name, theirs in self._templates.items()}
+        self._names: Mapping[str, list[str]] = {name: [theirs for theirs, _ in some] for name, some in parts.items()}
         self._open: dict[str, Any] = {}
-        self._files = self._tensors(folder, set(names.values()))
-        compare(
-            {name: self._shape(name) for name in self._files},
-            {names[name]: tuple(parameter.shape) for name, parameter in module.named_parameters()},
-            label,
-        )
-        self._names: Mapping[str, str] = names
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: self._shape(theirs) for name, theirs in names.items()}
-        self.dtypes: Mapping[str, torch.dtype] = {name: self._dtype(theirs) for name, theirs in names.items()}
+        wanted = dict(part for some in parts.values() for part in some)
+        self._files = self._tensors(folder, set(wanted))
+        compare({name: self._shape(name) for name in self._files}, wanted, label)
+        self.dtypes: Mapping[str, torch.dtype] = {name: self._dtype(some[0]) for name, some in self._names.items()}
         check_types(self.dtypes, label)
         self.tokenizer = _tokenizer(folder)
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         places = region(self.shapes[name], offsets, lengths)
-        part: Tensor = self._slice(self._names[name])[tuple(slice(*place) for place in places)]
-        return part
+        if "{}" not in self._templates[name]:
+            part: Tensor = self._slice(self._names[name][0])[tuple(slice(*place) for place in places)]
+            return part
+        inner = tuple(slice(*place) for place in places[1:])
+        return torch.stack([self._slice(theirs)[inner] for theirs in self._names[name][slice(*places[0])]])
 
     def _tensors(self, folder: Path, wanted: set[str]) -> dict[str, Path]:
         """Return the file of each tensor, without a stored copy of a tied head."""

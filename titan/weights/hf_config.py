@@ -9,9 +9,14 @@ from typing import Any
 from titan.config.settings import show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_moe import Qwen3Moe
 from titan.weights import model_config
 
-FAMILIES: dict[str, type[Decoder]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+FAMILIES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+}
 FIELDS = {
     "hidden_size": "dim",
     "num_hidden_layers": "layers",
@@ -24,6 +29,13 @@ FIELDS = {
     "tie_word_embeddings": "tied",
 }
 """Hugging Face's names of the schema's fields, without those of the rotary embedding."""
+EXPERT_FIELDS = {
+    "num_experts": "experts",
+    "num_experts_per_tok": "chosen_experts",
+    "moe_intermediate_size": "expert_ffn",
+    "norm_topk_prob": "normalise_chosen",
+}
+"""Further names of Qwen3Moe's fields."""
 _OPTIONAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -34,6 +46,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "num_experts": (0,),
     "num_local_experts": (0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
 }
 """Settings for which titan's models support only these values."""
 _ROPE_SCALING = {
@@ -44,6 +58,9 @@ _ROPE_SCALING = {
 }
 _THETA = 10_000.0
 """The default base, as in transformers."""
+
+
+_MODEL_TYPES: dict[type[Decoder], str] = {Llama: "llama", Qwen3: "qwen3", Qwen3Moe: "qwen3_moe"}
 
 
 def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
@@ -57,18 +74,24 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
         ConfigError: when a setting is not supported by titan's models, or missing.
     """
     family = _family(config, label)
-    _check_plain(config, label)
-    given = {key: config[key] for key in FIELDS if config.get(key) is not None}
+    fields = _fields(family)
+    _check_plain({key: value for key, value in config.items() if key not in fields}, label)
+    given = {key: config[key] for key in fields if config.get(key) is not None}
     given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
-    for key in FIELDS:
+    for key in fields:
         if key not in given:
             raise ConfigError(f"{label}: its config.json has no {key}; fetch it again, or add it.")
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
-    shape = {FIELDS[key]: value for key, value in given.items()}
+    shape = {fields[key]: value for key, value in given.items()}
     found = model_config.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
     follows = family is Llama and found.head_size * found.heads == found.dim
     return replace(found, head_dim=None) if follows else found  # the default, as in Meta's format
+
+
+def _fields(family: type[Decoder]) -> dict[str, str]:
+    """Return Hugging Face's names of a family's fields."""
+    return FIELDS | EXPERT_FIELDS if issubclass(family, Qwen3Moe) else FIELDS
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
@@ -150,7 +173,8 @@ def config_of(
             f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
             "give format=titan."
         )
-    values = {**{key: getattr(model, field) for key, field in FIELDS.items()}, "head_dim": model.head_size}
+    fields = _fields(type(model))
+    values = {**{key: getattr(model, field) for key, field in fields.items()}, "head_dim": model.head_size}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_factor != 1:
@@ -158,7 +182,7 @@ def config_of(
     # The names of transformers 4 and of 5.
     return {
         "architectures": [name],
-        "model_type": type(model).__name__.lower(),
+        "model_type": _MODEL_TYPES[type(model)],
         **values,
         **theirs,
         **({"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}),
@@ -179,4 +203,4 @@ def _positions(model: Decoder) -> int:
     """Return the sequence length of the releases: with Llama 3.1's RoPE scaling it is 16 times the original one."""
     if model.rope_factor != 1:
         return 16 * model.rope_original
-    return 40_960 if type(model) is Qwen3 else 8192
+    return 40_960 if isinstance(model, Qwen3) else 8192

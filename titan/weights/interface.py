@@ -57,6 +57,18 @@ def region(
     return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
+def stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each.
+
+    Args:
+        name: see `titan.model.decoder.Decoder.hf_names`.
+        shape: of the parameter.
+    """
+    if "{}" not in name:
+        return [(name, tuple(shape))]
+    return [(name.format(expert), tuple(shape[1:])) for expert in range(shape[0])]
+
+
 def expected(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model with this schema, by its name in titan's module."""
     with torch.device("meta"):

@@ -1,0 +1,36 @@
+"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in every block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from titan.model.decoder import Placement
+from titan.model.experts import MoeBlock
+from titan.model.qwen3 import Qwen3
+
+
+class Qwen3Moe(Qwen3):
+    """A Qwen3 decoder with experts (arXiv:2505.09388)."""
+
+    BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
+        **{ours: theirs for ours, theirs in Qwen3.BLOCK_NAMES.items() if not ours.startswith("feed_forward")},
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+    }
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
+        **{name: cut for name, cut in Qwen3.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        # each tensor rank computes its part of the sequence with whole experts
+        "feed_forward.router": "sequence",
+        "feed_forward.experts.w1": "sequence",
+        "feed_forward.experts.w2": "sequence",
+        "feed_forward.experts.w3": "sequence",
+    }
+
+    def block(self) -> nn.Module:
+        """Return attention, with norms of queries and keys, and experts, each after a norm."""
+        return MoeBlock(self.config, norm_heads=True)

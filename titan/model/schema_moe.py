@@ -1,0 +1,67 @@
+"""Schemas of models with a mixture of experts. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan.config.settings import setting
+from titan.errors import ConfigError
+from titan.model.schema import WIDEST, Matmul, Qwen3
+
+if TYPE_CHECKING:
+    from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(Qwen3):
+    """Shape of a Qwen3 decoder with experts in every block (arXiv:2505.09388). `ffn` is unused."""
+
+    experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
+    chosen_experts: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
+    expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    normalise_chosen: bool = setting(True, "scale the chosen experts' scores so that their sum is one")
+
+    def build(self) -> Qwen3MoeModule:
+        """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
+        from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+
+        return Qwen3MoeModule(self)
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
+        super().check()
+        if self.chosen_experts > self.experts:
+            raise ConfigError(
+                f"model.chosen_experts={self.chosen_experts}: must be at most model.experts={self.experts}; give fewer."
+            )
+
+    def linear_layers(self) -> dict[str, Matmul]:
+        """Return the linear layers of attention and the head by the name of their module; experts are none of them."""
+        return {name: matmul for name, matmul in super().linear_layers().items() if ".feed_forward." not in name}
+
+    def expert_parameters(self) -> int:
+        """Return the parameters of one expert."""
+        return 3 * self.dim * self.expert_ffn
+
+    def block_matmul_parameters(self) -> int:
+        """Return the parameters of one block's matrices: attention, the router, all experts."""
+        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
+        return attention + self.dim * self.experts + self.experts * self.expert_parameters()
+
+    def idle_parameters(self) -> int:
+        """Return the parameters of a block's experts that do not compute a token."""
+        return (self.experts - self.chosen_experts) * self.expert_parameters()
+
+    def active_parameters(self) -> int:
+        """Return the parameters that compute a token."""
+        return self.parameters() - self.layers * self.idle_parameters()
+
+    def block_modules(self) -> tuple[str, ...]:
+        """Return the names of a block's modules with a weight, in order."""
+        dense = tuple(name for name in super().block_modules() if not name.startswith("feed_forward."))
+        return (*dense, "feed_forward.router", *(f"feed_forward.experts.{name}" for name in ("w1", "w2", "w3")))
+
+    def block_flops(self, seq_len: float) -> float:
+        """Return FLOPs per token of one block, forward and backward: of the chosen experts only."""
+        return super().block_flops(seq_len) - 6 * self.idle_parameters()
