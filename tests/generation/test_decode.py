@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
+from tests.support.made_weights import QWEN3_MOE
 from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoder as Decoding
@@ -62,6 +63,7 @@ MODELS = [
     pytest.param(Llama(**SMALL | STRETCH | {"rope_factor": 32.0, "tied": True}), id="llama-tied-stretched-32"),
     pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
     pytest.param(Qwen3(**SMALL | {"kv_heads": 1}, head_dim=16, tied=True), id="qwen3-tied-group-of-4"),
+    pytest.param(QWEN3_MOE, id="qwen3-moe"),
 ]
 
 

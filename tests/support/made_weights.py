@@ -16,11 +16,13 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_moe import Qwen3Moe
 from titan.weights.interface import Weights
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": 32}
 LLAMA, QWEN3 = Llama(**SMALL), Qwen3(**SMALL, head_dim=32)
+QWEN3_MOE = Qwen3Moe(**SMALL, head_dim=32, experts=8, chosen_experts=3, expert_ffn=24)
 
 
 def module(model: Decoder, seed: int = 0) -> Any:
@@ -48,7 +50,7 @@ def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> 
     for file in sorted(folder.iterdir()):
         with file.open("rb") as content:
             files[file.name] = manifest.checksum(content)
-    kind = {"_target_": f"titan.model.schema.{type(model).__name__}"}
+    kind = {"_target_": f"{type(model).__module__}.{type(model).__name__}"}
     step = int(folder.name[5:]) if folder.name.startswith("step-") else 3
     about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | plain(model), "titan4k", files)
     manifest.write(folder, about)

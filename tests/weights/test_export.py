@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.support.made_weights import LLAMA, QWEN3, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
+from tests.support.made_weights import LLAMA, QWEN3, QWEN3_MOE, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
@@ -37,6 +37,7 @@ MODELS = [
     pytest.param(Llama(**SMALL, tied=True, head_dim=32), id="llama-tied-wide-heads"),
     pytest.param(QWEN3, id="qwen3"),
     pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
+    pytest.param(QWEN3_MOE, id="qwen3-moe"),
 ]
 
 

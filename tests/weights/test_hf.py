@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.hub_server import COMMIT, Repositories, serving
-from tests.support.made_weights import LLAMA, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
+from tests.support.made_weights import LLAMA, QWEN3_MOE, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import digest_of, open_weights
@@ -24,6 +24,7 @@ MODELS = [
     pytest.param(Llama(**SMALL, tied=True, head_dim=32), id="llama-tied-wide-heads"),
     pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
     pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
+    pytest.param(QWEN3_MOE, id="qwen3-moe"),
 ]
 
 
@@ -61,6 +62,12 @@ def test_any_part_is_read(tmp_path: Path) -> None:
     whole = weights.read("layers.1.attention.wq.weight")
     assert torch.equal(weights.read("layers.1.attention.wq.weight", [5, 7], [20, 30]), whole[5:25, 7:37])
     assert torch.equal(weights.read("norm.weight", [60], [4]), weights.read("norm.weight")[60:])
+
+
+def test_any_part_of_experts_is_read(tmp_path: Path) -> None:
+    hf(tmp_path, QWEN3_MOE)
+    weights, name = open_weights(tmp_path), "layers.1.feed_forward.experts.w3.weight"
+    assert torch.equal(weights.read(name, [2, 5, 7], [3, 10, 30]), weights.read(name)[2:5, 5:15, 7:37])
 
 
 @pytest.mark.parametrize(
