@@ -389,6 +389,6 @@ def _check_controller() -> None:
     except RunError as error:
         reason = str(error).rpartition("fatal: ")[2]
         raise ConfigError(
-            f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a cluster, "
-            "or give hydra.launcher.dry_run=true."
+            f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a "
+            "cluster, or give hydra.launcher.dry_run=true."
         ) from error

@@ -16,7 +16,7 @@ from titan.run.compose import composed
 @pytest.mark.parametrize("title", features.FEATURES)
 def test_settings_of_a_feature_change_the_run(title: str) -> None:
     settings = [each.format(steps=5) for each in features.FEATURES[title]]
-    off, on = composed([*SMALL, *features.OFF]), composed([*SMALL, *features.OFF, *settings])
+    off, on = (composed([*SMALL, "name=x", *features.OFF, *more]) for more in ([], settings))
     assert (off == on) == (not settings)
 
 
