@@ -75,6 +75,9 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     """
     family = _family(config, label)
     fields = _fields(family)
+    if "num_experts" in fields and "num_local_experts" in config:  # the name of transformers 5
+        config = {"num_experts": config["num_local_experts"], **config}
+        config.pop("num_local_experts")
     _check_plain({key: value for key, value in config.items() if key not in fields}, label)
     given = {key: config[key] for key in fields if config.get(key) is not None}
     given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
