@@ -22,6 +22,7 @@ from titan.metrics.lines import read_lines
 from titan.run import attempts, identity
 from titan.run.attempts import FinishedRun
 from titan.run.compose import composed
+from titan.run.directory import read_attempts
 from titan.run.ended import is_done
 
 OWN = "tests.support.own_hooks"
@@ -120,6 +121,16 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert is_done(same) and not is_done(other)  # sweeps start trials that are not done
     assert trained(tmp_path / "run", *later) == 0
     assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
+
+
+def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [o for o in TINY if not o.startswith("training.steps")]
+    overrides += ["-m", "training.steps=9", "training.seed=0,1", "modules=[tests]", hook("prune", "Stop")]
+    for _ in range(2):
+        assert command([*overrides, f"hydra.sweep.dir={tmp_path}/sweep"], run_local) == 0
+    assert "2 of 2 trials: stopped, not started again" in capsys.readouterr().out
+    for trial in (tmp_path / "sweep").glob("seed*"):
+        assert [document["attempt"] for document in read_attempts(trial)] == [1]
 
 
 @pytest.mark.ranks

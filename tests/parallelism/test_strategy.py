@@ -1,4 +1,4 @@
-"""Groups of modules with a sharding strategy of their own; tests of the matrix prove what they learn."""
+"""Groups of modules with another sharding strategy; tests of the matrix prove what they learn."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_weight_decay_is_recorded_where_the_schedule_changes_it(
     schedule: Schedule, weight_decay: float, recorded: dict[str, float]
 ) -> None:
     run: Any = Namespace(schedule=schedule, optimizer=Namespace(weight_decay=weight_decay), training=Namespace(steps=5))
-    assert recording.weight_decay(run, 2) == pytest.approx(recorded)
+    assert recording.weight_decay(run, schedule.build(5), 2) == pytest.approx(recorded)
 
 
 def watch(trainer: Trainer) -> list[tuple[float, ...]]:

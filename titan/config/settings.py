@@ -13,6 +13,7 @@ import collections.abc
 import dataclasses
 import difflib
 import importlib
+import inspect
 import math
 import operator
 import types
@@ -322,7 +323,7 @@ def _check_class(cls: Any, typed: str) -> None:
     """Raise ConfigError for what is no dataclass with a method `build`, and for settings that no decorator sees."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
         raise ConfigError(f"{typed}: must be a dataclass with a method build; name another class.")
-    if vars(cls).get("__annotations__") and "__dataclass_fields__" not in vars(cls):
+    if inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls):
         raise ConfigError(f"{typed}: is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True).")
     own = not cls.__module__.startswith("titan.")  # titan's datasets of several sources are built elsewhere
     if own and getattr(cls.build, "__isabstractmethod__", False):

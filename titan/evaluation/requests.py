@@ -64,7 +64,7 @@ def _split(context: str, continuation: str) -> tuple[str, str]:
 def _request(whole: list[int], context: list[int], tokenizer: Tokenizer, window: int, bos: bool, where: str) -> Request:
     scored = len(whole) - len(context)
     if not 0 < scored <= window:
-        what = "has no token of its own" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
+        what = "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
         raise ConfigError(f"{where}: a continuation {what}; correct the item, or raise training.seq_len.")
     prefix = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     if bos or not context:

@@ -41,7 +41,7 @@ BACKLOG = 10_000
 PATIENCE = 20.0
 """Seconds that the end of a run waits for its trackers; W&B may take longer where the run is finished."""
 NOTICE = 5.0
-"""Seconds of waiting after which the user is told."""
+"""Seconds of waiting after which the user is warned."""
 TAG = 64
 """Characters of a tag that W&B accepts."""
 INIT_SECONDS = 10.0

@@ -25,8 +25,6 @@ class HasEvaluationWeights(Protocol):
 
 
 @torch.no_grad()
-def evaluation_weights(optimizer: torch.optim.Optimizer, parameter: Parameter) -> Tensor:
-    """Return what is evaluated in place of a parameter; for most optimizers that is the parameter itself."""
-    if isinstance(optimizer, HasEvaluationWeights):
-        return optimizer.evaluation_weights(parameter)
-    return parameter
+def evaluation_weights(optimizer: HasEvaluationWeights, parameter: Parameter) -> Tensor:
+    """Return what is evaluated in place of a parameter."""
+    return optimizer.evaluation_weights(parameter)

@@ -61,7 +61,7 @@ def shard(
     for names, again in _units(model, chosen, reshard):
         strategy, ranks = groups[chosen[names[0]]] if names[0] in chosen else Sharding(DEFAULT, mesh)
         options = common | _dimensions(strategy, model) | {"mp_policy": whole if names == ["norm"] else cast}
-        options["reshard_after_forward"] = again if ranks is mesh else bool(again)
+        options["reshard_after_forward"] = again if ranks == mesh else bool(again)
         _wrap([model.get_submodule(name) for name in names], names, strategy, ranks, options)
     DEFAULT.wrap([stage], mesh, common | {"mp_policy": whole, "reshard_after_forward": False})
     if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):

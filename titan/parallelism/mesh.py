@@ -106,7 +106,7 @@ class World:
     def data_mesh(self, shards: int) -> DeviceMesh:
         """Return the data-parallel ranks (replicate, shard and context) as dimensions replicate and shard.
 
-        Another number of shards than the layout's needs process groups of its own: all ranks call it together then.
+        Another number of shards than the layout's needs further process groups: all ranks call it together then.
 
         Args:
             shards: the size of shard, a divisor of the number of ranks.

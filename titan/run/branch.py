@@ -19,7 +19,7 @@ def decaying(recipe: Recipe) -> Recipe:
     """Return the recipe with the steps and the decay that `checkpoint.decay_steps` means for its checkpoint.
 
     Raises:
-        ConfigError: when it names no checkpoint, or its schedule has no decay of its own.
+        ConfigError: when it names no checkpoint, or its schedule is not wsd.
     """
     count, resume = recipe.checkpoint.decay_steps, recipe.checkpoint.resume
     if count is None:

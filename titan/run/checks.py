@@ -238,7 +238,8 @@ def _check_sharding(run: Run) -> None:
             f"parallelism.groups={','.join(how.groups)}: no weights are sharded here; give parallelism=fsdp, or no "
             "group."
         )
-    strategy.check(how.groups or {}, run.model.parameter_names(), layout, run.model.tied)
+    if how.groups:
+        strategy.check(how.groups, run.model.parameter_names(), layout, run.model.tied)
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise ConfigError(
             f"parallelism.reshard={how.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "

@@ -26,7 +26,7 @@ class SweepOf(NamedTuple):
 
 
 def sweep_of(run: Run) -> SweepOf | None:
-    """Return the sweep that started a run; None for a run of its own."""
+    """Return the sweep that started a run; None for a run outside of a sweep."""
     folder = Path(run.directory).parent
     try:
         content = next(iter(untrusted.parse_yaml(untrusted.read(folder / "sweep.yaml").decode())), None) or {}

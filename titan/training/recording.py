@@ -20,6 +20,7 @@ from titan.run.axes import PLUGGABLE
 from titan.run.directory import read_last_steps
 from titan.run.run import Run, as_config
 from titan.run.sweep_of import sweep_of
+from titan.schedule.schema import Factors
 
 
 def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
@@ -57,12 +58,17 @@ def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
     )
 
 
-def weight_decay(run: Run, step: int) -> dict[str, float]:
-    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it."""
+def weight_decay(run: Run, factors: Callable[[int], Factors], step: int) -> dict[str, float]:
+    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it.
+
+    Args:
+        run: the settings.
+        factors: the built schedule.
+        step: its number.
+    """
     if not run.schedule.sets_weight_decay or not run.optimizer.weight_decay:
         return {}
-    factor = run.schedule.build(run.training.steps)(step).weight_decay
-    return {"weight_decay": run.optimizer.weight_decay * factor}
+    return {"weight_decay": run.optimizer.weight_decay * factors(step).weight_decay}
 
 
 def spikes(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:

@@ -95,13 +95,9 @@ class Training:
         """Raise ConfigError for batches that are no whole rows, and for batches that don't grow."""
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
-        for name, term in (self.loss_terms or {}).items():
+        for name in self.loss_terms or {}:
             if name in ("z_loss", "label_smoothing"):
                 raise ConfigError(f"training.loss_terms.{name}: is the name of training.{name}; choose another name.")
-            if type(term) is LossTerm:
-                raise ConfigError(
-                    f"training.loss_terms.{name}: names no class; add its _target_, such as _target_: mine.Term."
-                )
 
     def _check_rows(self, name: str, batch: int) -> None:
         if batch % self.seq_len:

@@ -388,7 +388,7 @@ class Trainer:
             **step_metrics.term_means(self.train_step.terms, metrics),
             "grad_norm": norm,
             "lr": step.lr,
-            **recording.weight_decay(self.run, step.step),
+            **recording.weight_decay(self.run, self.rates.factors, step.step),
             "step_seconds": seconds,
             "data_seconds": step.batch.wait_seconds,
             **self.speed.of(seconds, self._tokens(step), metrics[PAIRS]),

@@ -101,6 +101,8 @@ def _weights(train_step: TrainStep) -> list[Tensor]:
 def _evaluated(train_step: TrainStep) -> Iterator[Tensor]:
     """Return this rank's shards of the weights that are evaluated, one after the other."""
     optimizer = train_step.optimizer
+    if not isinstance(optimizer, HasEvaluationWeights):
+        return iter(_weights(train_step))
     return (local(plain_tensor(evaluation_weights(optimizer, p))) for p in _parameters(train_step))
 
 

@@ -20,7 +20,7 @@ class Job:
     """The input of the ranks.
 
     Attributes:
-        run: the run, with a temporary directory instead of its own, and with what is to be measured.
+        run: the run, with a temporary directory in place of its directory, and with what is to be measured.
         attempt: the last checkpoint, or the weights.
         checkpoints: the folders whose average is measured too, with their steps; none: no average.
         tokenizer: the argument of `load_tokenizer`; None: that of the run's data.

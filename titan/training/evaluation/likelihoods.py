@@ -1,6 +1,6 @@
 """Log-likelihoods of continuations on any layout.
 
-A request is a row of its own: its tokens, padded behind them. Targets that are not scored are ignored, so the sum of a
+Each request is one row: its tokens, padded behind them. Targets that are not scored are ignored, so the sum of a
 row's token losses is the continuation's negative log-likelihood. Hooks before the head compute it, on the ranks of the
 last pipeline stage; each adds what it has of a row, and one sum over all ranks at the end gives the results.
 """
