@@ -24,6 +24,7 @@ from titan.model.init_weights import materialise
 from titan.model.loss import chunked_loss
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.run import identity
+from titan.run.axes import PLUGGABLE
 from titan.run.compose import composed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -39,8 +40,11 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }
-DEBUG = ["debug", "qwen3_debug"]
+ACTIVE = {"qwen3_30b_a3b": 3_353_032_704, "qwen3_235b_a22b": 22_190_763_520}
+DEBUG = ["debug", "qwen3_debug", "qwen3_moe_debug"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -49,8 +53,9 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 def shipped(name: str) -> Any:
     """The settings of one of the shipped files."""
     data: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    family = Qwen3 if name.startswith("qwen3") else Llama
-    assert data.pop("defaults") == [f"/schema/model/{family.__name__.lower()}@_here_", "_self_"]
+    (schema, own) = data.pop("defaults")
+    assert own == "_self_"
+    family = PLUGGABLE["model"][schema.removeprefix("/schema/model/").removesuffix("@_here_")]
     config = settings.build(family, data, "model")
     assert type(config) is family
     config.check()
@@ -71,6 +76,7 @@ def test_shipped_shape_counts(name: str) -> None:
     config = shipped(name)
     counted = numbers(on_meta(config))
     assert config.parameters() == counted == PUBLISHED.get(name, counted)
+    assert name == "qwen3_moe_debug" or config.active_parameters() == ACTIVE.get(name, counted)
 
 
 def test_every_published_shape_is_shipped() -> None:
@@ -92,7 +98,8 @@ def test_defaults_are_the_debug_shapes() -> None:
 def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> None:
     for config in (shipped(name) for name in PUBLISHED if name.startswith("qwen3")):
         assert (config.rope_theta, config.rope_factor, config.norm_eps) == (1e6, 1, 1e-6)
-        assert (config.head_size, config.kv_heads, config.vocab) == (128, 8, 151936)
+        keys = 4 if name in ACTIVE else 8
+        assert (config.head_size, config.kv_heads, config.vocab) == (128, keys, 151936)
 
 
 @pytest.mark.parametrize(

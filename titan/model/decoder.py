@@ -1,4 +1,4 @@
-"""A decoder of equal blocks, and what it declares: blocks, tensor-parallel plan, initial values, Hugging Face names.
+"""A decoder, and what it declares: blocks, tensor-parallel plan, initial values, Hugging Face names.
 
 A model family is a subclass that defines its blocks and the Hugging Face names of their weights.
 """
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
     """Hugging Face's name of each module of a block that has a weight."""
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]]
-    """The tensor-parallel plan of a block."""
+    """The tensor-parallel plan of a block, where all blocks have the same."""
     inv_freq: Tensor
 
     def __init__(self, config: Any) -> None:
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.config = config
         self.tok_embeddings: Embedding | None = Embedding(config.vocab, config.dim)
         # Keyed by index, so that parameter names stay when a pipeline stage keeps only some of the layers.
-        self.layers = nn.ModuleDict({str(i): self.block() for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): self.block_at(i) for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
         self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
@@ -79,8 +79,12 @@ class Decoder(nn.Module):
         self.init_buffers(self.inv_freq.device)
 
     def block(self) -> nn.Module:
-        """Return one block of this family."""
+        """Return one block, of a family in which all are equal."""
         raise NotImplementedError
+
+    def block_at(self, layer: int) -> nn.Module:
+        """Return the block of an index; a family whose blocks differ overrides it."""
+        return self.block()
 
     def keep(self, layers: Iterable[int], first: bool, last: bool) -> None:
         """Keep the blocks `layers` only, the embedding if `first`, the final norm and the head if `last`."""
@@ -140,10 +144,14 @@ class Decoder(nn.Module):
         """Return the blocks of this module, in order."""
         return list(self.layers.values())
 
+    def block_plan(self, layer: int) -> Mapping[str, Placement]:
+        """Return the tensor-parallel plan of a block."""
+        return self.BLOCK_PLAN
+
     def tensor_plan(self) -> dict[str, Placement]:
         """Return the tensor-parallel plan of this module's submodules, by name."""
         plan: dict[str, Placement] = {
-            f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.BLOCK_PLAN.items()
+            f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.block_plan(int(i)).items()
         }
         if self.tok_embeddings is not None:
             plan["tok_embeddings"] = "vocab"

@@ -6,6 +6,7 @@ The shipped shapes are values in `conf/model/*.yaml`; a new model family is a da
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,9 +41,10 @@ class Matmul(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Shape of a decoder of equal blocks: pre-norm, RoPE, grouped-query attention, SwiGLU, RMSNorm, no biases.
+    """Shape of a decoder: pre-norm, RoPE, grouped-query attention, SwiGLU, RMSNorm, no biases.
 
     A family is a subclass that builds its module, sets its defaults and counts additional parameters of its blocks.
+    Where blocks differ, it gives their kinds, and what it counts of a block depends on `layer`, the block's index.
     """
 
     dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
@@ -113,10 +115,37 @@ class Decoder:
 
         tensor_plan.check(self, degree)
 
+    def kind(self, layer: int) -> str:
+        """Return the kind of a block: blocks of one kind have the same modules and shapes."""
+        return ""
+
+    def kinds(self, layers: Iterable[int] | None = None) -> dict[str, list[int]]:
+        """Return the blocks of each kind; of `layers`, None: of all."""
+        found: dict[str, list[int]] = {}
+        for layer in range(self.layers) if layers is None else layers:
+            found.setdefault(self.kind(layer), []).append(layer)
+        return found
+
+    def total(self, of: Callable[[int], float], layers: Iterable[int] | None = None) -> float:
+        """Return the sum over blocks of what is the same for blocks of one kind; over `layers`, None: over all."""
+        return sum(len(blocks) * of(blocks[0]) for blocks in self.kinds(layers).values())
+
     def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
+        blocks = {
+            f"layers.{i}.{name}": matmul
+            for kind in self.kinds().values()
+            for found in [self.block_matmuls(kind[0])]
+            for i in kind
+            for name, matmul in found.items()
+        }
+        order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
+        return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of a block by the name of their module in it."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        block = {
+        return {
             "attention.wq": Matmul(self.dim, queries),
             "attention.wk": Matmul(self.dim, keys),
             "attention.wv": Matmul(self.dim, keys),
@@ -125,28 +154,34 @@ class Decoder:
             "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
             "feed_forward.w3": Matmul(self.dim, self.ffn),
         }
-        blocks = {f"layers.{i}.{name}": product for i in range(self.layers) for name, product in block.items()}
-        return blocks | {"head": Matmul(self.dim, self.vocab)}
 
-    def block_matmul_parameters(self) -> int:
-        """Return the parameters of one block's linear layers: query, key, value, output and three of SwiGLU."""
+    def block_matmul_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of one block's matrices: query, key, value, output and three of SwiGLU."""
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
         return attention + 3 * self.dim * self.ffn
 
     def matmul_parameters(self) -> int:
         """Return the parameters of the blocks' linear layers and of the head, tied or not."""
-        return self.layers * self.block_matmul_parameters() + self.vocab * self.dim
+        return int(self.total(self.block_matmul_parameters)) + self.vocab * self.dim
 
-    def block_parameters(self) -> int:
+    def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block."""
-        return self.block_matmul_parameters() + 2 * self.dim
+        return self.block_matmul_parameters(layer) + 2 * self.dim
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts, all of them; they are a part of its matrices."""
+        return 0
+
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token."""
+        return 0
 
     def parameter_names(self) -> tuple[str, ...]:
         """Return the names of all parameters; a tied weight once, under the embedding's name."""
-        blocks = (f"layers.{i}.{name}.weight" for i in range(self.layers) for name in self.block_modules())
+        blocks = (f"layers.{i}.{name}.weight" for i in range(self.layers) for name in self.block_modules(i))
         return ("tok_embeddings.weight", *blocks, "norm.weight", *(() if self.tied else ("head.weight",)))
 
-    def block_modules(self) -> tuple[str, ...]:
+    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
         attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
         return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
@@ -166,11 +201,20 @@ class Decoder:
     def parameters(self) -> int:
         """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
         tied = self.embedding_parameters() if self.tied else 0
-        return self.embedding_parameters() + self.layers * self.block_parameters() + self.head_parameters() - tied
+        return self.embedding_parameters() + int(self.total(self.block_parameters)) + self.head_parameters() - tied
 
-    def block_flops(self, seq_len: float) -> float:
+    def active_parameters(self) -> int:
+        """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
+        return self.parameters() - int(self.total(self.expert_parameters) - self.total(self.active_expert_parameters))
+
+    def block_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""
-        return float(6 * self.block_matmul_parameters() + 12 * self.heads * self.head_size * seq_len)
+        idle = self.expert_parameters(layer) - self.active_expert_parameters(layer)
+        return 6 * (self.block_matmul_parameters(layer) - idle) + self.attention_flops(seq_len, layer)
+
+    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of a block's attention scores and values, forward and backward."""
+        return float(12 * self.heads * self.head_size * seq_len)
 
     def head_flops(self) -> float:
         """Return FLOPs per token of the head, forward and backward."""
@@ -179,13 +223,13 @@ class Decoder:
     def flops_per_token(self, seq_len: float) -> float:
         """Return FLOPs per token, forward and backward, as model FLOPs utilisation (MFU) counts them.
 
-        6 for each parameter of a linear layer and 12 * layers * heads * head_dim * seq_len for attention scores and
+        6 for each parameter of a linear layer that computes the token and 12 * layers * heads * head_dim * seq_len for attention scores and
         values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B). The embedding counts
         none.
         """
-        return self.layers * self.block_flops(seq_len) + self.head_flops()
+        return self.total(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
 
-    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Block:
+    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
@@ -229,9 +273,9 @@ class Qwen3(Decoder):
 
         return Qwen3Module(self)
 
-    def block_parameters(self) -> int:
+    def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block, including the norms of queries and keys."""
-        return super().block_parameters() + 2 * self.head_size
+        return super().block_parameters(layer) + 2 * self.head_size
 
     def head_norms(self) -> tuple[str, ...]:
         """Return the norms of queries and keys."""

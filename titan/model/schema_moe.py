@@ -36,32 +36,25 @@ class Qwen3Moe(Qwen3):
                 f"model.chosen_experts={self.chosen_experts}: must be at most model.experts={self.experts}; give fewer."
             )
 
-    def linear_layers(self) -> dict[str, Matmul]:
-        """Return the linear layers of attention and the head by the name of their module; experts are none of them."""
-        return {name: matmul for name, matmul in super().linear_layers().items() if ".feed_forward." not in name}
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of attention by the name of their module in a block; experts are none of them."""
+        found = super().block_matmuls(layer)
+        return {name: matmul for name, matmul in found.items() if not name.startswith("feed_forward.")}
 
-    def expert_parameters(self) -> int:
-        """Return the parameters of one expert."""
-        return 3 * self.dim * self.expert_ffn
-
-    def block_matmul_parameters(self) -> int:
+    def block_matmul_parameters(self, layer: int = 0) -> int:
         """Return the parameters of one block's matrices: attention, the router, all experts."""
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
-        return attention + self.dim * self.experts + self.experts * self.expert_parameters()
+        return attention + self.dim * self.experts + self.expert_parameters(layer)
 
-    def idle_parameters(self) -> int:
-        """Return the parameters of a block's experts that do not compute a token."""
-        return (self.experts - self.chosen_experts) * self.expert_parameters()
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts, all of them."""
+        return 3 * self.dim * self.expert_ffn * self.experts
 
-    def active_parameters(self) -> int:
-        """Return the parameters that compute a token."""
-        return self.parameters() - self.layers * self.idle_parameters()
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token."""
+        return 3 * self.dim * self.expert_ffn * self.chosen_experts
 
-    def block_modules(self) -> tuple[str, ...]:
+    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
-        dense = tuple(name for name in super().block_modules() if not name.startswith("feed_forward."))
+        dense = tuple(name for name in super().block_modules(layer) if not name.startswith("feed_forward."))
         return (*dense, "feed_forward.router", *(f"feed_forward.experts.{name}" for name in ("w1", "w2", "w3")))
-
-    def block_flops(self, seq_len: float) -> float:
-        """Return FLOPs per token of one block, forward and backward: of the chosen experts only."""
-        return super().block_flops(seq_len) - 6 * self.idle_parameters()
