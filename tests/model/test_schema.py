@@ -96,7 +96,8 @@ def test_defaults_are_the_debug_shapes() -> None:
 
 
 def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> None:
-    for config in (shipped(name) for name in PUBLISHED if name.startswith("qwen3")):
+    for name in (name for name in PUBLISHED if name.startswith("qwen3")):
+        config = shipped(name)
         assert (config.rope_theta, config.rope_factor, config.norm_eps) == (1e6, 1, 1e-6)
         keys = 4 if name in ACTIVE else 8
         assert (config.head_size, config.kv_heads, config.vocab) == (128, keys, 151936)

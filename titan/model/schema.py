@@ -223,9 +223,9 @@ class Decoder:
     def flops_per_token(self, seq_len: float) -> float:
         """Return FLOPs per token, forward and backward, as model FLOPs utilisation (MFU) counts them.
 
-        6 for each parameter of a linear layer that computes the token and 12 * layers * heads * head_dim * seq_len for attention scores and
-        values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B). The embedding counts
-        none.
+        6 for each parameter of a linear layer that computes the token and 12 * layers * heads * head_dim * seq_len for
+        attention scores and values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B).
+        The embedding counts none.
         """
         return self.total(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
 
