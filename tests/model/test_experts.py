@@ -79,7 +79,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
     route = layer.router(x)
     assert (route.experts[..., 0] == 6).all()
     torch.testing.assert_close(route.weights.sum(-1), torch.full((2, 5), 2.5))
-    chosen = route.scores.gather(-1, route.experts)
+    chosen = route.logits.sigmoid().gather(-1, route.experts)
     torch.testing.assert_close(route.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
 
 
@@ -118,18 +118,18 @@ def test_losses_are_as_defined(sigmoid: bool) -> None:
 
 
 def test_a_capacity_drops_later_tokens_and_choices() -> None:
-    layer, x = mixture(), torch.randn(1, 8, 16)
-    layer.balance = Balance(8, (), capacity=1.0)  # 8 tokens * 3 choices / 8 experts = 3 of each
+    layer, x = mixture(), torch.randn(1, 40, 16)
+    layer.balance = Balance(8, (), capacity=1.0)  # 40 tokens * 3 choices / 8 experts = 15 of each
     route = layer.router(x)
     kept = layer.balance.keep(route.experts)
     places: dict[int, int] = {}
     for choice in range(3):
-        for t in range(8):
+        for t in range(40):
             expert = int(route.experts[0, t, choice])
             places[expert] = places.get(expert, 0) + 1
-            assert int(kept[0, t, choice]) == (expert if places[expert] <= 3 else 8)
-    _, _, counted = layer(x, torch.ones(1, 8, dtype=torch.bool))
+            assert int(kept[0, t, choice]) == (expert if places[expert] <= 15 else 8)
+    _, _, counted = layer(x, torch.ones(1, 40, dtype=torch.bool))
     assert counted is not None
-    assert counted[-1] == sum(max(0, n - 3) for n in places.values()) > 0
+    assert counted[-1] == sum(max(0, n - 15) for n in places.values()) > 0
     layer.balance = Balance(8, (), capacity=8.0)
     torch.testing.assert_close(layer(x)[0], mixture()(x)[0])

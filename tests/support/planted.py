@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.support import faults_debug, faults_runs, faults_techniques, faults_training
+from tests.support import faults_debug, faults_experts, faults_runs, faults_techniques, faults_training
 from tests.support.fault import Fault
 
-FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *faults_techniques.FAULTS)
+EXPERTS, TECHNIQUES = faults_experts.FAULTS, faults_techniques.FAULTS
+FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *TECHNIQUES, *EXPERTS)
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""

@@ -1,0 +1,247 @@
+"""Faults of models with experts: routing, balancing, counting, grouped products, expert parallelism.
+
+Their texts occur once in their files.
+"""
+
+from __future__ import annotations
+
+from tests.support.fault import fault
+
+MODEL, LOAD, LAYOUTS = "model/test_experts.py", "training/test_expert_load.py", "parallelism/test_experts.py"
+GRADIENTS = f"{LAYOUTS}::test_gradients_of_each_expert_are_those_of_one_device"
+EXPERTS, BALANCE = "titan/model/experts.py", "titan/model/balance.py"
+EXCHANGE, COUNTS = "titan/parallelism/expert.py", "titan/training/expert_load.py"
+
+FAULTS = (
+    fault(
+        "experts: ties go to any expert",
+        EXPERTS,
+        "scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]",
+        "scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count].neg() + scores.shape[-1] - 1",
+        f"{MODEL}::test_of_equal_scores_the_first_experts_are_chosen",
+    ),
+    fault(
+        "experts: the router's gradient does not flow through weights",
+        EXPERTS,
+        "weights = scores.gather(-1, experts)",
+        "weights = scores.detach().gather(-1, experts)",
+        "model/test_parity.py::test_equals_hugging_face[qwen3-moe]",
+    ),
+    fault(
+        "experts: weights are of all scores where they should be of the chosen",
+        EXPERTS,
+        "weights = weights / weights.sum(-1, keepdim=True)",
+        "weights = weights / scores.sum(-1, keepdim=True)",
+        "model/test_parity.py::test_equals_hugging_face[qwen3-moe]",
+    ),
+    fault(
+        "experts: the bias weighs outputs",
+        EXPERTS,
+        "scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)",
+        "scores = (logits.sigmoid() if self.sigmoid else logits.softmax(-1)) + (0 if self.bias is None else self.bias)",
+        f"{MODEL}::test_a_bias_chooses_and_does_not_weigh",
+    ),
+    fault(
+        "experts: groups are scored by their best expert",
+        EXPERTS,
+        ".values[..., :2].sum(-1)",
+        ".values[..., :1].sum(-1)",
+        f"{MODEL}::test_tokens_go_to_experts_of_their_groups",
+    ),
+    fault(
+        "experts: results go back in the order of experts",
+        EXPERTS,
+        "ends_of(experts.flatten(), count))[inverse(order)]",
+        "ends_of(experts.flatten(), count))[order]",
+        f"{MODEL}::test_a_token_does_not_depend_on_the_others",
+    ),
+    fault(
+        "experts: a token's rows are another token's",
+        EXPERTS,
+        "compute(x[order // experts.shape[-1]], ends_of",
+        "compute(x[order % x.shape[0]], ends_of",
+        f"{MODEL}::test_a_token_does_not_depend_on_the_others",
+    ),
+    fault(
+        "experts: padding rows keep what was in memory",
+        "titan/model/grouped.py",
+        "return out.masked_fill_((rows >= ends[-1])[:, None], 0)",
+        "return out.masked_fill_((rows >= ends[-1])[:, None], 1)",
+        f"{MODEL}::test_products_and_gradients[padded-bf16]",
+    ),
+    fault(
+        "experts: the gradient of a weight is another expert's",
+        "titan/model/grouped.py",
+        "torch.mm(grad[start:end].t(), x[start:end], out=out[expert])",
+        "torch.mm(grad[start:end].t(), x[start:end], out=out[expert - 1])",
+        f"{MODEL}::test_products_and_gradients[skewed-fp32]",
+    ),
+    fault(
+        "balancing: sigmoid scores are not divided by their sum",
+        BALANCE,
+        "return scores / scores.sum(-1, keepdim=True)",
+        "return scores",
+        f"{MODEL}::test_losses_are_as_defined[sigmoid]",
+    ),
+    fault(
+        "balancing: a row's load counts masked tokens",
+        BALANCE,
+        "ones = valid[..., None].expand_as(experts).flatten(1).long()",
+        "ones = torch.ones_like(chosen)",
+        f"{MODEL}::test_losses_are_as_defined[softmax]",
+    ),
+    fault(
+        "balancing: a row's load is that of the rank's part of it",
+        BALANCE,
+        "counts = self.rows.sum(counts.scatter_add(1, chosen, ones))",
+        "counts = counts.scatter_add(1, chosen, ones)",
+        f"{GRADIENTS}[capacity-ep_cp]",
+    ),
+    fault(
+        "balancing: first choices have no precedence",
+        BALANCE,
+        "_places(whole.transpose(1, 2).flatten(1), self.experts).view(whole.transpose(1, 2).shape)",
+        "_places(whole.flatten(1), self.experts).view(whole.shape).transpose(1, 2)",
+        f"{MODEL}::test_a_capacity_drops_later_tokens_and_choices",
+    ),
+    fault(
+        "balancing: the limit is of the rank's part of a row",
+        BALANCE,
+        "whole = self.rows.whole(experts)",
+        "whole = self.rows.part(self.rows.whole(experts)).repeat(1, 2, 1)",
+        f"{GRADIENTS}[capacity-ep_cp]",
+    ),
+    fault(
+        "balancing: rows are put together in the order of ranks",
+        "titan/parallelism/row_parts.py",
+        "return context_chunks.join(rows, TOKENS - x.dim(), self.balance and self.context > 1)",
+        "return context_chunks.join(rows, TOKENS - x.dim(), False)",
+        f"{GRADIENTS}[capacity-ep_cp]",
+    ),
+    fault(
+        "balancing: the bias moves towards the load",
+        COUNTS,
+        "(mean - chosen[layer]).sign()",
+        "(chosen[layer] - mean).sign()",
+        f"{LOAD}::test_a_bias_moves_against_the_load",
+    ),
+    fault(
+        "balancing: a bad step moves the bias",
+        COUNTS,
+        "keep = skipped | (total == 0)",
+        "keep = total == 0",
+        f"{LOAD}::test_a_bias_moves_against_the_load",
+    ),
+    fault(
+        "balancing: the load is never updated",
+        COUNTS,
+        "router.load.copy_(torch.where(keep, router.load, chosen[layer] / total))",
+        "router.load.copy_(router.load)",
+        f"{LOAD}::test_a_bias_moves_against_the_load",
+    ),
+    fault(
+        "balancing: ranks update the load from their own counts",
+        "titan/training/trainer.py",
+        "self.load.update(metrics[-self.load.size :], skipped)",
+        "self.load.update(loss.double()[-self.load.size :], skipped)",
+        f"{GRADIENTS}[qwen3_moe-ep_hsdp-none-4]",
+    ),
+    fault(
+        "balancing: the state is not in checkpoints",
+        "titan/checkpoint/state.py",
+        '    found |= {f"{STATE}{name}": value for name, value in state.named_state()}\n',
+        "",
+        f"{LAYOUTS}::test_any_layout_resumes_with_experts_load_and_bias",
+    ),
+    fault(
+        "balancing: the bias is not in checkpoints",
+        "titan/training/train_step.py",
+        "yield from ((name, weight) for name, weight in stage.model.named_weights() if name not in parameters)",
+        "yield from ()",
+        f"{LAYOUTS}::test_any_layout_resumes_with_experts_load_and_bias",
+    ),
+    fault(
+        "counting: masked tokens count",
+        BALANCE,
+        "experts.where(valid[..., None], count).flatten()",
+        "experts.flatten()",
+        f"{LOAD}::test_tokens_are_counted_once_and_only_those_that_count",
+    ),
+    fault(
+        "counting: every tensor rank counts the first one's tokens",
+        "titan/training/train_step.py",
+        "targets.chunk(self.parts, 1)[self.tensor_rank % self.parts]",
+        "targets.chunk(self.parts, 1)[0]",
+        f"{GRADIENTS}[documents-ep_tp]",
+    ),
+    fault(
+        "counting: only the first tensor rank counts",
+        "titan/training/build.py",
+        "parts=_block_figures(stages) if _splits_rows(run) else 0",
+        "parts=0",
+        f"{GRADIENTS}[qwen3_moe-ep_in_tp-full-1]",
+    ),
+    fault(
+        "counting: stages of a pipeline lose their counts",
+        "titan/parallelism/pipeline/runtime.py",
+        "            total[-self.of_blocks :] += torch.stack(self.own).sum(0)\n",
+        "            pass\n",
+        f"{GRADIENTS}[qwen3_moe-ep_zbv-none-2]",
+    ),
+    fault(
+        "counting: dropped choices are no share",
+        "titan/training/expert_load.py",
+        '"expert_dropped": float(table[:, -1].sum() / table[:, :-1].sum()),',
+        '"expert_dropped": float(table[:, -1].sum()),',
+        f"{LOAD}::test_figures_of_the_load",
+    ),
+    fault(
+        "expert parallelism: gradients go back unchanged by the exchange",
+        "titan/parallelism/collectives.py",
+        "all_to_all_single(grads[0].contiguous(), sending, receiving, group)",
+        "all_to_all_single(2 * grads[0].contiguous(), sending, receiving, group)",
+        f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
+    ),
+    fault(
+        "expert parallelism: received rows are sorted by rank",
+        EXCHANGE,
+        "return torch.searchsorted(ends, places, right=True) % received.shape[1]",
+        "return torch.searchsorted(ends, places, right=True) // received.shape[1]",
+        f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
+    ),
+    fault(
+        "expert parallelism: dropped choices are sent",
+        EXCHANGE,
+        "sent = tally(flat, count).view(ranks, -1)",
+        "sent = tally(flat.clamp(max=count - 1), count).view(ranks, -1)",
+        f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[dropped-fp32]",
+    ),
+    fault(
+        "expert parallelism: replicas of experts do not sum their gradients",
+        EXCHANGE,
+        'return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]',
+        'return world.experts["shard"]',
+        f"{GRADIENTS}[qwen3_moe-ep_hsdp-none-4]",
+    ),
+    fault(
+        "expert parallelism: ranks share experts across stages",
+        "titan/parallelism/mesh.py",
+        'return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
+        'return _regrouped(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
+        f"{GRADIENTS}[qwen3_moe-ep_4d-selective-4]",
+    ),
+    fault(
+        "expert parallelism: tensor ranks sum gradients of experts once more",
+        "titan/parallelism/tensor.py",
+        'if not isinstance(getattr(module, "weight", None), DTensor):',
+        "if True:",
+        f"{GRADIENTS}[qwen3_moe-ep_in_tp-full-1]",
+    ),
+    fault(
+        "muon: experts share one matrix",
+        "titan/optimizer/muon.py",
+        "x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)",
+        "x = x / torch.linalg.vector_norm(x).clamp(min=EPS)",
+        f"{GRADIENTS}[muon-ep_pp]",
+    ),
+)
