@@ -46,7 +46,8 @@ class Decoder(nn.Module):
 
     Attributes:
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
-            type; returns the mask that every block's attention uses.
+            type; returns the mask that every block's attention uses. Where blocks have chunked attention, called with
+            the length of a chunk too; returns `titan.model.masks.Masks`.
         losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
             and a mapping from these names to values of its tokens, float32 [B, t].
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block_at(i) for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
-        self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
+        self.mask: Callable[..., Any] = make_mask
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
         if config.logit_cap is not None:
@@ -123,7 +124,7 @@ class Decoder(nn.Module):
         positions = positions.view(-1, positions.shape[-1])
         cos, sin = rotation(self.inv_freq, positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
-        seen = self.mask(document_ids, positions, hidden.dtype)
+        seen = self.masks(document_ids, positions, hidden.dtype)
         if self.losses:
             return self._with_losses(hidden, cos, sin, seen)
         for block in self.blocks():
@@ -139,6 +140,10 @@ class Decoder(nn.Module):
             total = total + loss_terms.sum_values(values, tuple(self.losses), hidden)
         hidden = hidden if self.norm is None else self.norm(hidden)
         return (hidden, total) if torch.is_grad_enabled() else hidden
+
+    def masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return what blocks get as `seen`, once per micro-batch; a family with several kinds of masks overrides it."""
+        return self.mask(document_ids, positions, dtype)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of this module, in order."""

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan.model.masks import masks_of
+
 IGNORED = -100
 """Targets with this value are excluded from the loss."""
 
@@ -208,7 +210,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     in each layer. Quadratic in T.
 
     Args:
-        document_ids: [B, T].
+        document_ids: [B, T]; with one row, the mask is [1, 1, T - first, T].
         dtype: the queries' type.
         first: index of the first query.
     """
@@ -216,9 +218,13 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
 
 
-def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None) -> Any:
     """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.Decoder.mask`."""
-    return None if document_ids is None else document_mask(document_ids, dtype)
+
+    def make(ids: Tensor | None) -> Tensor | None:
+        return None if ids is None else document_mask(ids, dtype)
+
+    return masks_of(make, document_ids, positions, positions.shape[1], chunk)
 
 
 Kernels = tuple[SDPBackend, ...]
