@@ -42,9 +42,17 @@ PUBLISHED = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "llama4_17b_16e": 107_769_861_120,
+    "llama4_17b_128e": 400_711_848_960,
 }
-ACTIVE = {"qwen3_30b_a3b": 3_353_032_704, "qwen3_235b_a22b": 22_190_763_520}
-DEBUG = ["debug", "qwen3_debug", "qwen3_moe_debug"]
+ACTIVE = {
+    "qwen3_30b_a3b": 3_353_032_704,
+    "qwen3_235b_a22b": 22_190_763_520,
+    "llama4_17b_16e": 17_172_894_720,
+    "llama4_17b_128e": 17_184_691_200,
+}
+MOE_DEBUG = ["qwen3_moe_debug", "llama4_debug"]
+DEBUG = ["debug", "qwen3_debug", *MOE_DEBUG]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +84,7 @@ def test_shipped_shape_counts(name: str) -> None:
     config = shipped(name)
     counted = numbers(on_meta(config))
     assert config.parameters() == counted == PUBLISHED.get(name, counted)
-    assert name == "qwen3_moe_debug" or config.active_parameters() == ACTIVE.get(name, counted)
+    assert name in MOE_DEBUG or config.active_parameters() == ACTIVE.get(name, counted)
 
 
 def test_every_published_shape_is_shipped() -> None:
@@ -126,7 +134,7 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
         pytest.param({"dim": 250}, ["model.dim=250", "model.heads=4", "model.head_dim"], id="heads"),
         pytest.param({"head_dim": 33}, ["model.head_dim=33", "even", "model.head_dim=34"], id="odd-head"),
         pytest.param({"dim": 12}, ["model.head_dim=3", "even", "model.head_dim=4"], id="odd-head-derived"),
-        pytest.param({"rope_factor": 8.0, "rope_low": 4.0}, ["model.rope_high=4", "model.rope_low=4"], id="band"),
+        pytest.param({"rope_factor": 8.0, "rope_low": 5.0}, ["model.rope_high=4", "model.rope_low=5"], id="band"),
     ],
 )
 def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
@@ -142,7 +150,8 @@ def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
     [
         pytest.param({}, id="defaults"),
         pytest.param({"dim": 250, "head_dim": 64}, id="head-dim-given"),
-        pytest.param({"rope_low": 4.0}, id="band-unused"),
+        pytest.param({"rope_low": 5.0}, id="band-unused"),
+        pytest.param({"rope_factor": 8.0, "rope_low": 4.0}, id="band-without-width"),
     ],
 )
 def test_check_accepts(changes: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ on the rank's part of the sequence. heads: a replicated weight that is used on t
 
 OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 """Hugging Face's names of the modules outside of the blocks, the same in all families."""
-RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2")
+RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2", "feed_forward.shared.w2")
 """The linear layers whose outputs are added to the residual stream."""
 
 
@@ -212,7 +212,8 @@ class Decoder(nn.Module):
     def hf_names(self) -> dict[str, str]:
         """Return the Hugging Face name of each of this module's weights; a tied head has no entry.
 
-        With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension.
+        With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension. With :I/N
+        the parameter, its last two dimensions transposed, is the I-th of N equal parts of a tensor's last dimension.
         """
         return {name: self._hf_name(name) for name, _ in self.named_weights()}
 

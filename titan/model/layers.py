@@ -186,7 +186,7 @@ def stretch_frequencies(inv_freq: Tensor, factor: float, low: float, high: float
     between are interpolated, linearly in the number of rotations within `original`.
     """
     rotations = original * inv_freq / (2 * math.pi)
-    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1) if high > low else (rotations >= low).float()
     return (1 - unscaled) * inv_freq / factor + unscaled * inv_freq
 
 
