@@ -222,5 +222,6 @@ class Decoder(nn.Module):
         if not name.startswith("layers."):
             return f"{OTHER_NAMES[module]}.weight"
         _, index, inner = module.split(".", 2)
-        ending = ".weight" if name != module else ""
-        return f"model.layers.{index}.{self.BLOCK_NAMES[inner]}{ending}"
+        theirs = self.BLOCK_NAMES[inner]
+        ending = ".weight" if name != module and ":" not in theirs else ""
+        return f"model.layers.{index}.{theirs}{ending}"
