@@ -131,6 +131,16 @@ class World:
             self.data_meshes[shards] = _data_mesh(self, {"pipeline": self.layout.pipeline, **inner})
         return self.data_meshes[shards]
 
+    def along(self, *names: str) -> dist.ProcessGroup | None:
+        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
+
+        All ranks call it together: along several dimensions it creates a group.
+        """
+        names = tuple(name for name in names if getattr(self.layout, name) > 1)
+        if len(names) > 1:
+            return _group_along(self.layout.degrees(), names, self.timeout)
+        return None if not names else self.context if names == ("context",) else self.group(names[0])
+
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
         if self.model_parallel is not None:
@@ -277,12 +287,7 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
 
 def _model_parallel_group(world: World) -> dist.ProcessGroup | None:
     """Return the ranks that compute the same rows as this one; along a single dimension they have a group already."""
-    names = tuple(name for name in ("pipeline", "context", "tensor") if getattr(world.layout, name) > 1)
-    if len(names) > 1:
-        return _group_along(world.layout.degrees(), names, world.timeout)
-    if not names:
-        return None
-    return world.context if names == ("context",) else world.group(names[0])
+    return world.along("pipeline", "context", "tensor")
 
 
 def _expert_mesh(world: World) -> DeviceMesh:

@@ -17,11 +17,12 @@ from titan.compile.backend import compile_stage
 from titan.config.kinds import kind
 from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
-from titan.model import attention, init_weights, loss_terms
+from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, p2p_groups
+from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism
 from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, in_group
 from titan.precision import low_precision
@@ -54,8 +55,10 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
     stages = _build_stages(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
     groups = {name: strategy.build(world) for name, strategy in _groups(run).items()}
+    rows = _row_parts(stages, run, world)
     for stage in stages.values():
         _transform(stage, run, world, groups)
+        balance.exchange(stage.model, rows)
     _log_layout(run, world, note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initial, strict=True):
@@ -125,6 +128,15 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
         note(f"pipeline: {numbers}, schedule {stage_plan.schedule}, idle {stage_plan.idle:.1%}")
     return stages
+
+
+def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows:
+    """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
+    names = ("context", "tensor") if _splits_rows(run) else ("context",)
+    if not next(iter(stages.values())).model.counted or (group := world.along(*names)) is None:
+        return balance.WholeRows()
+    layout = run.layout
+    return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
 
 
 def _stage(model: Any, run: Run, world: World) -> Stage:
