@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan.model.layers import stretch_frequencies
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
@@ -170,6 +172,11 @@ def test_equals_hugging_face(config: Decoder) -> None:
     names = model.hf_names()
     for name, weight in model.named_parameters():
         assert difference(weight.grad, as_ours(names[name], weight, gradients)) <= 1e-5, name
+
+
+def test_stretching_without_a_band_is_a_step() -> None:
+    below, at, above = stretch_frequencies(2 * math.pi / 1024 * torch.tensor([0.5, 1, 2]), 8.0, 1.0, 1.0, 1024).tolist()
+    assert [x * 1024 / (2 * math.pi) for x in (below, at, above)] == pytest.approx([0.5 / 8, 1, 2])
 
 
 def test_stretching_matters_at_the_tested_length() -> None:
