@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,20 @@ def test_flops_are_those_counted_in_a_step(family: type[Decoder]) -> None:
     assert config.flops_per_token(32) * 32 == whole.get_total_flops()
     assert config.layers * config.block_flops(32) * 32 == blocks.get_total_flops()
     assert config.head_flops() * 32 == whole.get_total_flops() - blocks.get_total_flops()
+
+
+def test_flops_of_attention_in_chunks() -> None:
+    """Each kind of block by itself: the span of chunked attention is a chunk, of full attention the row."""
+    config = shipped("llama4_17b_128e")
+    whole = replace(config, attention_chunk=None)
+    chunked, full = 12 * 40 * 128 * 8192, 12 * 40 * 128 * 65536
+    assert [config.attention_flops(65536, layer) for layer in range(4)] == [chunked, chunked, chunked, full]
+    assert whole.flops_per_token(65536) - config.flops_per_token(65536) == 36 * (full - chunked)
+    assert config.flops_per_token(8192) == whole.flops_per_token(8192)
+    weights = 6 * (config.active_parameters() - config.embedding_parameters() - (2 * 48 + 1) * 5120)
+    assert config.flops_per_token(0) == weights
+    assert [config.masked(length) for length in (8192, 8193)] == [False, True]
+    assert not whole.masked(65536)
 
 
 class Live(TorchDispatchMode):

@@ -272,7 +272,12 @@ class Attention(nn.Module):
 
     With `norm_eps` the queries and the keys of each head are RMS-normalised before RoPE (arXiv:2302.05442, section 2),
     with a weight [d] that all heads share.
+
+    Attributes:
+        chunk: tokens of a chunk, within which tokens attend; None: they attend to all of their document.
     """
+
+    chunk: int | None = None
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
         super().__init__()

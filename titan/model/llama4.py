@@ -50,6 +50,7 @@ class Llama4Attention(Attention):
         """Create the modules of a `titan.model.schema_llama4.Llama4`."""
         super().__init__(config.dim, config.heads, config.kv_heads, config.head_size)
         self.rotary = rotary
+        self.chunk = config.attention_chunk if rotary else None
         self.norm_eps = config.norm_eps if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
