@@ -281,7 +281,7 @@ LLAMA4 = (
 LLAMA4_LAYOUTS = {
     "tp whole sequence": ("parallelism.tensor=2", "parallelism.sequence_parallel=false"),
     "selective fsdp": ("memory=selective", "parallelism.shard=2"),
-    "block model": ("compile=model", "compile.backend=aot_eager"),
+    "model": ("compile=model", "compile.backend=aot_eager"),
 }
 QUICK_LLAMA4 = {"llama4-cp-ring", "llama4-documents-fsdp-cp-tp-pp", "llama4-documents-cp-allgather"}
 
