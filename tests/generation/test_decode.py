@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
-from tests.support.made_weights import QWEN3_MOE
+from tests.support.made_weights import LLAMA4, QWEN3_MOE
 from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoder as Decoding
@@ -64,6 +65,8 @@ MODELS = [
     pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
     pytest.param(Qwen3(**SMALL | {"kv_heads": 1}, head_dim=16, tied=True), id="qwen3-tied-group-of-4"),
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
+    pytest.param(LLAMA4, id="llama4"),
+    pytest.param(replace(LLAMA4, attention_chunk=30, moe_every=1, qk_norm=False), id="llama4-long-chunks"),
 ]
 
 

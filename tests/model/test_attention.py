@@ -22,10 +22,11 @@ from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
-from titan.model import attention
+from titan.model import attention, init_weights
 from titan.model.attention import BLOCK, FlexAttention, block_mask
 from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
+from titan.model.schema_llama4 import Llama4
 from titan.parallelism import mesh
 from titan.run.compose import composed
 from titan.training.build import build as assemble
@@ -173,6 +174,24 @@ def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, mo
     assert far(train(built, ids), train(model(), ids)) <= EXACT
 
 
+def llama4() -> Any:
+    torch.manual_seed(0)
+    shape = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, "experts": 4, "expert_ffn": 16}
+    built = Llama4(**shape, attention_chunk=37, nope_every=2, moe_every=2, floor_scale=20).build()
+    init_weights.materialise(built, built.initial(), 0, "cpu")
+    return built
+
+
+@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
+@pytest.mark.parametrize("ids", [None, documents(2, 150, 0.03)], ids=["one", "documents"])
+def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
+    built = llama4()
+    attention.set_kernels(built, "flex", CPU, blocks=True)
+    how(built)
+    assert far(train(built, ids), train(llama4(), ids)) <= EXACT
+
+
 @pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
 def test_a_mask_is_made_once_for_all_layers(how: Callable[[Any], Any]) -> None:
     built, seen, ids = model(), list[Any](), documents(2, 150, 0.03)
@@ -185,6 +204,8 @@ def test_a_mask_is_made_once_for_all_layers(how: Callable[[Any], Any]) -> None:
     assert far(found, train(model(), None)) > 1e-2
 
 
+SMALL = ["model.dim=32", "model.ffn=48", "model.expert_ffn=24", "model.layers=2", "model.heads=4", "model.head_dim=8"]
+CHUNKS = ["model=llama4_debug", *SMALL, "model.attention_chunk=15"]
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -238,6 +259,10 @@ def test_no_kernel_that_can_is_said() -> None:
             "attention kernel: flash (CPU), dense document mask",
             id="documents",
         ),
+        pytest.param(CHUNKS, "attention kernel: flash (CPU), dense mask of chunks", id="chunks"),
+        pytest.param(
+            ["model=llama4_debug", *SMALL, "model.attention_chunk=16"], "attention kernel: flash (CPU)", id="one-chunk"
+        ),
     ],
 )
 def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
@@ -255,6 +280,11 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
         pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
         pytest.param([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
+        pytest.param(
+            [*RING[:2], *CHUNKS, "training.attention=flash"],
+            "can't mask chunks|model.attention_chunk",
+            id="ring-of-chunks",
+        ),
         pytest.param(["training.attention=quick"], "quick|choose one of|flash", id="unknown"),
         pytest.param(["training.loss_chunk=0"], "loss_chunk=0|at least 1", id="chunk"),
     ],
@@ -272,6 +302,9 @@ def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: py
     overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
     assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
     assert composed([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"
+    chunks = [*overrides[:3], "model=llama4_debug", f"parallelism.context_method={method}"]
+    assert composed([*chunks, "training.seq_len=256"]).training.attention == "flex"
+    assert composed([*chunks, "training.seq_len=128"]).training.attention == "auto"
 
 
 def test_kernels_reach_ranks_that_share_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,15 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan.model.layers import stretch_frequencies
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.weights.hf_config import EXPERT_FIELDS
-from titan.weights.interface import stored_parts
+from titan.weights.hf_config import FURTHER_FIELDS
+from titan.weights.interface import fused_part, stored_parts
 
 transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 MOE: dict[str, Any] = {"experts": 8, "chosen_experts": 3, "expert_ffn": 24, "head_dim": 32}
+LLAMA4: dict[str, Any] = {
+    **SMALL,
+    "layers": 4,
+    "head_dim": 32,
+    "ffn": 80,
+    "experts": 4,
+    "expert_ffn": 24,
+    "attention_chunk": 48,
+    "nope_every": 2,
+    "floor_scale": 20,
+}
+"""Rows have several chunks, and positions far beyond `floor_scale`."""
 ORIGINAL = 32
 """The length before stretching; rows are longer, so that a stretch matters."""
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
@@ -35,24 +50,26 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
             "original_max_position_embeddings": config.rope_original,
         }
     family = type(config).__name__
-    experts = {key: getattr(config, name) for key, name in EXPERT_FIELDS.items()} if family == "Qwen3Moe" else {}
-    theirs = getattr(transformers, f"{family}Config")(
-        hidden_size=config.dim,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_size,
-        intermediate_size=config.ffn,
-        vocab_size=config.vocab,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tied,
-        max_position_embeddings=1024,
-        rope_parameters=rope,
-        initializer_range=0.1,
-        attn_implementation="eager",
-        pad_token_id=None,
-        **experts,
-    )
+    further = {key: getattr(config, name) for key, name in FURTHER_FIELDS.get(type(config), {}).items()}
+    if isinstance(config, Llama4) and config.attention_chunk is None:
+        further |= {"attention_chunk_size": 64, "layer_types": ["full_attention"] * config.layers}
+    settings = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": 1024,
+        "rope_parameters": rope,
+        "initializer_range": 0.1,
+        "attn_implementation": "eager",
+        "pad_token_id": None,
+    }
+    name = "Llama4Text" if family == "Llama4" else family
+    theirs = getattr(transformers, f"{name}Config")(**{"intermediate_size": config.ffn} | settings | further)
     torch.manual_seed(0)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
     with torch.no_grad():  # they start norms at one, where a norm that forgot its weight would go unnoticed
@@ -67,7 +84,7 @@ def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
-        if not prefix.endswith(".experts"):
+        if not prefix.endswith("mlp.experts"):
             out[name] = tensor
             continue
         parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
@@ -80,6 +97,8 @@ def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def as_ours(name: str, weight: Tensor, theirs: Mapping[str, Tensor]) -> Tensor:
     """One of our tensors from theirs."""
     parts = [theirs[part] for part, _ in stored_parts(name, weight.shape)]
+    if (part := fused_part(name)) is not None:
+        return parts[0].chunk(part[1], -1)[part[0]].mT
     return torch.stack(parts) if "{}" in name else parts[0]
 
 
@@ -122,6 +141,14 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         pytest.param(Qwen3(**SMALL, head_dim=8, rope_theta=10000.0, norm_eps=1e-3), id="qwen3-other-theta-and-epsilon"),
         pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=16), id="qwen3-stretched-8"),
         pytest.param(Qwen3Moe(**SMALL, **MOE), id="qwen3-moe"),
+        pytest.param(Llama4(**LLAMA4), id="llama4"),
+        pytest.param(Llama4(**LLAMA4, moe_every=2, qk_norm=False), id="llama4-interleaved"),
+        pytest.param(Llama4(**LLAMA4 | STRETCH, rope_low=2.0, rope_high=2.0), id="llama4-stretched"),
+        pytest.param(
+            Llama4(**LLAMA4 | {"attention_chunk": None, "nope_every": 9, "chosen_experts": 2}),
+            id="llama4-whole-rows-of-2",
+        ),
+        pytest.param(Llama4(**LLAMA4, attn_temperature_tuning=False), id="llama4-one-temperature"),
         pytest.param(Qwen3Moe(**SMALL, **MOE | {"normalise_chosen": False, "chosen_experts": 1}), id="qwen3-moe-of-1"),
     ],
 )
@@ -145,6 +172,11 @@ def test_equals_hugging_face(config: Decoder) -> None:
     names = model.hf_names()
     for name, weight in model.named_parameters():
         assert difference(weight.grad, as_ours(names[name], weight, gradients)) <= 1e-5, name
+
+
+def test_stretching_without_a_band_is_a_step() -> None:
+    below, at, above = stretch_frequencies(2 * math.pi / 1024 * torch.tensor([0.5, 1, 2]), 8.0, 1.0, 1.0, 1024).tolist()
+    assert [x * 1024 / (2 * math.pi) for x in (below, at, above)] == pytest.approx([0.5 / 8, 1, 2])
 
 
 def test_stretching_matters_at_the_tested_length() -> None:

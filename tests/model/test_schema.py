@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,17 @@ PUBLISHED = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "llama4_17b_16e": 107_769_861_120,
+    "llama4_17b_128e": 400_711_848_960,
 }
-ACTIVE = {"qwen3_30b_a3b": 3_353_032_704, "qwen3_235b_a22b": 22_190_763_520}
-DEBUG = ["debug", "qwen3_debug", "qwen3_moe_debug"]
+ACTIVE = {
+    "qwen3_30b_a3b": 3_353_032_704,
+    "qwen3_235b_a22b": 22_190_763_520,
+    "llama4_17b_16e": 17_172_894_720,
+    "llama4_17b_128e": 17_184_691_200,
+}
+MOE_DEBUG = ["qwen3_moe_debug", "llama4_debug"]
+DEBUG = ["debug", "qwen3_debug", *MOE_DEBUG]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +85,7 @@ def test_shipped_shape_counts(name: str) -> None:
     config = shipped(name)
     counted = numbers(on_meta(config))
     assert config.parameters() == counted == PUBLISHED.get(name, counted)
-    assert name == "qwen3_moe_debug" or config.active_parameters() == ACTIVE.get(name, counted)
+    assert name in MOE_DEBUG or config.active_parameters() == ACTIVE.get(name, counted)
 
 
 def test_every_published_shape_is_shipped() -> None:
@@ -126,7 +135,7 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
         pytest.param({"dim": 250}, ["model.dim=250", "model.heads=4", "model.head_dim"], id="heads"),
         pytest.param({"head_dim": 33}, ["model.head_dim=33", "even", "model.head_dim=34"], id="odd-head"),
         pytest.param({"dim": 12}, ["model.head_dim=3", "even", "model.head_dim=4"], id="odd-head-derived"),
-        pytest.param({"rope_factor": 8.0, "rope_low": 4.0}, ["model.rope_high=4", "model.rope_low=4"], id="band"),
+        pytest.param({"rope_factor": 8.0, "rope_low": 5.0}, ["model.rope_high=4", "model.rope_low=5"], id="band"),
     ],
 )
 def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
@@ -142,7 +151,8 @@ def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
     [
         pytest.param({}, id="defaults"),
         pytest.param({"dim": 250, "head_dim": 64}, id="head-dim-given"),
-        pytest.param({"rope_low": 4.0}, id="band-unused"),
+        pytest.param({"rope_low": 5.0}, id="band-unused"),
+        pytest.param({"rope_factor": 8.0, "rope_low": 4.0}, id="band-without-width"),
     ],
 )
 def test_check_accepts(changes: dict[str, Any]) -> None:
@@ -175,6 +185,20 @@ def test_flops_are_those_counted_in_a_step(family: type[Decoder]) -> None:
     assert config.flops_per_token(32) * 32 == whole.get_total_flops()
     assert config.layers * config.block_flops(32) * 32 == blocks.get_total_flops()
     assert config.head_flops() * 32 == whole.get_total_flops() - blocks.get_total_flops()
+
+
+def test_flops_of_attention_in_chunks() -> None:
+    """Each kind of block by itself: the span of chunked attention is a chunk, of full attention the row."""
+    config = shipped("llama4_17b_128e")
+    whole = replace(config, attention_chunk=None)
+    chunked, full = 12 * 40 * 128 * 8192, 12 * 40 * 128 * 65536
+    assert [config.attention_flops(65536, layer) for layer in range(4)] == [chunked, chunked, chunked, full]
+    assert whole.flops_per_token(65536) - config.flops_per_token(65536) == 36 * (full - chunked)
+    assert config.flops_per_token(8192) == whole.flops_per_token(8192)
+    weights = 6 * (config.active_parameters() - config.embedding_parameters() - (2 * 48 + 1) * 5120)
+    assert config.flops_per_token(0) == weights
+    assert [config.masked(length) for length in (8192, 8193)] == [False, True]
+    assert not whole.masked(65536)
 
 
 class Live(TorchDispatchMode):

@@ -30,6 +30,7 @@ from titan.parallelism.schema import key_repeats
 METHODS = ("allgather", "ulysses", "ring")
 BALANCE = (False, True)
 ROWS, HEADS, SEQ, WIDTH = 2, 8, 32, 8
+CHUNK = 5
 EXACT, ROUNDED = 1e-5, 1.5e-2  # law 3; bfloat16 against float32: 8e-3 measured, CausalAttention itself 5e-3
 
 
@@ -40,21 +41,42 @@ class Case(NamedTuple):
     documents: bool
     dtype: torch.dtype = torch.float32
     kernel: str = "flash"
+    chunk: int | None = None
 
     def __str__(self) -> str:
         words = [self.method, "balanced" if self.balance else "in order", f"{HEADS // self.kv_heads} a kv head"]
-        words += [self.kernel] * (self.kernel != "flash")
+        words += [self.kernel] * (self.kernel != "flash") + ["chunks"] * (self.chunk is not None)
         return ", ".join(words + ["documents"] * self.documents + ["bf16"] * (self.dtype == torch.bfloat16))
 
 
-def table(*kv_heads: int, dtype: torch.dtype = torch.float32, kernel: str = "flash") -> list[Case]:
-    return [Case(*x, dtype, kernel) for x in itertools.product(METHODS, BALANCE, kv_heads, BALANCE)]
+def table(
+    *kv_heads: int, dtype: torch.dtype = torch.float32, kernel: str = "flash", chunk: int | None = None
+) -> list[Case]:
+    return [Case(*x, dtype, kernel, chunk) for x in itertools.product(METHODS, BALANCE, kv_heads, BALANCE)]
 
 
 def documents(seq: int = SEQ) -> Tensor:
     """Ids [ROWS, seq], of documents of about six tokens; the rows differ, and ids are no small numbers."""
     starts = torch.rand(ROWS, seq, generator=torch.Generator().manual_seed(5)) < 0.15
     return starts.cumsum(1) * 7 + 2**40 + 1
+
+
+def inside(ids: Tensor | None) -> Tensor:
+    """The positions of tokens in their documents, as the loader gives them: [1 or ROWS, SEQ]."""
+    if ids is None:
+        return torch.arange(SEQ)[None]
+    begins = torch.cat([torch.ones(ROWS, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1)
+    return torch.arange(SEQ) - torch.where(begins, torch.arange(SEQ), 0).cummax(1).values
+
+
+def exact_mask(ids: Tensor | None, chunk: int | None) -> Tensor | None:
+    """The mask of whole rows: of documents, and of chunks of them."""
+    if chunk is None:
+        return None if ids is None else document_mask(ids, torch.float32)
+    chunks = inside(ids) // chunk
+    alone = torch.zeros(1, SEQ, dtype=torch.int64) if ids is None else ids
+    same = (chunks[:, :, None] == chunks[:, None]) & (alone[:, :, None] == alone[:, None])
+    return torch.zeros(same.shape).masked_fill(~same.tril(), -torch.inf)[:, None]
 
 
 def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
@@ -83,11 +105,11 @@ def error(ours: list[Tensor], exact: list[Tensor]) -> float:
 def case_error(case: Case, group: dist.ProcessGroup) -> float:
     """How far this rank's part is from attention to whole rows in float32."""
     tensors, ids = inputs(case)
-    seen = None if ids is None else document_mask(ids, torch.float32)
-    exact = attend(CausalAttention(), [x.float() for x in tensors], seen)
+    exact = attend(CausalAttention(), [x.float() for x in tensors], exact_mask(ids, case.chunk))
     mine = positions(SEQ, group.size(), group.rank(), case.balance)
     core = ContextAttention(case.method, group, case.balance, kernel=case.kernel)
-    seen = core.mask(None if ids is None else ids[:, mine], mine[None], case.dtype)
+    seen = core.mask(None if ids is None else ids[:, mine], inside(ids)[:, mine], case.dtype, case.chunk)
+    seen = seen if case.chunk is None else seen.chunked
     ours = attend(core, [x[:, :, mine] for x in tensors], seen)
     plain = all(type(x) is Tensor and x.dtype == case.dtype for x in ours)
     return error(ours, [x[:, :, mine] for x in exact]) if plain else float("inf")
@@ -133,7 +155,7 @@ def errors(
     kernel: str = "flash",
 ) -> dict[str, float]:
     """The largest error of any rank, for each case; all cases on the same ranks, since these cost more than cases."""
-    cases = table(*kv_heads, dtype=dtype, kernel=kernel)
+    cases = table(*kv_heads, dtype=dtype, kernel=kernel) + table(2, dtype=dtype, kernel=kernel, chunk=CHUNK)
     results = run_ranks(rank_errors, world, cases, strided, SETTINGS.get(kernel, {}), timeout=120)
     return {str(case): max(column) for case, column in zip(cases, zip(*results, strict=True), strict=True)}
 
@@ -223,6 +245,14 @@ def test_masks_of_blocks(case: str) -> None:
 @pytest.mark.parametrize("case", parameters(table(2, dtype=torch.bfloat16)))
 def test_in_bfloat16(case: str) -> None:
     assert errors(4, (2,), torch.bfloat16)[case] <= ROUNDED
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", parameters(table(2, chunk=CHUNK)))
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_chunks(case: str, kernel: str) -> None:
+    heads, case = ((8, 4, 2, 1), case) if kernel == "flash" else ((2,), case.replace("chunks", "flex, chunks"))
+    assert errors(2, heads, kernel=kernel)[case] <= EXACT
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(1, 5), st.integers(0, 99))
@@ -315,6 +345,16 @@ def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, i
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
 def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
     assert run_ranks(rank_mask_uses, 2, kernel) == [dict.fromkeys(METHODS, (1, 1))] * 2
+
+
+@pytest.mark.parametrize("chunk", [SEQ, SEQ + 1])
+def test_rows_of_one_chunk_have_one_mask(chunk: int) -> None:
+    mine = positions(SEQ, 4, 1, True)
+    core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
+    core.gather_ids = lambda part: documents()  # type: ignore[method-assign]
+    found = core.mask(documents()[:, mine], inside(documents())[:, mine], torch.float32, chunk)
+    assert found.full is found.chunked
+    assert core.mask(None, mine[None], torch.float32, chunk) == (None, None)
 
 
 def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:

@@ -16,6 +16,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.weights.interface import Weights
 
@@ -23,6 +24,8 @@ SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": 32}
 LLAMA, QWEN3 = Llama(**SMALL), Qwen3(**SMALL, head_dim=32)
 QWEN3_MOE = Qwen3Moe(**SMALL, head_dim=32, experts=8, chosen_experts=3, expert_ffn=24)
+LLAMA4_CHUNKS: dict[str, Any] = {"attention_chunk": 12, "nope_every": 2, "floor_scale": 9}
+LLAMA4 = Llama4(**SMALL | {"layers": 4}, **LLAMA4_CHUNKS, head_dim=32, experts=4, expert_ffn=24, moe_every=2)
 
 
 def module(model: Decoder, seed: int = 0) -> Any:

@@ -274,6 +274,26 @@ def reading() -> Iterator[Case]:
             yield replace(case, quick=case.id in QUICK_READING)
 
 
+LLAMA4 = (
+    "model=llama4_debug", *SHAPE, "model.experts=4", "model.expert_ffn=24", "model.nope_every=2", "model.moe_every=2",
+    "model.attention_chunk=5", "model.floor_scale=3", "model.aux_loss=0.5", "training.global_batch=256",
+)  # fmt: skip
+LLAMA4_LAYOUTS = {
+    "tp whole sequence": ("parallelism.tensor=2", "parallelism.sequence_parallel=false"),
+    "selective fsdp": ("memory=selective", "parallelism.shard=2"),
+    "model": ("compile=model", "compile.backend=aot_eager"),
+}
+QUICK_LLAMA4 = {"llama4-cp-ring", "llama4-documents-fsdp-cp-tp-pp", "llama4-documents-cp-allgather"}
+
+
+def llama4() -> Iterator[Case]:
+    """Attention in chunks, without and with documents, and experts in every second block, in each kind of layout."""
+    for kind, science in (("llama4", LLAMA4), ("llama4 documents", (*LLAMA4, *DOCUMENTS))):
+        for name, settings in {**READING, **LLAMA4_LAYOUTS}.items():
+            case = Case(f"{kind} {name}", settings, model=science)
+            yield replace(case, quick=case.id in QUICK_LLAMA4)
+
+
 OWN_TERM = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
 OF_BLOCKS = ("modules=[tests]", "model._target_=tests.support.loss_terms.Small")
 TERMS = {
@@ -306,7 +326,17 @@ def variant(name: str) -> tuple[str, ...]:
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading(), *terms(), *grouped()]
+    return [
+        *layouts(),
+        *schedules(),
+        *variants(),
+        *techniques(),
+        *chunked(),
+        *reading(),
+        *llama4(),
+        *terms(),
+        *grouped(),
+    ]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:

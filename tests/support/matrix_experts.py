@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.matrix import COLUMNS, DOCUMENTS, EXACT, Case, Outcome, outcome, worst
+from tests.support.matrix import COLUMNS, DOCUMENTS, EXACT, LLAMA4, Case, Outcome, outcome, worst
 from tests.support.ranks import RankFailed
 from tests.support.runs import Tensors, steps
 from titan.training.trainer import Trainer
@@ -25,6 +25,7 @@ MODELS = {
         "model.expert_ffn=24", "model.head_dim=8", "model.aux_loss=0.5", "model.seq_aux_loss=0.5",
         "model.router_z_loss=0.1", "model.bias_rate=0.1",
     ),
+    "llama4": (*LLAMA4, "model.seq_aux_loss=0.5", "model.router_z_loss=0.1", "model.bias_rate=0.1"),
 }  # fmt: skip
 """The models, with all that balances experts, so large that their gradients count."""
 LAYOUTS = {

@@ -18,7 +18,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.support.made_weights import LLAMA, QWEN3, QWEN3_MOE, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
+from tests.support.made_weights import (
+    LLAMA,
+    LLAMA4,
+    QWEN3,
+    QWEN3_MOE,
+    SMALL,
+    STRETCH,
+    apart,
+    equal,
+    hf,
+    loaded,
+    meta,
+    native,
+)
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
@@ -38,6 +51,7 @@ MODELS = [
     pytest.param(QWEN3, id="qwen3"),
     pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
+    pytest.param(LLAMA4, id="llama4"),
 ]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.hub_server import COMMIT, Repositories, serving
-from tests.support.made_weights import LLAMA, QWEN3_MOE, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
+from tests.support.made_weights import LLAMA, LLAMA4, QWEN3_MOE, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import digest_of, open_weights
@@ -25,6 +27,7 @@ MODELS = [
     pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
     pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
+    pytest.param(LLAMA4, id="llama4"),
 ]
 
 
@@ -64,10 +67,55 @@ def test_any_part_is_read(tmp_path: Path) -> None:
     assert torch.equal(weights.read("norm.weight", [60], [4]), weights.read("norm.weight")[60:])
 
 
-def test_any_part_of_experts_is_read(tmp_path: Path) -> None:
-    hf(tmp_path, QWEN3_MOE)
+@pytest.mark.parametrize("model", [pytest.param(QWEN3_MOE, id="each"), pytest.param(LLAMA4, id="fused")])
+def test_any_part_of_experts_is_read(model: Decoder, tmp_path: Path) -> None:
+    hf(tmp_path, model)
     weights, name = open_weights(tmp_path), "layers.1.feed_forward.experts.w3.weight"
-    assert torch.equal(weights.read(name, [2, 5, 7], [3, 10, 30]), weights.read(name)[2:5, 5:15, 7:37])
+    assert torch.equal(weights.read(name, [1, 5, 7], [3, 10, 30]), weights.read(name)[1:4, 5:15, 7:37])
+
+
+def test_the_text_model_of_one_with_vision_is_read(tmp_path: Path) -> None:
+    theirs = hf(tmp_path, LLAMA4, "10MB")
+    content = load_file(tmp_path / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in content.items()}
+    vision = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.linear_1.weight": torch.ones(4, 4)}
+    save_file(named | vision, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text()) | {"attn_temperature_tuning": 4, "bos_token_id": 7}
+    for key in ("architectures", "no_rope_layer_interval", "layer_types", "interleave_moe_layer_step"):
+        text.pop(key)
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    weights = open_weights(tmp_path)
+    assert weights.model == LLAMA4
+    assert weights.config["bos_token_id"] == 7  # type: ignore[attr-defined]
+    assert apart(loaded(weights), theirs, LLAMA4.vocab) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"moe_layers": [0, 3]}, "moe_layers at no fixed interval", id="experts"),
+        pytest.param({"no_rope_layers": [0, 1, 1, 0]}, "no_rope_layers at no fixed interval", id="rotary"),
+        pytest.param(
+            {"layer_types": ["chunked_attention"] * 4}, "layer_types that differ from no_rope_layers", id="chunks"
+        ),
+    ],
+)
+def test_layers_of_llama4_without_a_pattern_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^x: its config.json has {words}"):
+        schema_of(config_of(LLAMA4, "bfloat16") | changes, "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"bias_rate": 0.0}, "model.bias_rate=0.0", id="bias"),
+        pytest.param({"normalise_chosen": True}, "model.normalise_chosen=true", id="normalised"),
+    ],
+)
+def test_what_llama4_of_transformers_lacks_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^format=hf: .* {words}; give format=titan\.$"):
+        config_of(replace(LLAMA4, **changes), "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def _matmul_flops(recipe: Recipe) -> tuple[float, float]:
 
 def _attention_flops(recipe: Recipe) -> float:
     """Return FLOPs per token of causal attention: 2 matmuls forward, 5 backward (arXiv:2307.08691, section 3.1)."""
-    model = recipe.model
-    matmul = model.heads * model.head_size * recipe.training.seq_len  # 2 FLOPs each, for half of the pairs
-    return model.layers * (7 + 2 * _recomputed(recipe)) * matmul
+    seq_len = recipe.training.seq_len
+    square = recipe.model.total(lambda layer: recipe.model.attention_flops(seq_len, layer))  # 6 matmuls of all pairs
+    return (7 + 2 * _recomputed(recipe)) * square / 12
 
 
 def _cast_bytes(recipe: Recipe, microbatches: int) -> float:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model.layers import CausalAttention
+from titan.model.masks import Masks
 
 
 class Cache:
@@ -33,6 +35,7 @@ class Cache:
         self.columns: slice | Tensor = slice(0, 0)
         self.seen = 0
         self.mask: Tensor | None = None
+        self.positions = torch.zeros(1, 0, dtype=torch.int64, device=device)
 
     def extend(self, start: int, count: int) -> Tensor:
         """Put the next `count` tokens of all rows into the columns from `start` on.
@@ -43,7 +46,8 @@ class Cache:
         self._check_length(start + count)
         self.columns, self.seen = slice(start, start + count), start + count
         positions = torch.arange(start, self.seen, device=self.device)
-        self.mask = self._mask(positions[None]) if start else None  # None: plain causal attention
+        self.positions = positions[None]
+        self.mask = self._mask() if start else None  # None: plain causal attention
         return positions
 
     def step(self, positions: list[int]) -> Tensor:
@@ -55,16 +59,29 @@ class Cache:
         self._check_length(max(positions) + 1)
         self.columns = torch.tensor(positions, device=self.device)
         self.seen = max(positions) + 1
-        self.mask = self._mask(self.columns[:, None])
-        return self.columns[:, None]
+        self.positions = self.columns[:, None]
+        self.mask = self._mask()
+        return self.positions
 
     def _check_length(self, needed: int) -> None:
         if needed > self.length:
             raise ValueError(f"{needed} tokens do not fit into a cache of {self.length}")
 
-    def _mask(self, positions: Tensor) -> Tensor:
-        """Return which columns each query sees, bool [B or 1, 1, T, S]."""
-        return (torch.arange(self.seen, device=self.device) <= positions[..., None])[:, None]
+    def masks(
+        self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
+    ) -> Any:
+        """Return the mask of the next tokens; see `titan.model.decoder.Decoder.mask`."""
+        if chunk is None:
+            return self.mask
+        return Masks(self.mask, self.mask if self.seen <= chunk else self._mask(chunk))
+
+    def _mask(self, chunk: int | None = None) -> Tensor:
+        """Return which columns each query sees, bool [B or 1, 1, T, S]; with `chunk` only those of its chunk."""
+        columns, positions = torch.arange(self.seen, device=self.device), self.positions[..., None]
+        seen = columns <= positions
+        if chunk is not None:
+            seen &= columns // chunk == positions // chunk
+        return seen[:, None]
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order; a row may be repeated."""
@@ -83,13 +100,13 @@ class CachedAttention(nn.Module):
         self.values: Tensor | None = None
         cache.layers.append(self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
         self.keys, self.values = self._store(self.keys, k), self._store(self.values, v)
-        if self.cache.mask is None:
+        if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         seen = slice(0, self.cache.seen)
-        return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], self.cache.mask)
+        return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], mask)
 
     def _store(self, buffer: Tensor | None, new: Tensor) -> Tensor:
         """Write the new tokens into their columns."""
@@ -121,7 +138,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def cached(model: nn.Module, length: int, device: torch.device) -> Iterator[Cache]:
+def cached(model: Any, length: int, device: torch.device) -> Iterator[Cache]:
     """Return a context in which every layer of `model` uses the returned cache, of up to `length` tokens per row."""
     cache, replaced = Cache(length, device), []
     for module in list(model.modules()):
@@ -129,8 +146,10 @@ def cached(model: nn.Module, length: int, device: torch.device) -> Iterator[Cach
             if isinstance(child, CausalAttention):
                 replaced.append((module, name, child))
                 setattr(module, name, CachedAttention(cache))
+    mask, model.mask = model.mask, cache.masks
     try:
         yield cache
     finally:
+        model.mask = mask
         for module, name, child in replaced:
             setattr(module, name, child)

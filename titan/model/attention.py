@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
+from titan.model.masks import Masks, masks_of
 
 BLOCK = 128
 """Tokens of a block: the default of FlexAttention's CUDA kernels."""
@@ -119,24 +120,49 @@ class Tokens(NamedTuple):
     places: Tensor
 
 
-def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> BlockMask:
+def block_mask(
+    document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
+) -> BlockMask | Masks:
     """Return the block mask of whole rows: causal, and within documents.
 
     Args:
         document_ids: int64 [B, T]; None: one document per row.
-        positions: [1 or B, T], for the length of rows.
+        positions: [1 or B, T], for the length of rows and for chunks.
         dtype: ignored; `titan.model.layers.make_mask` needs it.
+        chunk: return `Masks` of full attention and of attention in chunks of so many tokens.
     """
-    ids = torch.zeros_like(positions[:1]) if document_ids is None else document_ids
-    tokens = Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+
+    def make(ids: Tensor | None) -> BlockMask:
+        return _causal_blocks(torch.zeros_like(positions[:1])) if ids is None else _document_blocks(ids)
+
+    found: BlockMask | Masks = masks_of(make, document_ids, positions, positions.shape[1], chunk)
+    return found
+
+
+def _causal_blocks(ids: Tensor) -> BlockMask:
+    """Return the block mask of rows of one document, from its ids [1, T]."""
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key  # the zero ids above have one row only
+        return query >= key
 
-    def inside(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return visible_blocks(_in_order(ids), _in_order(ids), causal)
+
+
+def _document_blocks(ids: Tensor) -> BlockMask:
+    """Return the block mask of documents [1 or B, T]."""
+
+    def alike(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (ids[0, query] == ids[0, key])
+
+    def each(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
 
-    return visible_blocks(tokens, tokens, causal if document_ids is None else inside)
+    return visible_blocks(_in_order(ids), _in_order(ids), alike if len(ids) == 1 else each)
+
+
+def _in_order(ids: Tensor) -> Tokens:
+    """Return the tokens of whole rows."""
+    return Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
 
 def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -37,7 +37,7 @@ on the rank's part of the sequence. heads: a replicated weight that is used on t
 
 OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 """Hugging Face's names of the modules outside of the blocks, the same in all families."""
-RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2")
+RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2", "feed_forward.shared.w2")
 """The linear layers whose outputs are added to the residual stream."""
 
 
@@ -47,7 +47,8 @@ class Decoder(nn.Module):
 
     Attributes:
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
-            type; returns the mask that every block's attention uses.
+            type; returns the mask that every block's attention uses. Where blocks have chunked attention, called with
+            the length of a chunk too; returns `titan.model.masks.Masks`.
         losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
             and a mapping from these names to values of its tokens, float32 [B, t].
         counted: what a block that routes tokens to experts counts of them, E + 1 figures (`titan.model.balance`),
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block_at(i) for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
-        self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
+        self.mask: Callable[..., Any] = make_mask
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
         self.counted = 0
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         positions = positions.view(-1, positions.shape[-1])
         cos, sin = rotation(self.inv_freq, positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
-        seen = self.mask(document_ids, positions, hidden.dtype)
+        seen = self.masks(document_ids, positions, hidden.dtype)
         if self.losses or valid is not None:
             hidden, *found = self._with_losses(hidden, valid, cos, sin, seen)
             return hidden if valid is None else (hidden, *found)
@@ -168,6 +169,10 @@ class Decoder(nn.Module):
     def routers(self) -> dict[str, Router]:
         """Return the routers of this module by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
+
+    def masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return what blocks get as `seen`, once per micro-batch; a family with several kinds of masks overrides it."""
+        return self.mask(document_ids, positions, dtype)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of this module, in order."""
@@ -207,7 +212,8 @@ class Decoder(nn.Module):
     def hf_names(self) -> dict[str, str]:
         """Return the Hugging Face name of each of this module's weights; a tied head has no entry.
 
-        With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension.
+        With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension. With :I/N
+        the parameter, its last two dimensions transposed, is the I-th of N equal parts of a tensor's last dimension.
         """
         return {name: self._hf_name(name) for name, _ in self.named_weights()}
 
@@ -216,5 +222,6 @@ class Decoder(nn.Module):
         if not name.startswith("layers."):
             return f"{OTHER_NAMES[module]}.weight"
         _, index, inner = module.split(".", 2)
-        ending = ".weight" if name != module else ""
-        return f"model.layers.{index}.{self.BLOCK_NAMES[inner]}{ending}"
+        theirs = self.BLOCK_NAMES[inner]
+        ending = ".weight" if name != module and ":" not in theirs else ""
+        return f"model.layers.{index}.{theirs}{ending}"

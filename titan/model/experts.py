@@ -226,7 +226,7 @@ class MixtureOfExperts(nn.Module):
         """Return the sum of the outputs of the experts int64 [N, K] of tokens [N, D] with weights float32 [N, K]."""
         shape = *weights.shape, x.shape[-1]
         if self.scale_inputs:
-            x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.view(-1, 1)
+            x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.reshape(-1, 1)
         each = self.dispatch(x, experts, self.router.experts, self.experts).view(shape).float()
         return (each if self.scale_inputs else each * weights[..., None]).sum(-2).to(x.dtype)
 

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan.model.masks import masks_of
+
 IGNORED = -100
 """Targets with this value are excluded from the loss."""
 
@@ -184,7 +186,7 @@ def stretch_frequencies(inv_freq: Tensor, factor: float, low: float, high: float
     between are interpolated, linearly in the number of rotations within `original`.
     """
     rotations = original * inv_freq / (2 * math.pi)
-    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1) if high > low else (rotations >= low).float()
     return (1 - unscaled) * inv_freq / factor + unscaled * inv_freq
 
 
@@ -208,7 +210,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     in each layer. Quadratic in T.
 
     Args:
-        document_ids: [B, T].
+        document_ids: [B, T]; with one row, the mask is [1, 1, T - first, T].
         dtype: the queries' type.
         first: index of the first query.
     """
@@ -216,9 +218,13 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
 
 
-def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None) -> Any:
     """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.Decoder.mask`."""
-    return None if document_ids is None else document_mask(document_ids, dtype)
+
+    def make(ids: Tensor | None) -> Tensor | None:
+        return None if ids is None else document_mask(ids, dtype)
+
+    return masks_of(make, document_ids, positions, positions.shape[1], chunk)
 
 
 Kernels = tuple[SDPBackend, ...]
@@ -266,7 +272,12 @@ class Attention(nn.Module):
 
     With `norm_eps` the queries and the keys of each head are RMS-normalised before RoPE (arXiv:2302.05442, section 2),
     with a weight [d] that all heads share.
+
+    Attributes:
+        chunk: tokens of a chunk, within which tokens attend; None: they attend to all of their document.
     """
+
+    chunk: int | None = None
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
         super().__init__()

@@ -103,9 +103,9 @@ class Decoder:
                 f"model.head_dim={self.head_size}: must be even, because rotary embedding rotates pairs; "
                 f"set model.head_dim={self.head_size + self.head_size % 2 or 2}."
             )
-        if self.rope_factor != 1 and self.rope_high <= self.rope_low:
+        if self.rope_factor != 1 and self.rope_high < self.rope_low:
             raise ConfigError(
-                f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
+                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
             )
 
     def check_tensor_plan(self, degree: int) -> None:
@@ -128,6 +128,10 @@ class Decoder:
         for layer in range(self.layers) if layers is None else layers:
             found.setdefault(self.kind(layer), []).append(layer)
         return found
+
+    def masked(self, seq_len: int) -> bool:
+        """Return whether attention in rows of a length needs a mask, besides causality and documents."""
+        return False
 
     def total(self, of: Callable[[int], float], layers: Iterable[int] | None = None) -> float:
         """Return the sum over blocks of what is the same for blocks of one kind; over `layers`, None: over all."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from titan.model.attention import FlexAttention, Tokens, block_mask, visible, visible_blocks
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
+from titan.model.masks import masks_of
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, gather, wait
 from titan.parallelism.context_kernels import KeyMask
@@ -95,12 +96,13 @@ def _attend_allgather(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, m
 
 def _mask_allgather(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
     """Return a block mask of queries here and keys of whole rows for flex, else a mask [B, 1, t, end] of each chunk."""
-    length = positions.shape[1]
+    size, length = core.group.size(), positions.shape[1]
     rows = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
-        order = torch.arange(length * core.group.size(), device=positions.device)[None]
+        order = torch.arange(length * size, device=positions.device)[None]
         keys = Tokens(torch.zeros_like(order) if rows is None else rows, order)
-        queries = Tokens(torch.zeros_like(positions[:1]) if ids is None else ids, positions[:1])
+        places = context_chunks.split(order, size, -1, core.balance)[core.group.rank()]
+        queries = Tokens(torch.zeros_like(places) if ids is None else ids, places)
         return visible_blocks(queries, keys, visible(queries, keys))
     ends = core.chunk_ends(length)
     each = length // len(ends)
@@ -152,7 +154,7 @@ def _mask_ulysses(core: ContextAttention, ids: Tensor | None, positions: Tensor,
     """Return the mask of whole rows, as on a single rank."""
     rows = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
-        return block_mask(rows, positions.repeat(1, core.group.size()), dtype)
+        return block_mask(rows, positions[:1].repeat(1, core.group.size()), dtype)
     return None if rows is None else document_mask(rows, dtype)
 
 
@@ -220,16 +222,23 @@ class ContextAttention(nn.Module):
             raise ValueError(f"{q.shape[2]} tokens on a rank: can't be split into a head and a tail of equal length")
         return _METHODS[self.method][0](self, q, k, v, mask)
 
-    def mask(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
+    def mask(
+        self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
+    ) -> Mask:
         """Return the document mask of all layers; all ranks of the group call it together.
 
         Args:
             document_ids: int64 [B, t], of this rank's tokens; equal within a document and nowhere else in the row.
                 None: one document per row.
-            positions: of this rank's tokens in the row, [1, t].
+            positions: of this rank's tokens in the document, [1 or B, t].
             dtype: of the queries.
+            chunk: return `Masks` of full attention and of attention in chunks of so many tokens.
         """
-        return _METHODS[self.method][1](self, document_ids, positions, dtype)
+
+        def make(ids: Tensor | None) -> Mask:
+            return _METHODS[self.method][1](self, ids, positions, dtype)
+
+        return masks_of(make, document_ids, positions, positions.shape[1] * self.group.size(), chunk)
 
     def gather_ids(self, ids: Tensor) -> Tensor:
         """Return the document ids of whole rows [B, T], from those of this rank's tokens [B, t]."""

@@ -61,7 +61,7 @@ def ring_mask(
 
     Args:
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
-        positions: of this rank's tokens, [1, t].
+        positions: [1 or B, t], for the number of this rank's tokens.
         group, balance, kernel: see `ring_attention`.
 
     Returns:
@@ -74,7 +74,7 @@ def ring_mask(
     all_ids = positions.new_zeros(size, 1, length) if ids is None else all_gather(ids[None], 0, group)
     row = torch.arange(length * size, device=positions.device)
     all_positions = context_chunks.split(row, size, -1, balance)
-    queries = Tokens(all_ids[group.rank()].repeat(size, 1), positions[:1])
+    queries = Tokens(all_ids[group.rank()].repeat(size, 1), all_positions[group.rank(), None])
     keys = Tokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
     mask = visible_blocks(queries, keys, visible(queries, keys))
     return all_ids, all_positions, *(getattr(mask, name) for name in BLOCK_LISTS)

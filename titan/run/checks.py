@@ -210,18 +210,21 @@ def _check_context(run: Run) -> None:
 
 
 def _check_attention(run: Run) -> None:
-    """Reject kernels that a device lacks, and those that can't mask documents in a ring."""
+    """Reject kernels that a device lacks, and those that can't mask documents and chunks in a ring."""
     choice, how = run.training.attention, run.parallelism
     if run.machine.device == "cpu" and choice == "flex":
         raise ConfigError("training.attention=flex: its backward pass needs a GPU; give auto.")
     if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
         raise ConfigError(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
     ring = run.layout.context > 1 and how.context_method == "ring"
-    if ring and run.dataset.mask_documents and choice not in ("auto", "flex", "math"):
+    chunks = run.model.masked(run.training.seq_len)
+    if ring and (run.dataset.mask_documents or chunks) and choice not in ("auto", "flex", "math"):
+        documents = "documents (dataset.mask_documents=true)"
+        what = documents if run.dataset.mask_documents else "chunks (training.seq_len is above model.attention_chunk)"
         other = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
         raise ConfigError(
-            f"training.attention={choice}: in a ring this kernel can't mask documents "
-            f"(dataset.mask_documents=true); give {other}, or another parallelism.context_method."
+            f"training.attention={choice}: in a ring this kernel can't mask {what}; give {other}, or another "
+            "parallelism.context_method."
         )
 
 

@@ -257,11 +257,13 @@ def _attention_kernel(run: Run, world: World) -> str:
     model, dtype, ranks = run.model, run.precision.dtype, run.layout.tensor
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)
     try:
+        if choice != "flex" and _has_chunks(run) and not _in_ring(run, world):  # torch's kernels for both masks
+            attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=True)
         if choice == "flex" or _merges_blocks(run, world):
             return context_kernels.choose(choice, shape, dtype, device, documents)
         return attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
-        masked = ", with a mask for documents" if documents else ""
+        masked = f", with a mask for {_masks(run)}" if _masks(run) else ""
         raise ConfigError(
             f"training.attention={choice}: torch has no such kernel for head size {model.head_size} in "
             f"{run.precision.compute} on this {device.type} device{masked}; give training.attention=auto."
@@ -270,21 +272,37 @@ def _attention_kernel(run: Run, world: World) -> str:
 
 def _merges_blocks(run: Run, world: World) -> bool:
     """Whether attention is merged from blocks of keys, for which a kernel has to return the logsumexp too."""
-    method = run.parallelism.context_method
-    return world.context is not None and (
-        method == "ring" or (method == "allgather" and not run.dataset.mask_documents)
-    )
+    gathers = world.context is not None and run.parallelism.context_method == "allgather"
+    return _in_ring(run, world) or (gathers and not run.dataset.mask_documents)
+
+
+def _in_ring(run: Run, world: World) -> bool:
+    return world.context is not None and run.parallelism.context_method == "ring"
+
+
+def _has_chunks(run: Run) -> bool:
+    """Whether rows have several chunks, and the model has blocks that attend within them."""
+    return run.model.masked(run.training.seq_len)
+
+
+def _masks(run: Run) -> str:
+    """Return what is masked besides causality; empty if nothing is."""
+    masked = {"documents": run.dataset.mask_documents, "chunks": _has_chunks(run)}
+    return " and ".join(name for name, on in masked.items() if on)
 
 
 def _describe_attention(run: Run, world: World) -> str:
-    """Return the attention kernel with its device, and how documents are masked."""
-    kernel, masked = _attention_kernel(run, world), run.dataset.mask_documents
+    """Return the attention kernel with its device, and how documents and chunks are masked."""
+    kernel, masked = _attention_kernel(run, world), _masks(run)
     if kernel == "flex":
         return f"flex, blocks of {attention.BLOCK} tokens"
+    kind = "document mask" if masked == "documents" else f"mask of {masked}"
     if kernel == "math" and _merges_blocks(run, world):
-        return "explicit formula" + (", document mask" if masked else "")
+        return f"explicit formula, {kind}" if masked else "explicit formula"
     named = f"{kernel} ({world.device.type.upper()})"
-    return f"{named}, dense document mask" if masked else named
+    if masked and _in_ring(run, world):
+        return f"{named}, explicit formula with a {kind}"
+    return f"{named}, dense {kind}" if masked else named
 
 
 def _fsdp_mesh(world: World) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from titan.debug.hooks import Call, Hooks
 from titan.model.layers import IGNORED
+from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
 from titan.parallelism.tensor_norms import squares
 from titan.training.replay.job import TokenLoss
@@ -152,7 +153,9 @@ class Observer(Hooks):
         for index, stage in enumerate(self.train_step.stages):
             for number, block in stage.model.layers.items():
                 if core := getattr(getattr(block, "attention", None), "core", None):
-                    self.before(index, core, self._measuring(f"layers.{number}"))
+                    self.before(
+                        index, core, self._measuring(f"layers.{number}", getattr(block.attention, "chunk", None))
+                    )
 
     def watch_losses(self, largest: int) -> None:
         """Collect the `largest` losses of tokens."""
@@ -217,28 +220,27 @@ class Observer(Hooks):
 
     # --- attention logits
 
-    def _measuring(self, block: str) -> Callable[..., None]:
+    def _measuring(self, block: str, chunk: int | None) -> Callable[..., None]:
         self.logits[block] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
 
         def before(call: Call, core: nn.Module, args: tuple[Any, ...]) -> None:
-            found = self._largest_logit(call, args[0].detach(), args[1].detach())
+            found = self._largest_logit(call, args[0].detach(), args[1].detach(), chunk)
             self.logits[block] = torch.maximum(self.logits[block], found)
 
         return before
 
     @torch.no_grad()
-    def _largest_logit(self, call: Call, q: Tensor, k: Tensor) -> Tensor:
+    def _largest_logit(self, call: Call, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
         """Return the largest logit of pairs of tokens that attend to each other, over this rank's queries."""
         rows, count = q.shape[0], self.rows.count(call.microbatch)
         positions, documents = call.argument(2, "positions"), call.argument(3, "document_ids")
         if positions is None:
             positions = torch.arange(q.shape[2], device=q.device)
-        where = torch.stack(
-            [
-                positions.expand(rows, q.shape[2]),
-                torch.zeros_like(positions).expand(rows, -1) if documents is None else documents,
-            ]
-        )
+        positions = positions.view(-1, q.shape[2])
+        if chunk is not None:
+            documents = chunk_ids(documents, positions, chunk)
+        documents = torch.zeros_like(positions) if documents is None else documents
+        where = torch.stack([positions.expand(rows, -1), documents.expand(rows, -1)])
         keys, there = k, where
         if (group := self.train_step.world.context) is not None:
             keys, there = collectives.all_gather(k, 2, group), collectives.all_gather(where, 2, group)

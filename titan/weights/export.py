@@ -8,7 +8,7 @@ never mistaken for weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -21,7 +21,7 @@ from titan.files.atomic import atomic_file, write_atomic
 from titan.weights import tokenizer_files
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import config_of
-from titan.weights.interface import Weights, stored_parts
+from titan.weights.interface import Weights, fused_part, stored_parts, tensor_name
 from titan.weights.meta import PARAMS, TURNED, halves
 from titan.weights.meta_params import params_of
 
@@ -79,14 +79,32 @@ def files_of(
 ) -> list[OutFile]:
     """Return all tensor files, in order; see `export` for the arguments."""
     if format == "hf":
-        groups = grouped({name: size_of(weights, name, dtype) for name in ordered(weights)}, shard_bytes)
+        together = fused(ordered(weights), hf_names(weights))
+        sizes = {some[0]: sum(size_of(weights, name, dtype) for name in some) for some in together}
+        groups, parts = grouped(sizes, shard_bytes), {some[0]: some for some in together}
         count = len(groups)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
-        return [OutFile(name, tuple(group), sum(group.values())) for name, group in zip(names, groups, strict=True)]
+        return [
+            OutFile(name, tuple(part for first in group for part in parts[first]), sum(group.values()))
+            for name, group in zip(names, groups, strict=True)
+        ]
     params_of(weights.model, meta_ranks)
     names = ordered(weights)
     size = sum(size_of(weights, name, dtype) // _shards(weights, name, meta_ranks) for name in names)
     return [OutFile(f"consolidated.{rank:02}.pth", tuple(names), size, rank, meta_ranks) for rank in range(meta_ranks)]
+
+
+def fused(names: Sequence[str], stored: Mapping[str, str]) -> list[list[str]]:
+    """Return lists of the parameters that are parts of one tensor, in the order of the first, part by part.
+
+    Args:
+        names: of parameters.
+        stored: their Hugging Face names, see `titan.model.decoder.Decoder.hf_names`.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(tensor_name(stored[name]), []).append(name)
+    return [sorted(some, key=lambda name: fused_part(stored[name]) or (0, 1)) for some in found.values()]
 
 
 def grouped(sizes: Mapping[str, int], limit: int) -> list[dict[str, int]]:
@@ -201,8 +219,9 @@ def hf_names(weights: Weights) -> dict[str, str]:
 def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progress: Progress | None) -> None:
     """Write a safetensors file: the length of its header, the header as JSON, and the tensors' bytes."""
     names, header, end = hf_names(weights), dict[str, Any](), 0
-    tensors = sorted(file.tensors, key=lambda name: -stored(weights, name, dtype).itemsize)  # for their alignment
-    for name in tensors:
+    tensors = fused(file.tensors, names)
+    tensors.sort(key=lambda some: -stored(weights, some[0], dtype).itemsize)  # for their alignment
+    for name, *_ in tensors:
         kind, item = _SAFETENSORS[stored(weights, name, dtype)], stored(weights, name, dtype).itemsize
         for part, shape in stored_parts(names[name], weights.shapes[name]):  # one after the other in the parameter
             begin, end = end, end + torch.Size(shape).numel() * item
@@ -210,8 +229,10 @@ def _write_hf(weights: Weights, file: OutFile, dtype: str, out: IO[bytes], progr
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     out.write(len(text).to_bytes(8, "little") + text)
-    for name in tensors:
-        tensor = cast(weights.read(name), stored(weights, name, dtype), name)
+    for some in tensors:
+        kept = stored(weights, some[0], dtype)
+        parts = [cast(weights.read(name), kept, name) for name in some]
+        tensor = parts[0] if fused_part(names[some[0]]) is None else torch.cat([part.mT for part in parts], -1)
         out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         _report(progress, tensor)
 

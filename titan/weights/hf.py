@@ -16,13 +16,16 @@ from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights import model_config
 from titan.weights.hf_config import schema_of
-from titan.weights.interface import check_types, compare, region, stored_parts
+from titan.weights.hf_llama4 import text_part
+from titan.weights.interface import check_types, compare, fused_part, region, stored_parts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old files contain besides the weights."""
 _HEAD = "lm_head.weight"
+_TEXT, _VISION = "language_model.", ("vision_model.", "multi_modal_projector.")
+"""Prefixes of the names of a text model that is a part of one with vision, and of the other parts."""
 
 
 class HuggingFace:
@@ -39,7 +42,7 @@ class HuggingFace:
             ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
         """
         self.path, self.label = str(folder), label
-        self.config = model_config.load(folder / "config.json", label)
+        self.config = text_part(model_config.load(folder / "config.json", label))
         self.model = schema_of(self.config, label)
         with torch.device("meta"):
             module = self.model.build()
@@ -48,6 +51,7 @@ class HuggingFace:
         parts = {name: stored_parts(theirs, self.shapes[name]) for name, theirs in self._templates.items()}
         self._names: Mapping[str, list[str]] = {name: [theirs for theirs, _ in some] for name, some in parts.items()}
         self._open: dict[str, Any] = {}
+        self._stored: dict[str, str] = {}
         wanted = dict(part for some in parts.values() for part in some)
         self._files = self._tensors(folder, set(wanted))
         compare({name: self._shape(name) for name in self._files}, wanted, label)
@@ -58,6 +62,12 @@ class HuggingFace:
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         places = region(self.shapes[name], offsets, lengths)
+        if (fused := fused_part(self._templates[name])) is not None:
+            *outer, (start, end), columns = places
+            first = fused[0] * self.shapes[name][-2]
+            inside = (*outer, columns, (first + start, first + end))
+            transposed: Tensor = self._slice(self._names[name][0])[tuple(slice(*place) for place in inside)]
+            return transposed.mT
         if "{}" not in self._templates[name]:
             part: Tensor = self._slice(self._names[name][0])[tuple(slice(*place) for place in places)]
             return part
@@ -68,11 +78,12 @@ class HuggingFace:
         """Return the file of each tensor, without a stored copy of a tied head."""
         found: dict[str, Path] = {}
         for file in _files(folder, self.label):
-            for name in self._file(file).keys():  # noqa: SIM118 - no mapping
+            for stored in self._file(file).keys():  # noqa: SIM118 - no mapping
+                name = stored.removeprefix(_TEXT)
                 if name in found:
                     raise ConfigError(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
-                found[name] = file
-        spare = {name for name in found if _COMPUTED.fullmatch(name)}
+                found[name], self._stored[name] = file, stored
+        spare = {name for name in found if _COMPUTED.fullmatch(name) or name.startswith(_VISION)}
         spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
         return {name: file for name, file in found.items() if name not in spare}
 
@@ -88,7 +99,7 @@ class HuggingFace:
         return self._open[file.name]
 
     def _slice(self, name: str) -> Any:
-        return self._file(self._files[name]).get_slice(name)
+        return self._file(self._files[name]).get_slice(self._stored[name])
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

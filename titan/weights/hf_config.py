@@ -9,13 +9,15 @@ from typing import Any
 from titan.config.settings import show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.weights import model_config
+from titan.weights import hf_llama4, model_config
 
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    hf_llama4.TEXT: Llama4,
 }
 FIELDS = {
     "hidden_size": "dim",
@@ -36,6 +38,12 @@ EXPERT_FIELDS = {
     "norm_topk_prob": "normalise_chosen",
 }
 """Further names of Qwen3Moe's fields."""
+FURTHER_FIELDS: dict[type[Decoder], Mapping[str, str]] = {Qwen3Moe: EXPERT_FIELDS, Llama4: hf_llama4.FIELDS}
+_LACKING: dict[type[Decoder], dict[str, Any]] = {
+    Qwen3Moe: {"bias_rate": None},
+    Llama4: {"bias_rate": None, "normalise_chosen": False},
+}
+"""Settings of titan's that Hugging Face's models lack, with the values that theirs have."""
 _OPTIONAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -60,7 +68,7 @@ _THETA = 10_000.0
 """The default base, as in transformers."""
 
 
-_MODEL_TYPES: dict[type[Decoder], str] = {Llama: "llama", Qwen3: "qwen3", Qwen3Moe: "qwen3_moe"}
+_MODEL_TYPES: dict[type[Decoder], str] = {Llama: "llama", Qwen3: "qwen3", Qwen3Moe: "qwen3_moe", Llama4: "llama4_text"}
 
 
 def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
@@ -73,14 +81,17 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     Raises:
         ConfigError: when a setting is not supported by titan's models, or missing.
     """
+    config = hf_llama4.text_part(config)
     family = _family(config, label)
-    fields = _fields(family)
+    fields, optional = _fields(family), _OPTIONAL
+    if family is Llama4:
+        config, optional = hf_llama4.plain(config, label), {**_OPTIONAL, **hf_llama4.OPTIONAL}
     if "num_experts" in fields and "num_local_experts" in config:  # the name of transformers 5
         config = {"num_experts": config["num_local_experts"], **config}
         config.pop("num_local_experts")
     _check_plain({key: value for key, value in config.items() if key not in fields}, label)
     given = {key: config[key] for key in fields if config.get(key) is not None}
-    given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
+    given = {**optional, "head_dim": 128 if family is Qwen3 else None, **given}
     for key in fields:
         if key not in given:
             raise ConfigError(f"{label}: its config.json has no {key}; fetch it again, or add it.")
@@ -94,7 +105,7 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
 
 def _fields(family: type[Decoder]) -> dict[str, str]:
     """Return Hugging Face's names of a family's fields."""
-    return FIELDS | EXPERT_FIELDS if issubclass(family, Qwen3Moe) else FIELDS
+    return {**FIELDS, **FURTHER_FIELDS.get(family, {})}
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
@@ -176,6 +187,12 @@ def config_of(
             f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
             "give format=titan."
         )
+    for key, value in _LACKING.get(type(model), {}).items():
+        if getattr(model, key) != value:
+            raise ConfigError(
+                f"format=hf: Hugging Face's {name} does not have model.{key}={show(getattr(model, key))}; give "
+                "format=titan."
+            )
     fields = _fields(type(model))
     values = {**{key: getattr(model, field) for key, field in fields.items()}, "head_dim": model.head_size}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
@@ -188,7 +205,7 @@ def config_of(
         "model_type": _MODEL_TYPES[type(model)],
         **values,
         **theirs,
-        **({"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}),
+        **_family_values(model),
         "rope_theta": model.rope_theta,
         "rope_scaling": rope if model.rope_factor != 1 else None,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
@@ -200,6 +217,13 @@ def config_of(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _family_values(model: Decoder) -> dict[str, Any]:
+    """Return what only the config.json of a model's family has."""
+    if isinstance(model, Llama4):
+        return hf_llama4.lists(model)
+    return {"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}
 
 
 def _positions(model: Decoder) -> int:

@@ -58,15 +58,32 @@ def region(
 
 
 def stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each.
+    """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each, or one.
 
     Args:
         name: see `titan.model.decoder.Decoder.hf_names`.
         shape: of the parameter.
     """
+    if (part := fused_part(name)) is not None:
+        return [(tensor_name(name), (*shape[:-2], shape[-1], shape[-2] * part[1]))]
     if "{}" not in name:
         return [(name, tuple(shape))]
     return [(name.format(expert), tuple(shape[1:])) for expert in range(shape[0])]
+
+
+def tensor_name(name: str) -> str:
+    """Return the name of a tensor of which a parameter may be a part; see `fused_part`."""
+    return name.partition(":")[0]
+
+
+def fused_part(name: str) -> tuple[int, int] | None:
+    """Return which part of a tensor a parameter is, and of how many; None where it is a whole one, or several.
+
+    Args:
+        name: see `titan.model.decoder.Decoder.hf_names`.
+    """
+    part, _, count = name.partition(":")[2].partition("/")
+    return (int(part), int(count)) if count else None
 
 
 def expected(model: Any) -> dict[str, tuple[int, ...]]:

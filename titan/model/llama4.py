@@ -1,0 +1,136 @@
+"""Llama 4's text model: attention in chunks and without rotary embedding, and experts in some blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.model.balance import Balance
+from titan.model.decoder import Placement
+from titan.model.experts import MixtureOfExperts, MoeBlock, Router
+from titan.model.layers import Attention, Block
+from titan.model.llama import Llama
+from titan.model.masks import Masks
+from titan.model.moe import MoeDecoder
+
+
+class Seen(NamedTuple):
+    """What attention takes beside hidden states and angles, once per micro-batch for all blocks.
+
+    Attributes:
+        masks: of chunked and of full attention.
+        scale: of the queries of blocks without rotary embedding, float32 [1 or B, T, 1, 1]; None: one.
+    """
+
+    masks: Masks
+    scale: Tensor | None
+
+
+def temperature(positions: Tensor, floor: int, strength: float) -> Tensor:
+    """Return the scales of queries at positions [1 or B, T], float32 [1 or B, T, 1, 1] (arXiv:2501.19399)."""
+    scale = 1 + strength * torch.log1p(((positions.float() + 1) / floor).floor())
+    return scale[..., None, None]
+
+
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of x [B, T, H, d] in float32."""
+    first, second = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+class Llama4Attention(Attention):
+    """Grouped-query attention, in chunks with rotary embedding or to the whole document without."""
+
+    def __init__(self, config: Any, rotary: bool) -> None:
+        """Create the modules of a `titan.model.schema_llama4.Llama4`."""
+        super().__init__(config.dim, config.heads, config.kv_heads, config.head_size)
+        self.rotary = rotary
+        self.chunk = config.attention_chunk if rotary else None
+        self.norm_eps = config.norm_eps if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.rotary:
+            q, k = (self._normed(rotate_neighbours(heads, cos, sin)) for heads in (q, k))
+        elif seen.scale is not None:
+            q = (q * seen.scale).to(q.dtype)
+        mask = seen.masks.chunked if self.rotary else seen.masks.full
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
+        return projected
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.norm_eps is None else F.rms_norm(x, (x.shape[-1],), eps=self.norm_eps)
+
+
+def experts(config: Any) -> MixtureOfExperts:
+    """Return the experts of a block, whose inputs are scaled by sigmoids, and a shared one of the same width."""
+    c = config
+    router = Router(c.dim, c.experts, c.chosen_experts, normalise=c.normalise_chosen, sigmoid=True, biased=c.biased)
+    layer = MixtureOfExperts(c.dim, c.expert_ffn, router, shared=c.expert_ffn, scale_inputs=True)
+    layer.balance = Balance(c.experts, tuple(c.balance_losses()), c.capacity)
+    return layer
+
+
+class Llama4(MoeDecoder):
+    """Llama 4's text model."""
+
+    ATTENTION_NAMES: ClassVar[Mapping[str, str]] = {
+        ours: theirs for ours, theirs in Llama.BLOCK_NAMES.items() if not ours.startswith("feed_forward")
+    }
+    BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
+        **ATTENTION_NAMES,
+        "feed_forward.w1": "feed_forward.gate_proj",
+        "feed_forward.w2": "feed_forward.down_proj",
+        "feed_forward.w3": "feed_forward.up_proj",
+        "feed_forward.router": "feed_forward.router",
+        "feed_forward.experts.w1": "feed_forward.experts.gate_up_proj:0/2",
+        "feed_forward.experts.w2": "feed_forward.experts.down_proj:0/1",
+        "feed_forward.experts.w3": "feed_forward.experts.gate_up_proj:1/2",
+        "feed_forward.shared.w1": "feed_forward.shared_expert.gate_proj",
+        "feed_forward.shared.w2": "feed_forward.shared_expert.down_proj",
+        "feed_forward.shared.w3": "feed_forward.shared_expert.up_proj",
+    }
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = Llama.BLOCK_PLAN
+    MOE_PLAN: ClassVar[Mapping[str, Placement]] = {
+        **{name: cut for name, cut in Llama.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        # each tensor rank computes its part of the sequence with whole experts, and its part of the shared expert
+        "feed_forward.router": "sequence",
+        "feed_forward.experts.w1": "sequence",
+        "feed_forward.experts.w2": "sequence",
+        "feed_forward.experts.w3": "sequence",
+        "feed_forward.shared": "region",
+        "feed_forward.shared.w1": "colwise",
+        "feed_forward.shared.w2": "rowwise",
+        "feed_forward.shared.w3": "colwise",
+    }
+
+    def block_at(self, layer: int) -> nn.Module:
+        """Return the block of an index: its attention and feed-forward layer are each one of two kinds."""
+        c = self.config
+        if c.routes(layer):
+            block: Block = MoeBlock(c)
+            block.feed_forward = experts(c)
+        else:
+            block = Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)
+        block.attention = Llama4Attention(c, c.rotary(layer))
+        return block
+
+    def block_plan(self, layer: int) -> Mapping[str, Placement]:
+        """Return the tensor-parallel plan of a block."""
+        return self.MOE_PLAN if self.config.routes(layer) else self.BLOCK_PLAN
+
+    def masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Seen:
+        """Return what attention takes; see `titan.model.decoder.Decoder.masks`."""
+        c = self.config
+        scale = temperature(positions, c.floor_scale, c.attn_scale) if c.attn_temperature_tuning else None
+        if c.attention_chunk is None:
+            full = self.mask(document_ids, positions, dtype)
+            return Seen(Masks(full, full), scale)
+        return Seen(self.mask(document_ids, positions, dtype, c.attention_chunk), scale)

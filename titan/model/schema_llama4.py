@@ -1,0 +1,112 @@
+"""The schema of Llama 4's text model. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan.config.settings import setting
+from titan.errors import ConfigError
+from titan.model.schema import WIDEST, Matmul
+from titan.model.schema_moe import Moe
+
+if TYPE_CHECKING:
+    from titan.model.llama4 import Llama4 as Llama4Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4(Moe):
+    """Shape of Llama 4's text model: most blocks attend within chunks, and every moe_every-th block has experts.
+
+    Every nope_every-th block attends to the whole document, without rotary embedding. A block with experts has a shared
+    expert of the same width as well; scores are sigmoids and scale the inputs of experts.
+    """
+
+    ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
+    experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
+    chosen_experts: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
+    expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    normalise_chosen: bool = setting(False, "scale the chosen experts' scores so that their sum is one")
+    moe_every: int = setting(1, "every so many blocks there is one with experts, the last of them", at_least=1)
+    attention_chunk: int | None = setting(
+        8192,
+        "tokens of a chunk, within which blocks with rotary embedding attend; null: they attend to all",
+        at_least=1,
+    )
+    nope_every: int = setting(
+        4, "every so many blocks there is one without rotary embedding, the last of them", at_least=1
+    )
+    qk_norm: bool = setting(True, "normalise queries and keys after rotary embedding")
+    attn_temperature_tuning: bool = setting(
+        True, "scale the queries of blocks without rotary embedding by the logarithm of their position"
+    )
+    floor_scale: int = setting(8192, "positions below it are not scaled", at_least=1)
+    attn_scale: float = setting(0.1, "factor of the logarithm in the scale of queries", at_least=0)
+
+    def build(self) -> Llama4Module:
+        """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
+        from titan.model.llama4 import Llama4 as Llama4Module
+
+        return Llama4Module(self)
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
+        super().check()
+        if self.moe_every > self.layers:
+            raise ConfigError(
+                f"model.moe_every={self.moe_every}: none of model.layers={self.layers} blocks would have experts; give "
+                f"at most {self.layers}."
+            )
+
+    def routes(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return (layer + 1) % self.moe_every == 0
+
+    def rotary(self, layer: int) -> bool:
+        """Return whether a block has rotary embedding and attends within chunks."""
+        return (layer + 1) % self.nope_every != 0
+
+    def kind(self, layer: int) -> str:
+        """Return the kind of a block; see `titan.model.schema.Decoder.kind`."""
+        return f"{'chunked' if self.rotary(layer) else 'full'} {'experts' if self.routes(layer) else 'dense'}"
+
+    def masked(self, seq_len: int) -> bool:
+        """Return whether rows of a length have several chunks."""
+        chunked = self.attention_chunk is not None and any(self.rotary(layer) for layer in range(self.layers))
+        return chunked and seq_len > (self.attention_chunk or 0)
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of a block by the name of their module in it; experts but the shared are none."""
+        place, width = ("feed_forward.shared", self.expert_ffn) if self.routes(layer) else ("feed_forward", self.ffn)
+        feed_forward = {
+            f"{place}.w1": Matmul(self.dim, width),
+            f"{place}.w2": Matmul(width, self.dim, rowwise=True),
+            f"{place}.w3": Matmul(self.dim, width),
+        }
+        return super().block_matmuls(layer) | feed_forward
+
+    def block_matmul_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's matrices."""
+        linear = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
+        return linear + (self.dim * self.experts if self.routes(layer) else 0) + self.expert_parameters(layer)
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts without the shared one, which computes every token."""
+        return super().expert_parameters(layer) if self.routes(layer) else 0
+
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token, without the shared one."""
+        return super().active_expert_parameters(layer) if self.routes(layer) else 0
+
+    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
+        """Return the names of a block's modules with a weight, in order."""
+        dense = super(Moe, self).block_modules(layer)
+        if not self.routes(layer):
+            return dense
+        return (*super().block_modules(layer), *(f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")))
+
+    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of a block's attention; in chunks the span is at most a chunk."""
+        if self.rotary(layer) and self.attention_chunk is not None:
+            seq_len = min(seq_len, self.attention_chunk)
+        return super().attention_flops(seq_len, layer)
