@@ -162,3 +162,22 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
     shown = {(column.name, column.unit): column.cells[0].main for column in columns(found)}
     assert shown["hs", "acc"] == "0.5500" and shown["ema", "validation_loss"] == "3.5000"
     assert "ema/validation_loss,evaluation/hs/acc" in export.csv_text(found).splitlines()[0]
+
+
+def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
+    """The mean of the last ten steps, then over seeds; columns only where a variant has experts, or dropped tokens."""
+    made(tmp_path / "dense", Story(), "model=debug", "model.vocab=64")
+    for seed in (0, 1):
+        lines = read_lines(made(tmp_path / f"moe-{seed}", Story(seed=seed), "model=qwen3_moe_debug"))
+        first = max(line["step"] for line in lines) - 10
+        load = {"expert_entropy": 0.9, "expert_dropped": 0.0}
+        for line in (line for line in lines if "loss" in line):
+            line |= load | {"expert_load_max": 2.0 + seed if line["step"] > first else 8.0}
+        write_lines(tmp_path / f"moe-{seed}", lines)
+    found = compare([tmp_path])
+    assert [dict(run.experts) for run in found.variants[1].runs] == [
+        {"expert_load_max": 2.0 + seed, "expert_entropy": pytest.approx(0.9), "expert_dropped": 0.0} for seed in (0, 1)
+    ]
+    shown = {column.unit: [cell.main for cell in column.cells] for column in columns(found) if column.name == "experts"}
+    assert shown == {"largest load": ["", "2.5"], "entropy": ["", "0.9"]}
+    assert "expert_load_max" in export.csv_text(found).splitlines()[0]

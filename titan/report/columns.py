@@ -20,6 +20,7 @@ from titan.report.findings import Numbers
 KEYS = (
     "attempt", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
     "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
+    "expert_load_max", "expert_entropy", "expert_dropped",
 )  # fmt: skip
 """The keys of a step's line, in the order of the columns of `Steps`."""
 AT_ONCE = 1000
@@ -37,6 +38,7 @@ class Steps:
         seconds, waited: of the step; of it, waiting for data.
         rate: tokens/s per device.
         tflops, mfu, memory: TFLOP/s per device and their share of its peak; GiB.
+        expert_load_max, expert_entropy, expert_dropped: as in metrics.jsonl; NaN in a model without experts.
     """
 
     attempt: NDArray[np.int64]
@@ -52,6 +54,9 @@ class Steps:
     tflops: Numbers
     mfu: Numbers
     memory: Numbers
+    expert_load_max: Numbers
+    expert_entropy: Numbers
+    expert_dropped: Numbers
 
     def __len__(self) -> int:
         return len(self.step)

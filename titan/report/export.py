@@ -65,6 +65,7 @@ def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
         **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
         **run.figures,
+        **run.experts,
         **run.own,
         **_predicted(run.predicted),
     }

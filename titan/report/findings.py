@@ -175,6 +175,7 @@ class RunFound:
         predicted: what it was predicted to take; None where its hardware was not described.
         own: the last value of each metric that hooks have logged, by its key hooks/NAME/METRIC.
         figures: what it measured at its end of files, tasks and averaged weights, by the keys of metrics.jsonl.
+        experts: the load of its experts, mean of the last steps, by the keys of metrics.jsonl; empty without experts.
     """
 
     label: str
@@ -208,6 +209,7 @@ class RunFound:
     predicted: Predicted | None = None
     own: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

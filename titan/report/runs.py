@@ -12,11 +12,12 @@ import numpy as np
 from titan.hooks.schema import PREFIX
 from titan.report import divergence, predicted, speed
 from titan.report.collect import Raw
-from titan.report.findings import RunFound
+from titan.report.findings import Numbers, RunFound
 from titan.report.history import History
 
 LAST, SHARE = 10, 0.02
 """The loss of training is the mean over the last share of the steps, and over so many at least."""
+EXPERTS = ("expert_load_max", "expert_entropy", "expert_dropped")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         predicted=predicted.of_run(raw, timed),
         own={PREFIX + name: value for name, value in by_source(raw.result, PREFIX).items()},
         figures=_figures(final),
+        experts=experts(history),
     )
     return Member(raw, history, run)
 
@@ -84,8 +86,18 @@ def final_validation(raw: Raw, history: History) -> Mapping[str, Any]:
 
 def last_loss(history: History) -> float | None:
     """Return the mean training loss of the last finite steps; None where there are none."""
-    count = max(LAST, round(SHARE * len(history.steps)))
-    last = history.steps.loss[-count:]
+    return _last(history, history.steps.loss)
+
+
+def experts(history: History) -> dict[str, float]:
+    """Return the mean load of experts over the last steps; empty for a model without experts."""
+    found = {name: _last(history, getattr(history.steps, name)) for name in EXPERTS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _last(history: History, values: Numbers) -> float | None:
+    """Return the mean of the finite values of the last steps; None where there are none."""
+    last = values[-max(LAST, round(SHARE * len(history.steps))) :]
     return float(np.nanmean(last)) if np.isfinite(last).any() else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 from titan.console.numbers import bounds, fixed, multiple, plural, rounded, short
@@ -112,7 +112,11 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
     )
-    shown = [column for column in (*made, *_figures(comparison)) if any(cell.main for cell in column.cells)]
+    shown = [
+        column
+        for column in (*made, *_experts(comparison), *_figures(comparison))
+        if any(cell.main for cell in column.cells)
+    ]
     needless = {"tokens"} if len(ranking.tokens(comparison.variants)) < 2 else set()
     needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
     return tuple(column for column in shown if column.name not in needless)
@@ -128,6 +132,26 @@ def _figures(comparison: Comparison) -> Iterator[Column]:
             name = owner.replace("evaluation/", "") or figure
             cells = tuple(_mean(variant, key) for variant in comparison.variants)
             yield Column(name, figure, f"{key} at the end; 95% interval over seeds", cells, 4)
+
+
+def _experts(comparison: Comparison) -> Iterator[Column]:
+    """Yield columns of the load of experts; without what a capacity dropped where it is nothing."""
+    for key, (unit, meaning) in _LOAD.items():
+        cells = tuple(_load(variant, key) for variant in comparison.variants)
+        if key != "expert_dropped" or any(cell.main not in ("", "0") for cell in cells):
+            yield Column("experts", unit, f"{meaning}; mean over the last steps and the runs", cells, 5)
+
+
+_LOAD = {
+    "expert_load_max": ("largest load", "load of the most used expert of any layer, relative to an even load"),
+    "expert_entropy": ("entropy", "entropy of the choice of experts, relative to an even load"),
+    "expert_dropped": ("dropped", "share of chosen experts that a capacity dropped"),
+}
+
+
+def _load(variant: Variant, key: str) -> Cell:
+    values = [run.experts[key] for run in variant.runs if key in run.experts]
+    return Cell(rounded(fmean(values))) if values else Cell()
 
 
 _PREFERRED = ("acc_norm", "acc", "bits_per_byte", "perplexity", "loss", "validation_loss")
