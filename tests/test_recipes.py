@@ -199,6 +199,7 @@ GRIDS = {
     "optimizer": ("optimizer", ["adamw", "muon"]),
     "learning_rate": ("optimizer.lr", ["0.0003", "0.001", "0.003", "0.01"]),
     "batch_size": ("training.global_batch", ["1024", "2048", "4096"]),
+    "experts": ("model", ["qwen3_debug", "qwen3_moe_debug"]),
     "branches": ("checkpoint.resume", [f"runs/trunk/checkpoints/step-{step}" for step in (200, 300)]),
 }
 """What is varied in each sweep, and how."""
@@ -244,6 +245,16 @@ def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
     assert command(line, start.run_local) == 0
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
+
+
+def test_the_dense_twin_of_experts_differs_by_the_routers_only() -> None:
+    point = yaml.safe_load((CONF / "sweep/experts.yaml").read_text())["model"]
+    shape = [f"model.{name}={value}" for name, value in point.items()]
+    dense, moe = (composed([f"model={name}", *shape]).model for name in GRIDS["experts"][1])
+    routers = moe.layers * moe.dim * moe.experts
+    assert moe.parameters() > 2 * dense.parameters()
+    assert moe.active_parameters() - routers == dense.parameters() == dense.active_parameters()
+    assert moe == composed(["model=qwen3_moe_debug"]).model
 
 
 def test_no_sweep_is_left_out() -> None:
