@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from titan.bench import activation_modes, features, speed
+from titan.bench import activation_modes, experts, features, speed
 from titan.bench import checkpoint as saving
 from titan.bench.speed import SIDES, HostSync, Speed, environment
 from titan.bench.suites import Case, cpu_cases, gpu_cases
@@ -37,6 +37,8 @@ from titan.run.run import Run
 
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
+TURNS = {"features": features, "experts": experts}
+"""Suites whose cases are ratios of the times of two sides that take turns."""
 Titled = TypeVar("Titled", Case, activation_modes.Mode)
 
 
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--suite",
-        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features"),
+        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts"),
         default="cpu",
         help="what to measure",
     )
@@ -95,8 +97,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _checkpoint(run, args, base)
     if args.suite == "generate":
         return _generate(run, args)
-    if args.suite == "features":
-        return _features(args, [*LONG, *base])
+    if args.suite in TURNS:
+        return _turns(args, [*LONG, *base])
     cases = _select(args.case, gpu_cases() if args.suite == "gpu" else cpu_cases())
     if args.profile:
         return _profile(cases, [*LONG, *base], args.steps)
@@ -228,11 +230,12 @@ def _generate(run: Run, args: argparse.Namespace) -> int:
     return 0
 
 
-def _features(args: argparse.Namespace, base: list[str]) -> int:
-    """Measure what each feature of debugging costs."""
-    print(f"\n{features.HEADER}")
+def _turns(args: argparse.Namespace, base: list[str]) -> int:
+    """Measure the ratios of times of a suite in `TURNS`."""
+    measured = TURNS[args.suite]
+    print(f"\n{measured.HEADER}")
     found = []
-    for overhead in features.suite(args.case, base, args.rounds, args.steps):
+    for overhead in measured.suite(args.case, base, args.rounds, args.steps):
         print(overhead.row(), flush=True)
         found.append(asdict(overhead))
         _write_json(args.json, found)
@@ -251,7 +254,7 @@ def _base(suite: str) -> list[str]:
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
     if suite == "checkpoint":
         return [*saving.SHAPE]
-    return [] if suite in ("cpu", "modes", "data", "generate", "features") else [*long, "cluster.device=cuda"]
+    return [] if suite in ("cpu", "modes", "data", "generate", "features", "experts") else [*long, "cluster.device=cuda"]
 
 
 def _ceilings(run: Run) -> dict[str, float]:

@@ -7,6 +7,8 @@ from typing import Literal
 
 PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
 FLOAT8 = ("float8", "float8_rowwise")
+EXPERTS = ("model=qwen3_30b_a3b", "model.layers=8", "model.experts=32")
+"""2.0B parameters, of which 1.1B compute a token."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """Return the 1B model in each precision and scope, and the 8B model in the modes that fit one device of 141 GB.
+    """Return the 1B model in each precision and scope, one with experts, and the 8B model in the modes that fit one device
+    of 141 GB.
 
     With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
     """
@@ -57,6 +60,7 @@ def gpu_cases() -> list[Case]:
         ("precision=bf16_pure", "compile=block", "memory=none"),
     ]
     cases = [_case("model=llama1b", *choices) for choices in small]
+    cases += [_case(*EXPERTS, "precision=bf16", f"compile={scope}") for scope in ("off", "block")]
     return [*cases, *(_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
 
 

@@ -43,9 +43,17 @@ class _Product(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _has_kernel(x, x.shape[-1], weight.shape[1]):
-        out = torch.nn.functional.grouped_mm(x.contiguous(), weight.mT, offs=ends)
-        return _without_padding(out, ends)
+    multiply = kernel_product if _has_kernel(x, x.shape[-1], weight.shape[1]) else loop_product
+    return multiply(x, weight, ends)
+
+
+def kernel_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_product` of bfloat16 through torch's grouped matmul."""
+    return _without_padding(torch.nn.functional.grouped_mm(x.contiguous(), weight.mT, offs=ends), ends)
+
+
+def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_product` through a matmul per expert."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for expert, (start, end) in enumerate(_ranges(ends)):
         if end > start:
@@ -54,8 +62,17 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    if _has_kernel(x, x.shape[-1], grad.shape[-1]):
-        return torch.nn.functional.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
+    multiply = kernel_weight_grad if _has_kernel(x, x.shape[-1], grad.shape[-1]) else loop_weight_grad
+    return multiply(x, grad, ends)
+
+
+def kernel_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the weights in bfloat16 through torch's grouped matmul."""
+    return torch.nn.functional.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
+
+
+def loop_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the weights through a matmul per expert."""
     out = x.new_zeros(ends.shape[0], grad.shape[-1], x.shape[-1])
     for expert, (start, end) in enumerate(_ranges(ends)):
         if end > start:
