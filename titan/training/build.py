@@ -28,6 +28,7 @@ from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
+from titan.training.expert_load import expert_load
 from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, StageWithLosses, TrainStep
 
 Note = Callable[[str], None]
@@ -75,7 +76,8 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         seq_len_multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
         terms=(*run.training.terms, *_model_terms(stages)),
-        parts=len(_model_terms(stages)) if run.parallelism.sequence_parallel and run.layout.tensor > 1 else 0,
+        parts=_block_figures(stages) if _splits_rows(run) else 0,
+        load=expert_load(tuple(stages.values()), run.model),
     )
 
 
@@ -93,6 +95,16 @@ def _model_terms(stages: dict[int, Stage]) -> tuple[str, ...]:
     return tuple(next(iter(stages.values())).model.losses)
 
 
+def _block_figures(stages: dict[int, Stage]) -> int:
+    """Return the number of figures that the model's blocks have of a step, the same on all stages."""
+    return StageWithLosses.figures(next(iter(stages.values())).model)
+
+
+def _splits_rows(run: Run) -> bool:
+    """Return whether tensor ranks have parts of a row between matmuls."""
+    return run.parallelism.sequence_parallel and run.layout.tensor > 1
+
+
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     """Return this rank's stages by their number, on meta."""
     stage_plan, stages = run.staging, {}
@@ -101,12 +113,19 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = StageWithLosses(model, world.coordinate("tensor")) if model.losses else Stage(model)
+        stages[number] = _stage(model, run, world)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
         note(f"pipeline: {numbers}, schedule {stage_plan.schedule}, idle {stage_plan.idle:.1%}")
     return stages
+
+
+def _stage(model: Any, run: Run, world: World) -> Stage:
+    """Return a model, or the part of it that a pipeline stage has, as a stage."""
+    if not StageWithLosses.figures(model):
+        return Stage(model)
+    return StageWithLosses(model, world.coordinate("tensor"), run.layout.tensor if _splits_rows(run) else 1)
 
 
 def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
@@ -309,7 +328,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunne
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
         shape = _pipeline_shape(run)
-        losses = len(run.training.terms), len(_model_terms(stages))
+        losses = len(run.training.terms), _block_figures(stages)
         return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses)
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")
