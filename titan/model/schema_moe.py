@@ -92,7 +92,7 @@ class Moe(Decoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(Moe, Qwen3):
+class Qwen3Moe(Qwen3, Moe):
     """Shape of a Qwen3 decoder with experts in every block (arXiv:2505.09388). `ffn` is unused."""
 
     experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
