@@ -321,7 +321,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(dim, eps)
-        self.attention = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
+        self.attention: nn.Module = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward: nn.Module = FeedForward(dim, ffn)
 

@@ -12,13 +12,14 @@ from titan.config.settings import show
 from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_moe import Qwen3Moe
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run.schema import Recipe
 from titan.schedule import schema as schedule
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe, "base": Decoder},
+    "model": {"llama": Llama, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe, "deepseek_v3": DeepseekV3, "base": Decoder},
     "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
     "schedule": {**schedule.KINDS, "base": schedule.Schedule},

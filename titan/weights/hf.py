@@ -23,6 +23,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old files contain besides the weights."""
 _HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class HuggingFace:
@@ -73,6 +74,8 @@ class HuggingFace:
                     raise ConfigError(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
                 found[name] = file
         spare = {name for name in found if _COMPUTED.fullmatch(name)}
+        if self.config.get("num_nextn_predict_layers"):
+            spare |= {name for name in found if (of := _LAYER.match(name)) and int(of[1]) >= self.model.layers}
         spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
         return {name: file for name, file in found.items() if name not in spare}
 
