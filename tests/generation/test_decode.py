@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
-from tests.support.made_weights import QWEN3_MOE
+from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3_MOE
 from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoder as Decoding
@@ -64,6 +64,8 @@ MODELS = [
     pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
     pytest.param(Qwen3(**SMALL | {"kv_heads": 1}, head_dim=16, tied=True), id="qwen3-tied-group-of-4"),
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
+    pytest.param(DEEPSEEK_V3, id="deepseek-v3"),
+    pytest.param(DEEPSEEK_V2, id="deepseek-v2"),
 ]
 
 
