@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "router_z_loss"
 
@@ -102,6 +102,13 @@ class Balance:
         limit = math.ceil(self.capacity * whole.shape[1] * whole.shape[2] / self.experts)
         places = _places(whole.transpose(1, 2).flatten(1), self.experts).view(whole.transpose(1, 2).shape)
         return experts.where(self.rows.part(places.transpose(1, 2)) < limit, self.experts)
+
+
+def exchange(model: nn.Module, rows: Rows) -> None:
+    """Set what ranks exchange in the layers of a model that balance experts."""
+    for module in model.modules():
+        if isinstance(found := getattr(module, "balance", None), Balance):
+            found.rows = rows
 
 
 def _shares(scores: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ from titan.compile.backend import compile_stage
 from titan.config.kinds import kind
 from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
-from titan.model import attention, init_weights, loss_terms
+from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.schema import Decoder
-from titan.parallelism import context, context_chunks, context_kernels, data, tensor
+from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, p2p_groups
+from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, gathers_inside_blocks, in_group
+from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, in_group
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
@@ -53,9 +54,11 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
 
     stages = _build_stages(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
-    groups = {name: strategy.build(world) for name, strategy in (run.parallelism.groups or {}).items()}
+    groups = {name: strategy.build(world) for name, strategy in _groups(run).items()}
+    rows = _row_parts(stages, run, world)
     for stage in stages.values():
         _transform(stage, run, world, groups)
+        balance.exchange(stage.model, rows)
     _log_layout(run, world, note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initial, strict=True):
@@ -79,6 +82,12 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         parts=_block_figures(stages) if _splits_rows(run) else 0,
         load=expert_load(tuple(stages.values()), run.model),
     )
+
+
+def _groups(run: Run) -> dict[str, Strategy]:
+    """Return how modules are sharded that are not as all others: experts, and the user's groups, by name."""
+    experts = {"experts": expert.ExpertSharding()} if run.layout.expert > 1 else {}
+    return {**experts, **(run.parallelism.groups or {})}
 
 
 def _optimizer(run: Run, stages: dict[int, Stage]) -> torch.optim.Optimizer:
@@ -121,6 +130,15 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     return stages
 
 
+def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows:
+    """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
+    names = ("context", "tensor") if _splits_rows(run) else ("context",)
+    if not next(iter(stages.values())).model.counted or (group := world.along(*names)) is None:
+        return balance.WholeRows()
+    layout = run.layout
+    return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
+
+
 def _stage(model: Any, run: Run, world: World) -> Stage:
     """Return a model, or the part of it that a pipeline stage has, as a stage."""
     if not StageWithLosses.figures(model):
@@ -146,13 +164,13 @@ def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Shardi
         stage,
         run.compile,
         whole=mesh is None,
-        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), parallelism.groups or {}),
+        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), _groups(run)),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )
-    if mesh is not None:
-        if gathered := _gathered_in_float8(run):
-            low_precision.use_float8_gather(model, gathered)
+    if mesh is not None and (gathered := _gathered_in_float8(run)):
+        low_precision.use_float8_gather(model, gathered)
+    if mesh is not None or groups:
         data.shard(
             stage,
             mesh,
@@ -202,6 +220,8 @@ def _apply_precision_and_tensor(
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.apply(model.head, terms, chunk, model.config.logit_cap)
+    if world.experts is not None:
+        expert.apply(model, world.experts["expert"])
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
@@ -293,9 +313,12 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     if (mesh := _fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(f"sharded over {_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}")
-        for name, (strategy, ranks) in groups.items():
+    for name, (strategy, ranks) in groups.items():
+        if ranks is not None:
             note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
-    elif layout.only_replicated:
+    if mesh is not None:
+        return
+    if layout.only_replicated:
         note(f"replicated on {_ranks(layout.replicate)}")
 
 
