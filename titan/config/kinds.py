@@ -21,6 +21,8 @@ PATHS: dict[str, str] = {
     "titan.dataset.schema.Text": "titan.dataset.schema.Text",
     "titan.model.schema.Llama": "titan.model.schema.Llama",
     "titan.model.schema.Qwen3": "titan.model.schema.Qwen3",
+    "titan.model.schema_deepseek.DeepseekV3": "titan.model.schema_deepseek.DeepseekV3",
+    "titan.model.schema_moe.Qwen3Moe": "titan.model.schema_moe.Qwen3Moe",
     "titan.optimizer.AdamW": "titan.optimizer.schema.AdamW",
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
     "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
