@@ -493,7 +493,7 @@ class _RankMemory:
 
     def _saved(self, stage: Stage) -> float:
         """Return the bytes that a stage saves for backward of one micro-batch."""
-        rotation: float = 4 * self.recipe.model.head_size * self.tokens  # cosines and sines in float32
+        rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
         ends = self.head.kept + self.head_cast if stage.last else self.block.input

@@ -18,6 +18,9 @@ from titan.model import balance
 from titan.model.grouped import grouped_product
 from titan.model.layers import Block, FeedForward, Use, cast
 
+TINY = 1e-20
+"""Added to a sum of scores by which they are divided: sigmoids may all be zero."""
+
 
 class Route(NamedTuple):
     """Where tokens go.
@@ -98,7 +101,7 @@ class Router(nn.Module):
         experts = largest(self._preferred(scores.detach()), self.chosen)
         weights = scores.gather(-1, experts)
         if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return Route(experts, weights * self.scale, scores, logits)
 
     def _preferred(self, scores: Tensor) -> Tensor:
@@ -241,8 +244,8 @@ class MoeBlock(Block):
         """Create the modules of a schema with experts, such as `titan.model.schema_moe.Qwen3Moe`."""
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
-        router = Router(c.dim, c.experts, c.chosen_experts, normalise=c.normalise_chosen, biased=c.biased)
-        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router)
+        router = Router(c.dim, c.experts, c.chosen_experts, **c.routing())
+        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, shared=c.shared_ffn)
         self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None, valid: Tensor | None = None) -> Any:

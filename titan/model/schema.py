@@ -39,6 +39,16 @@ class Matmul(NamedTuple):
         return Matmul(inputs, outputs, self.rowwise)
 
 
+class WholeMatmul(Matmul):
+    """A matmul whose weight each tensor-parallel rank has as a whole."""
+
+    __slots__ = ()
+
+    def part(self, tensor: int) -> Matmul:
+        """Return the matmul itself."""
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Shape of a decoder: pre-norm, RoPE, grouped-query attention, SwiGLU, RMSNorm, no biases.
@@ -77,6 +87,11 @@ class Decoder:
         """Width of a head: `head_dim`, or dim / heads."""
         return self.head_dim if self.head_dim is not None else self.dim // self.heads
 
+    @property
+    def rotary_size(self) -> int:
+        """Width of the part of a head that RoPE rotates."""
+        return self.head_size
+
     @abstractmethod
     def build(self) -> DecoderModule:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
@@ -88,6 +103,14 @@ class Decoder:
         Raises:
             ConfigError: with the first such setting, its value and what to change.
         """
+        self.check_heads()
+        if self.rope_factor != 1 and self.rope_high < self.rope_low:
+            raise ConfigError(
+                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
+            )
+
+    def check_heads(self) -> None:
+        """Raise ConfigError for heads that the family's attention does not have."""
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}; "
@@ -102,10 +125,6 @@ class Decoder:
             raise ConfigError(
                 f"model.head_dim={self.head_size}: must be even, because rotary embedding rotates pairs; "
                 f"set model.head_dim={self.head_size + self.head_size % 2 or 2}."
-            )
-        if self.rope_factor != 1 and self.rope_high < self.rope_low:
-            raise ConfigError(
-                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
             )
 
     def check_tensor_plan(self, degree: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
@@ -54,6 +54,15 @@ class Moe(Decoder):
     def biased(self) -> bool:
         """Whether a bias is added to the scores where experts are chosen."""
         return self.bias_rate is not None
+
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the experts that compute every token, together; None: there are none."""
+        return None
+
+    def routing(self) -> dict[str, Any]:
+        """Return the options of the router; see `titan.model.experts.Router`."""
+        return {"normalise": self.normalise_chosen, "biased": self.biased}
 
     def balance_losses(self) -> dict[str, float]:
         """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
