@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.memory import Usage, rank_rows
+from titan.estimate.memory import Usage
+from titan.estimate.rank_sizes import rank_rows
 from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches, plan_stages
 from titan.parallelism.schema import Layout
 

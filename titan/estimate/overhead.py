@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.estimate.constants import fitted
-from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes, step_phases
+from titan.estimate.memory import Usage, iterate_peaks, largest_activations, state_bytes, step_phases
+from titan.estimate.rank_sizes import GIB
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from titan.cluster.known_devices import peak_tflops
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import fitted
-from titan.estimate.memory import GIB, Usage
+from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.step_time import StepTime, step_time
 from titan.parallelism.schema import Layout
 

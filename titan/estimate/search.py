@@ -20,6 +20,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.fit import available
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
@@ -345,7 +346,7 @@ class Bounds:
         on_device = 0.0 if self.recipe.memory.offload else 1.0 / parts
         gradients = on_device * self.weights  # in the weights' type
         always = on_device * (self.weights + self.state)
-        return (always + max(gradients, self._activations(point))) / memory.GIB
+        return (always + max(gradients, self._activations(point))) / GIB
 
     def _block(self, point: Point) -> tuple[float, float, float]:
         """Return the times of forward, backward and recomputation of a block for one micro-batch."""

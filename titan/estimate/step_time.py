@@ -20,8 +20,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from titan.estimate import operations
-from titan.estimate.memory import rank_rows, weight_sharding
 from titan.estimate.operations import Speeds, collective
+from titan.estimate.rank_sizes import rank_rows, weight_sharding
 from titan.estimate.roofline import elementwise_bytes, update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import Cell, Span, order, timetable

@@ -11,8 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from titan.console.numbers import billions, plural, rounded
-from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.report.render import plan_charts, plan_memory
 from titan.report.render.bars import Bar, bar_chart

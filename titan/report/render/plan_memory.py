@@ -7,8 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import rounded, tick
-from titan.estimate.memory import GIB, Usage
+from titan.estimate.memory import Usage
 from titan.estimate.plan import Plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult

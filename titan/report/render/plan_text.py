@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.numbers import billions, plural, rounded
-from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan, parts_of
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult, Traced
