@@ -27,11 +27,11 @@ from titan.estimate.rank_sizes import (
     EMBEDDING_GRAD_BYTES,
     GIB,
     INDEX_BYTES,
-    LARGEST_WEIGHT,
     REDUCE_BYTES,
     RankSizes,
     Stage,
     average_bytes,
+    block_groups,
     largest_matrix,
     rank_rows,
 )
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
+
+NO_LAYERS = range(0)
 
 
 @dataclass(frozen=True)
@@ -117,21 +119,23 @@ def step_phases(
 
 def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
     """Return the most bytes of a micro-batch's logits with their loss and gradient, and the bytes a block saves."""
-    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(range(1), False, True)})
-    return max(rank.head.forward, rank.head.backward) - rank.head.norm, rank.block.kept
+    layers = range(recipe.model.layers)
+    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(layers[-1:], False, True)})
+    saved = (rank.of(group.layer).activations.kept for group in block_groups(recipe.model, layers))
+    return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
 
 
-def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> float:
-    """Return the bytes that one block saves for backward of a micro-batch, on average."""
-    layers = recipe.model.layers
-    rank = _RankMemory(recipe, layout, microbatches, device, {0: Stage(range(layers), False, False)})
-    return rank._saved_by_blocks(range(layers)) / layers
+def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
+    """Return the bytes that a block saves for backward of a micro-batch."""
+    layers = range(layer, layer + 1)
+    rank = _RankMemory(recipe, layout, microbatches, device, {0: Stage(layers, False, False)})
+    return rank._saved_by_blocks(layers)
 
 
 def whole_state(recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of all weights, and of all optimizer state with an average, as a checkpoint holds them."""
     model, weight_bytes = recipe.model, recipe.precision.weight_bytes
-    matrices = model.layers * model.block_matmul_parameters()
+    matrices = int(model.total(model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
     return float(model.parameters() * weight_bytes), state + average_bytes(recipe) * model.parameters()
 
@@ -222,7 +226,7 @@ class _RankMemory(RankSizes):
         batch = INDEX_BYTES * fields * rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
         buffers = (
             self.microbatches
-            * self.block.input
+            * self.input
             * sum(
                 (not stage.first) * (2 if self.splits_backward else 1) + (not stage.last)
                 for stage in self.stages.values()
@@ -234,7 +238,8 @@ class _RankMemory(RankSizes):
     def _before_forward(self, stage: Stage, state: State, saved: float) -> Usage:
         """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
         others = sum(count for _, count in state.in_flight) > 1
-        gathered = self._gathered(0, len(stage.layers) * others) if others or state.has_grads else 0.0
+        left = stage.layers if others else NO_LAYERS
+        gathered = self._gathered(NO_LAYERS, left) if others or state.has_grads else 0.0
         return self._always().plus(
             "start of forward",
             activations=saved,
@@ -250,7 +255,7 @@ class _RankMemory(RankSizes):
             activations=saved - self.head.kept - self.head_cast,
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed(self.stages.values(), has_grads),
-            gathered=self._gathered(1, len(stage.layers)),
+            gathered=self._gathered(stage.layers[-1:], stage.layers),
         )
 
     def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
@@ -261,10 +266,11 @@ class _RankMemory(RankSizes):
                 "forward of the head",
                 activations=-self.head.kept,
                 logits=self.head.forward,
-                gathered=self._gathered(1, len(stage.layers), head=True),
+                gathered=self._gathered(stage.layers[-1:], stage.layers, head=True),
             )
         else:
-            yield base.plus("forward", gathered=self._gathered(2, len(stage.layers)))
+            two = self._most_gathered(stage.layers, 2)
+            yield base.plus("forward", gathered=self._gathered(two, stage.layers))
 
     def _backward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
         others = [other for other in self.stages.values() if other is not stage]
@@ -273,7 +279,7 @@ class _RankMemory(RankSizes):
             yield from self._backward_of_head(base, stage, has_grads)
             base = base.plus(activations=-self.head.kept - self.head_cast)
         else:
-            base = base.plus(activations=-self.block.input)
+            base = base.plus(activations=-self.input)
         if len(stage.layers):
             head = self.head_elements if stage.last else 0.0
             yield from self._backward_of_blocks(base, stage, head, has_grads)
@@ -281,62 +287,68 @@ class _RankMemory(RankSizes):
             yield from self._embedding_gradient(base, stage, has_grads)
 
     def _backward_of_head(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
-        head, layers = self.head_elements, len(stage.layers)
+        head, layers = self.head_elements, stage.layers
         yield base.plus(
             "backward of the head",
             activations=-self.head.kept,
             logits=self.head.backward,
-            gathered=self._gathered(0, layers, head=True),
+            gathered=self._gathered(NO_LAYERS, layers, head=True),
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed([stage], has_grads),
         )
         after = base.plus(
             activations=self.head.norm - self.head.kept - self.head_cast,
             communication=self._reduce_buffer(head),
-            gathered=self._gathered(1, layers),
+            gathered=self._gathered(layers[-1:], layers),
         )
         unreduced = self._gradients(0.0, has_grads) + self._unreduced(head)
         yield after.plus("gradient of the head", gradients=unreduced)
         yield after.plus("backward of the final norm", gradients=self._gradients(head, has_grads))
 
     def _backward_of_blocks(self, base: Usage, stage: Stage, head: float, has_grads: bool) -> Iterator[Usage]:
-        """Yield the first two and the last two blocks of backward: during backward, and while gradients are reduced.
-
-        Those between them need no more; `each_block` yields them too.
-        """
-        one, count, saved = self.block_elements, len(stage.layers), self._saved_by_blocks(stage.layers)
-        for done in range(count) if self.each_block else sorted({0, 1, count - 2, count - 1} & set(range(count))):
-            left = stage.layers[: count - done]
-            gradients = self._gradients(head + done * one, has_grads)
-            previous = self._reduce_buffer(one if done else head) or self._not_freed([stage], has_grads)
-            yield base.plus(
-                f"backward of block {left[-1]}",
-                activations=self._saved_by_blocks(left) - saved + self._backward_of_block(left),
-                gradients=gradients + self._unreduced(LARGEST_WEIGHT * one),
-                gathered=self._gathered(min(2, len(left)), len(left)),
-                communication=previous,
-            )
+        """Yield blocks of backward: during backward, and while gradients are reduced."""
+        count, saved = len(stage.layers), self._saved_by_blocks(stage.layers)
+        for done in range(count) if self.each_block else self._distinct(stage.layers):
+            left, reduced = stage.layers[: count - done], stage.layers[count - done :]
+            block, two = self.of(left[-1]), self._gathered(left[-2:], left)
+            gradients = self._gradients(head + self.total(lambda block: block.elements, reduced), has_grads)
+            before = self.of(reduced[0]).elements if done else head
+            previous = self._reduce_buffer(before) or self._not_freed([stage], has_grads)
+            during = base.plus(f"backward of block {left[-1]}", gathered=two, communication=previous)
+            others = self._saved_by_blocks(left) - saved
+            for activations, unreduced in self._backward_of_block(left):
+                yield during.plus(activations=others + activations, gradients=gradients + self._unreduced(unreduced))
             ended = base.plus(
                 f"gradients of block {left[-1]}",
-                activations=self._saved_by_blocks(left[:-1]) - saved + self.block.input,
-                gradients=gradients + self._unreduced(one),
+                activations=self._saved_by_blocks(left[:-1]) - saved + self.input,
+                gradients=gradients + self._unreduced(block.elements),
             )
-            yield ended.plus(gathered=self._gathered(min(2, len(left)), len(left)), communication=previous)
+            yield ended.plus(gathered=two, communication=previous)
             yield ended.plus(
-                gathered=self._gathered(min(1, len(left) - 1), len(left) - 1), communication=self._reduce_buffer(one)
+                gathered=self._gathered(left[:-1][-1:], left[:-1]), communication=self._reduce_buffer(block.elements)
             )
+
+    def _distinct(self, layers: range) -> list[int]:
+        """Return the blocks that backward has done before those which may need most.
+
+        Where all are of one kind these are the first two and the last two: those between them need no more.
+        """
+        count = len(layers)
+        kinds = [self.recipe.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
+        ends = {0, 1, count - 2, count - 1} & set(range(count))
+        return sorted(ends | {i for i in range(1, count - 1) if not kinds[i - 1] == kinds[i] == kinds[i + 1]})
 
     def _embedding_gradient(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
         """Yield the embedding's gradient, which is summed in float32, rounded, and then reduced over ranks."""
         elements = self.embedding_elements
         before = self._gradients(self.elements - elements, has_grads)
-        blocks_done = self.block.input - self._saved_by_blocks(stage.layers)
-        base = base.plus(activations=blocks_done, gathered=self._gathered(0, 0))
+        blocks_done = self.input - self._saved_by_blocks(stage.layers)
+        base = base.plus(activations=blocks_done, gathered=self._gathered(NO_LAYERS, NO_LAYERS))
         rounded = self._unreduced(elements) if self.recipe.precision.bytes == 2 else 0.0
         yield base.plus(
             "gradient of the embedding",
             gradients=before + EMBEDDING_GRAD_BYTES * elements + rounded,
-            communication=self._reduce_buffer(self.block_elements),
+            communication=self._reduce_buffer(self.of(0).elements),
         )
         yield base.plus(
             "reduce-scatter of the embedding's gradient",
@@ -349,26 +361,29 @@ class _RankMemory(RankSizes):
 
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
-        recomputed = self._recomputed(stage.layers)
-        at_once = recomputed if kind == "W" else min(1, recomputed)
-        again = at_once * (self.block.kept + self.casts)
-        base = self._always().plus(activations=saved + again, gathered=self._gathered(2, len(stage.layers)))
+        recomputed = self._computed_again(stage.layers)
+        again = sum(recomputed) if kind == "W" else max(recomputed, default=0.0)
+        two = self._gathered(self._most_gathered(stage.layers, 2), stage.layers)
+        base = self._always().plus(activations=saved + again, gathered=two)
         base = base.plus(communication=self._not_freed(self.stages.values(), has_grads))
         gradients = self._gradients(0.0, has_grads)
         if stage.last:
             logits = self.head.backward - self.head.kept
             yield base.plus("backward of the head", logits=logits, gradients=gradients)
-        unreduced = self._unreduced(self.block_elements)
-        yield base.plus("backward", activations=self.block.backward, gradients=gradients + unreduced)
+        for group in block_groups(self.recipe.model, stage.layers):
+            block = self.of(group.layer)
+            unreduced = self._unreduced(block.elements)
+            yield base.plus("backward", activations=block.activations.backward, gradients=gradients + unreduced)
 
     def _reduce_scatter(self) -> Usage:
         """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
-        largest = max(self.block_elements, self.embedding_elements, self.head_elements)
+        blocks = (self.of(layer).elements for stage in self.stages.values() for layer in stage.layers)
+        largest = max(*blocks, self.embedding_elements, self.head_elements)
         return self._always().plus(
             "reduce-scatter",
             gradients=REDUCE_BYTES * self.elements,
             communication=REDUCE_BYTES * largest,
-            gathered=self._gathered(0, 0),
+            gathered=self._gathered(NO_LAYERS, NO_LAYERS),
         )
 
     def _optimizer_step(self) -> Usage:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
+from titan.model.schema import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.schema import key_repeats
 from titan.parallelism.strategy import shards_of
@@ -57,6 +58,50 @@ def average_bytes(recipe: Recipe) -> float:
     return 0.0 if recipe.evaluation.ema is None else 4.0
 
 
+class BlockSizes(NamedTuple):
+    """The sizes of one kind of block on a rank.
+
+    Attributes:
+        activations: in bytes.
+        elements: weight elements before FSDP shards them.
+        experts: those of them that are in experts.
+        matrices: those of them that are in matrices.
+        first: elements of the matrices whose gradients are computed first, while most activations exist.
+        gathered: bytes of the weights as FSDP gathers them; 0 without it.
+        casts: bytes of the weights as autograd saves casts of them; 0 with FSDP.
+    """
+
+    activations: Block
+    elements: float
+    experts: float
+    matrices: float
+    first: float
+    gathered: float
+    casts: float
+
+    @property
+    def whole(self) -> float:
+        """Bytes that are saved for backward without checkpointing."""
+        return self.activations.kept + self.casts
+
+
+class Group(NamedTuple):
+    """Blocks of one kind: one of them, how many there are, and how many of them are recomputed as a whole."""
+
+    layer: int
+    size: int
+    recomputed: int
+
+
+@lru_cache(4096)
+def block_groups(model: Decoder, layers: range, every: int = 0) -> tuple[Group, ...]:
+    """Return the blocks of each kind; each `every`-th block of the model is recomputed, with 0 none."""
+    return tuple(
+        Group(found[0], len(found), sum((layer + 1) % every == 0 for layer in found) if every else 0)
+        for found in model.kinds(layers).values()
+    )
+
+
 class RankSizes:
     """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading."""
 
@@ -80,10 +125,8 @@ class RankSizes:
             fused=device == "cuda",
             compiled=recipe.compile.scope in ("block", "model"),
         )
-        self.layers = sum(len(stage.layers) for stage in stages.values())
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
-        self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
         self.head: Head = model.head_activations(
             self.share,
             parts=recipe.parallelism.loss_parallel,
@@ -92,19 +135,56 @@ class RankSizes:
             whole=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
+        self.sharding = _as_used(weight_sharding(recipe.parallelism, layout), self.fsdp)
+        self._size_blocks()
         self._count_elements()
         self.shards = self._mean_shards()
         self._size_states()
-        self._size_gathered()
+        self._size_ends()
+
+    def _size_blocks(self) -> None:
+        """Compute the sizes of each kind of block; a block's activations are those of one micro-batch."""
+        every = {"full": 1, "every_n": self.recipe.memory.every}.get(self.recipe.memory.checkpointing, 0)
+        self.every = every
+        found = block_groups(self.recipe.model, range(self.recipe.model.layers))
+        self._blocks = {self.recipe.model.kind(group.layer): self._block_sizes(group.layer) for group in found}
+        self.input = self.of(0).activations.input
+
+    def of(self, layer: int) -> BlockSizes:
+        """Return the sizes of a block."""
+        return self._blocks[self.recipe.model.kind(layer)]
+
+    def _block_sizes(self, layer: int) -> BlockSizes:
+        model, tensor = self.recipe.model, self.layout.tensor
+        experts = float(model.expert_parameters(layer))
+        used = _used_by_block(model, layer, self.recipe.precision, self.sharding)
+        return BlockSizes(
+            model.block_activations(self.share, self._context_parallel_bytes(), layer),
+            elements=(model.block_parameters(layer) - experts) / tensor + experts,
+            experts=experts,
+            matrices=(model.block_matmul_parameters(layer) - experts) / tensor + experts,
+            first=experts / 3 or LARGEST_WEIGHT * model.block_parameters(layer) / tensor,
+            gathered=used if self.fsdp else 0.0,
+            casts=0.0 if self.fsdp else used,
+        )
+
+    def total(self, of: Callable[[BlockSizes], float], layers: range) -> float:
+        """Return the sum over blocks."""
+        groups = block_groups(self.recipe.model, layers)
+        return sum(group.size * of(self.of(group.layer)) for group in groups)
+
+    def on_rank(self, of: Callable[[BlockSizes], float]) -> float:
+        """Return the sum over all blocks of the rank."""
+        return sum(self.total(of, stage.layers) for stage in self.stages.values())
 
     def _count_elements(self) -> None:
         """Count the weight elements of this rank before FSDP shards them."""
         model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
-        self.block_elements = model.block_parameters() / tensor
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
         self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
-        self.elements = self.layers * self.block_elements + self.embedding_elements + self.head_elements
+        blocks = self.on_rank(lambda block: block.elements)
+        self.elements = blocks + self.embedding_elements + self.head_elements
 
     def _mean_shards(self) -> float:
         """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
@@ -114,22 +194,22 @@ class RankSizes:
         groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
         if not groups or not self.fsdp:
             return usual
-        layers = {str(layer) for stage in self.stages.values() for layer in stage.layers}
-        linear = {name: float(m.inputs * m.outputs) for name, m in self.recipe.model.linear_layers().items()}
-        matrices = {
-            name: n for name, n in linear.items() if name.startswith("layers.") and name.split(".")[1] in layers
-        }
-        ends = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
-        matrices |= {name: n * self.layout.tensor for name, n in ends.items()}
+        model, tensor = self.recipe.model, self.layout.tensor
+        matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
+        for layer in (layer for stage in self.stages.values() for layer in stage.layers):
+            for name, matmul in model.block_matmuls(layer).items():
+                matrices[f"layers.{layer}.{name}"] = matmul.inputs * matmul.outputs / tensor
+            for name in (experts := model.expert_matmuls(layer)):
+                matrices[f"layers.{layer}.{name}"] = self.of(layer).experts / len(experts)
         shards = shards_of(matrices, groups, self.layout)
-        more = sum(n / shards[name] - n / usual for name, n in matrices.items()) / self.layout.tensor
+        more = sum(n / shards[name] - n / usual for name, n in matrices.items())
         return self.elements / (self.elements / usual + more)
 
     def _size_states(self) -> None:
         """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
-        model, precision = self.recipe.model, self.recipe.precision
+        precision = self.recipe.precision
         on_device = 0.0 if self.recipe.memory.offload else 1.0
-        matrices = self.layers * model.block_matmul_parameters() / self.layout.tensor
+        matrices = self.on_rank(lambda block: block.matrices)
         self.weights = on_device * precision.weight_bytes * self.elements / self.shards
         state: float = self.recipe.optimizer.state_bytes(
             int(matrices), int(self.elements - matrices), precision.weight_bytes
@@ -138,14 +218,12 @@ class RankSizes:
         self.optimizer = on_device * state / self.shards
         self.grad_element = on_device * precision.weight_bytes / self.shards
 
-    def _size_gathered(self) -> None:
-        """Compute the bytes of one block's and the head's weights as FSDP gathers them, or as autograd saves casts."""
-        sharding = weight_sharding(self.recipe.parallelism, self.layout)
-        sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
-        block, head = _used_weights(self.recipe.model, self.recipe.precision, sharding)
-        head = head if any(stage.last for stage in self.stages.values()) else 0.0
-        self.gathered, self.head_gathered = (block, head) if self.fsdp else (0.0, 0.0)
-        self.casts, self.head_cast = (0.0, 0.0) if self.fsdp else (block, head)
+    def _size_ends(self) -> None:
+        """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
+        head = Matmul(self.recipe.model.dim, self.recipe.model.vocab)
+        used = self.recipe.precision.used_bytes({"head": head}, self.sharding) / self.layout.tensor
+        used = used if any(stage.last for stage in self.stages.values()) else 0.0
+        self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
         self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
     # ---- activations ----
@@ -155,7 +233,7 @@ class RankSizes:
         rotation: float = 4 * self.recipe.model.head_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
-        ends = self.head.kept + self.head_cast if stage.last else self.block.input
+        ends = self.head.kept + self.head_cast if stage.last else self.input
         return self._saved_by_blocks(stage.layers) + ends + rotation + self._attention_mask()
 
     def _saved_for_weight_grads(self, stage: Stage) -> float:
@@ -163,33 +241,40 @@ class RankSizes:
 
         A recomputed block has only its input saved, because "W" recomputes it once more.
         """
-        whole, again = self.block.kept + self.casts, self._recomputed(stage.layers)
-        blocks = again * self.block.input + (len(stage.layers) - again) * whole
+        blocks = sum(
+            again * self.input + (size - again) * self.of(layer).whole
+            for layer, size, again in block_groups(self.recipe.model, stage.layers, self.every)
+        )
         ends = self._saved(stage) - self._saved_by_blocks(stage.layers)
-        return ends + blocks + len(stage.layers) * self.block.outputs
+        return ends + blocks + self.total(lambda block: block.activations.outputs, stage.layers)
 
     def _saved_by_blocks(self, layers: range) -> float:
         """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
-        memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
-        count, again = len(layers), self._recomputed(layers)
-        return {
-            "none": count * whole,
-            "full": count * block.input,
-            "every_n": (count - again) * whole + again * block.input,
-            "selective": count * block.selective,
-            "budget": count * (block.input + memory.budget * (whole - block.input)),
-        }[memory.checkpointing]
+        groups = block_groups(self.recipe.model, layers, self.every)
+        return sum(self._saved_by(group, self.of(group.layer)) for group in groups)
 
-    def _backward_of_block(self, layers: range) -> float:
-        """Return the bytes that backward of the last of these blocks needs beyond what the block has saved."""
-        again = self.block.kept + self.casts - self._saved_by_blocks(layers[-1:])
-        return max(0.0, again) + self.block.backward
+    def _saved_by(self, group: Group, block: BlockSizes) -> float:
+        memory, whole = self.recipe.memory, block.whole
+        if self.every or memory.checkpointing == "none":
+            return (group.size - group.recomputed) * whole + group.recomputed * self.input
+        if memory.checkpointing == "selective":
+            return group.size * block.activations.selective
+        return group.size * (self.input + memory.budget * (whole - self.input))
 
-    def _recomputed(self, layers: range) -> int:
-        """Return how many of these blocks are recomputed as a whole."""
-        memory = self.recipe.memory
-        every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
-        return layers.stop // every - layers.start // every if every else 0
+    def _computed_again(self, layers: range) -> list[float]:
+        """Return the bytes that each of these blocks has saved once it is recomputed, where it is as a whole."""
+        again = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
+        return [self.of(layer).whole for layer in again]
+
+    def _backward_of_block(self, layers: range) -> list[tuple[float, float]]:
+        """Return bytes beyond what the last of these blocks has saved, and elements whose gradients exist, in order.
+
+        With experts the first entry is the gradient of the sum of their outputs, before that of any weight exists.
+        """
+        block = self.of(layers[-1])
+        again = max(0.0, block.whole - self._saved_by_blocks(layers[-1:]))
+        before = [(again + block.activations.routing, 0.0)] if block.activations.routing else []
+        return [*before, (again + block.activations.backward, block.first)]
 
     def _context_parallel_bytes(self) -> ContextBytes:
         """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
@@ -214,11 +299,11 @@ class RankSizes:
 
     # ---- weights and gradients ----
 
-    def _gathered(self, blocks: int, left: int, head: bool = False) -> float:
+    def _gathered(self, used: range, left: range, head: bool = False) -> float:
         """Return the bytes of weights that FSDP has all-gathered.
 
         Args:
-            blocks: blocks gathered at once where FSDP reshards after forward.
+            used: blocks gathered at once where FSDP reshards after forward.
             left: where weights stay gathered from forward to backward: blocks whose backward has not ended.
             head: whether the head is in use.
         """
@@ -226,13 +311,23 @@ class RankSizes:
             return 0.0
         reshards = self.recipe.parallelism.reshards(self.layout)
         ends = self.head_gathered if head or self._tied() else 0.0
-        if reshards is True:
-            return blocks * self.gathered + ends
         if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
-            return self.layers * self.gathered + self.head_gathered + self.embedding_gathered
+            blocks = self.on_rank(lambda block: block.gathered)
+            return blocks + self.head_gathered + self.embedding_gathered
+        at_once = self.total(lambda block: block.gathered, used)
+        if reshards is True:
+            return at_once + ends
+        kept = self.total(lambda block: block.gathered, left)
         if reshards is False:
-            return max(blocks, left) * self.gathered + ends + self.embedding_gathered
-        return (blocks + left / reshards) * self.gathered + ends
+            return max(at_once, kept) + ends + self.embedding_gathered
+        return at_once + kept / reshards + ends
+
+    def _most_gathered(self, layers: range, blocks: int) -> range:
+        """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""
+        if len(layers) <= blocks or len(self._blocks) == 1:
+            return layers[:blocks]
+        windows = [layers[first : first + blocks] for first in range(len(layers) - blocks + 1)]
+        return max(windows, key=lambda window: self.total(lambda block: block.gathered, window))
 
     def _tied(self) -> bool:
         return self.recipe.model.tied and self.layout.pipeline == 1
@@ -261,7 +356,11 @@ class RankSizes:
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        last = (self.embedding_elements if stage.first else self.block_elements for stage in stages)
+        last = (
+            self.embedding_elements if stage.first else self.of(stage.layers.start).elements
+            for stage in stages
+            if stage.first or len(stage.layers)
+        )
         return sum(map(self._reduce_buffer, last))
 
     def _reduced(self, elements: float, has_grads: bool) -> float:
@@ -273,13 +372,19 @@ class RankSizes:
         return self.recipe.precision.bytes * elements
 
 
+def _as_used(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
+    """Return the sharding with at least two shards where FSDP gathers weights, and one where it does not."""
+    return sharding._replace(sharded=max(2, sharding.sharded) if fsdp else 1)
+
+
 @lru_cache(256)
-def _used_weights(model: Decoder, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
-    """Return the bytes of one block's and of the head's weights while they are used, on one tensor-parallel rank."""
-    matmuls, last = model.linear_layers(), f"layers.{model.layers - 1}."
-    of_block = {name: matmul for name, matmul in matmuls.items() if name.startswith(last)}
-    used = [precision.used_bytes(part, sharding) / sharding.tensor for part in (of_block, {"head": matmuls["head"]})]
-    return used[0], used[1]
+def _used_by_block(model: Decoder, layer: int, precision: Precision, sharding: WeightSharding) -> float:
+    """Return the bytes of one block's weights while they are used, on one tensor-parallel rank."""
+    matmuls = {f"layers.{layer}.{name}": matmul for name, matmul in model.block_matmuls(layer).items()}
+    linear = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    others = model.block_matmul_parameters(layer) - linear  # experts and router
+    cast = precision.bytes if sharding.sharded > 1 or precision.bytes < precision.weight_bytes else 0
+    return precision.used_bytes(matmuls, sharding) / sharding.tensor + cast * others
 
 
 @lru_cache(256)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.fit import available
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
-from titan.estimate.rank_sizes import GIB
+from titan.estimate.rank_sizes import GIB, block_groups
 from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
@@ -314,7 +314,7 @@ class Bounds:
         self.layers = recipe.model.layers
         self.weights, self.state = memory.whole_state(recipe)
         self._blocks: dict[tuple[Any, ...], tuple[float, float, float]] = {}
-        self._saved: dict[tuple[Any, ...], float] = {}
+        self._saved: dict[tuple[Any, ...], dict[str, float]] = {}
         self._stages: dict[tuple[Any, ...], tuple[tuple[int, range], ...]] = {}
 
     def __call__(self, point: Point) -> float:
@@ -362,11 +362,18 @@ class Bounds:
         """Return the bytes that the blocks of the rank with most micro-batches in flight save at least."""
         key, ranks = self._key(point), point.layout.pipeline
         if key not in self._saved:
-            self._saved[key] = memory.saved_by_block(*_parts(point.candidate(self.recipe)), self.device)
+            parts, model = _parts(point.candidate(self.recipe)), self.recipe.model
+            layers = {kind: layers[0] for kind, layers in model.kinds().items()}
+            self._saved[key] = {k: memory.saved_by_block(*parts, self.device, layer) for k, layer in layers.items()}
         if ranks == 1:
-            return self.layers * self._saved[key]
+            return self._sum(self._saved[key], range(self.layers))
         flight = most_in_flight(point.schedule, ranks, int(point.stages) // ranks, point.microbatches)
-        return flight * min(len(layers) for _, layers in self._placed(point)) * self._saved[key]
+        return flight * min(self._sum(self._saved[key], layers) for _, layers in self._placed(point))
+
+    def _sum(self, of: Mapping[str, float], layers: range) -> float:
+        """Return the sum over blocks of what is known of each kind."""
+        model = self.recipe.model
+        return sum(group.size * of[model.kind(group.layer)] for group in block_groups(model, layers))
 
     def _placed(self, point: Point) -> tuple[tuple[int, range], ...]:
         """Return the pipeline rank and the layers of each stage."""

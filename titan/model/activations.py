@@ -73,6 +73,8 @@ class Block(NamedTuple):
         selective: everything that selective checkpointing saves, input included.
         backward: the peak of its backward pass beyond what is saved.
         outputs: gradients of the outputs of its linear layers, from which weight gradients are computed.
+        routing: the peak of its backward pass before there is a gradient of a weight, with experts; beyond what is
+            saved.
     """
 
     input: float
@@ -80,6 +82,7 @@ class Block(NamedTuple):
     selective: float
     backward: float
     outputs: float
+    routing: float = 0.0
 
 
 READ, READ_KEPT = 4, 2
@@ -103,48 +106,91 @@ class Head(NamedTuple):
     norm: float
 
 
-def block(
+class Part(NamedTuple):
+    """Bytes of a part of a block, without the norm before it.
+
+    Attributes:
+        kept: saved without checkpointing.
+        selective: saved with selective checkpointing.
+        outputs: gradients of the outputs of its linear layers.
+    """
+
+    kept: float
+    selective: float
+    outputs: float
+
+
+def attention(
     share: RankPart,
     dim: int,
     queries: int,
     keys: int,
     heads: int,
-    ffn: int,
     head_norms: bool = False,
     context: ContextBytes = NO_CONTEXT,
-) -> Block:
-    """Return the activation memory of a pre-norm block of attention and SwiGLU.
-
-    Saved per token: of each norm `Share.norm` and its output, which tensor-parallel ranks all-gather; rotated queries
-    and keys, values, attention's output and log-sum-exp; of SwiGLU both projections, the gate's activation and the
-    input of the last projection. A compiler recomputes the gate's activation.
+) -> Part:
+    """Return the activation memory of attention: rotated queries and keys, values, the output and its log-sum-exp.
 
     Args:
         share: the part that the rank computes.
         dim: D.
         queries, keys: width of all queries, and of all keys.
         heads: query heads.
-        ffn: F.
         head_norms: whether queries and keys are normalised.
         context: what context parallelism adds.
     """
-    c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
-    q, k, f = queries / t, keys / t, ffn / t
-    norms = 2 * share.norm(dim) * s
-    inputs = 2 * c * dim * n
-    attention = (c * (2 * q + 2 * k) + 4 * heads / t + context.kept) * n
+    c, n, t = share.bytes, share.tokens, share.tensor
+    q, k = queries / t, keys / t
+    kept = (c * (2 * q + 2 * k) + 4 * heads / t + context.kept) * n
     if head_norms:
-        attention += n * (share.norm(q) + share.norm(k))
-    feed_forward = (3 if share.compiled else 4) * c * f * n
-    selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t + context.selective) * n
-    if t > 1:  # the reduce-scatter after each of the two rowwise-sharded linear layers
-        selective += 2 * c * dim * s
-    gradient = c * dim * s
-    swiglu = c * n * max(2 * f, f + (dim if t > 1 and share.sequence else 0))
-    norm = share.norm_backward(dim) * s - feed_forward
-    backward = gradient + max(swiglu, norm, c * dim * n)
-    outputs = c * (q + 2 * k + 2 * f + 2 * dim) * n
-    return Block(gradient, norms + inputs + attention + feed_forward, selective, backward, outputs)
+        kept += n * (share.norm(q) + share.norm(k))
+    selective = (c * (q + k + q) + 4 * heads / t + context.selective) * n + _reduced(share, dim)
+    return Part(kept, selective, c * (q + 2 * k + dim) * n)
+
+
+def swiglu(share: RankPart, dim: int, ffn: int) -> Part:
+    """Return the activation memory of SwiGLU: both projections, the gate's activation, the last projection's input.
+
+    A compiler recomputes the gate's activation.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        ffn: F.
+    """
+    c, n, f = share.bytes, share.tokens, ffn / share.tensor
+    kept = (3 if share.compiled else 4) * c * f * n
+    return Part(kept, c * f * n + _reduced(share, dim), c * (2 * f + dim) * n)
+
+
+def _reduced(share: RankPart, dim: int) -> float:
+    """Return the bytes of the reduce-scatter after a rowwise-sharded linear layer."""
+    return share.bytes * dim * share.between if share.tensor > 1 else 0.0
+
+
+def block(share: RankPart, dim: int, attention: Part, ffn: int) -> Block:
+    """Return the activation memory of a pre-norm block of attention and SwiGLU.
+
+    In addition to its parts it saves `RankPart.norm` of each norm, and its output, which tensor ranks all-gather.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        attention: the block's attention.
+        ffn: F.
+    """
+    c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
+    feed_forward, gradient = swiglu(share, dim, ffn), c * dim * s
+    norms = 2 * share.norm(dim) * s + 2 * c * dim * n
+    gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and share.sequence else 0))
+    norm = share.norm_backward(dim) * s - feed_forward.kept
+    return Block(
+        gradient,
+        norms + attention.kept + feed_forward.kept,
+        gradient + attention.selective + feed_forward.selective,
+        gradient + max(gates, norm, c * dim * n),
+        attention.outputs + feed_forward.outputs,
+    )
 
 
 def head(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, block, head
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, attention, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -168,6 +168,10 @@ class Decoder:
         """Return the exact number of parameters of one block."""
         return self.block_matmul_parameters(layer) + 2 * self.dim
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {}
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them; they are a part of its matrices."""
         return 0
@@ -232,7 +236,8 @@ class Decoder:
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
+        found = attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
+        return block(share, self.dim, found, self.ffn)
 
     def head_activations(
         self,

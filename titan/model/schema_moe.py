@@ -46,6 +46,14 @@ class Qwen3Moe(Qwen3):
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
         return attention + self.dim * self.experts + self.expert_parameters(layer)
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {
+            "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
+            "feed_forward.experts.w2": Matmul(self.expert_ffn, self.dim, rowwise=True),
+            "feed_forward.experts.w3": Matmul(self.dim, self.expert_ffn),
+        }
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them."""
         return 3 * self.dim * self.expert_ffn * self.experts
