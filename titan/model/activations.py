@@ -62,6 +62,8 @@ class ContextBytes(NamedTuple):
 
 
 NO_CONTEXT = ContextBytes()
+INDEX_BYTES = 8
+"""Bytes of the number of an expert, or of a row: int64."""
 
 
 class Block(NamedTuple):
@@ -191,6 +193,43 @@ def block(share: RankPart, dim: int, attention: Part, ffn: int) -> Block:
         gradient + max(gates, norm, c * dim * n),
         attention.outputs + feed_forward.outputs,
     )
+
+
+def moe_block(
+    share: RankPart, dim: int, attention: Part, *, experts: int, chosen: int, width: int, shared: int = 0
+) -> Block:
+    """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
+
+    Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
+    input, scores, the experts in order of their scores, and the weights of the chosen ones; per chosen expert: the
+    places before and after sorting, the sorted row, what SwiGLU saves, and the output in float32, which the gradient of
+    its weight needs.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        attention: the block's attention.
+        experts: E.
+        chosen: K.
+        width: F of an expert.
+        shared: F of the experts that compute every token, together.
+    """
+    c, s = share.bytes, share.between
+    rows, gradient = chosen * s, c * dim * s
+    norms = 2 * share.norm(dim) * s + c * dim * share.tokens
+    router = ((c if share.compiled else 4) * dim + 4 * experts + INDEX_BYTES * experts + 8 * chosen + 4) * s
+    weighed = (c if share.compiled else 4) * dim * rows
+    gates = (3 if share.compiled else 4) * c * width * rows
+    kept = norms + attention.kept + router + (2 * INDEX_BYTES + c * dim) * rows + gates + weighed
+    selective = gradient + attention.selective + 4 * experts * s
+    of_sum = (0 if c == 4 else 4) * dim * s
+    routing = gradient + of_sum + (c * dim if share.compiled else 8 * dim) * rows
+    backward = gradient + c * (2 * width + dim) * rows - weighed
+    outputs = attention.outputs + c * (2 * width + dim) * rows + 4 * experts * s
+    if shared:
+        each = swiglu(share, dim, shared)
+        kept, selective, outputs = kept + each.kept, selective + each.selective, outputs + each.outputs
+    return Block(gradient, kept, selective, backward, outputs, routing)
 
 
 def head(

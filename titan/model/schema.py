@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, attention, block, head
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, Part, RankPart, attention, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -235,9 +235,12 @@ class Decoder:
 
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
+        return block(share, self.dim, self.attention_activations(share, context), self.ffn)
+
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Part:
+        """Return the activation memory of a block's attention; see `titan.model.activations.attention`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        found = attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
-        return block(share, self.dim, found, self.ffn)
+        return attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
 
     def head_activations(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart, moe_block
 from titan.model.schema import WIDEST, Matmul, Qwen3
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class Qwen3Moe(Qwen3):
     def active_expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts that compute a token."""
         return 3 * self.dim * self.expert_ffn * self.chosen_experts
+
+    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
+        """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
+        found = self.attention_activations(share, context)
+        shape = {"experts": self.experts, "chosen": self.chosen_experts, "width": self.expert_ffn}
+        return moe_block(share, self.dim, found, **shape)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
