@@ -29,6 +29,7 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
+    from titan.estimate.block_time import BlockTime
     from titan.estimate.operations import Speeds
     from titan.run.schema import Recipe
 
@@ -313,7 +314,7 @@ class Bounds:
         self.recipe, self.speeds, self.device = recipe, speeds, device
         self.layers = recipe.model.layers
         self.weights, self.state = memory.whole_state(recipe)
-        self._blocks: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._blocks: dict[tuple[Any, ...], dict[str, tuple[float, float, float]]] = {}
         self._saved: dict[tuple[Any, ...], dict[str, float]] = {}
         self._stages: dict[tuple[Any, ...], tuple[tuple[int, range], ...]] = {}
 
@@ -323,18 +324,19 @@ class Bounds:
         Without a pipeline it is the computation of all micro-batches. With one it is the average over ranks, or what
         the rank with the last stage takes: it waits for the first micro-batch, and the others for its last one.
         """
-        forward, backward, again = self._block(point)
-        block, ranks = forward + backward + again, point.layout.pipeline
-        average = point.microbatches * self.layers * block / ranks
+        blocks, ranks = self._block(point), point.layout.pipeline
+        whole = {kind: sum(passes) for kind, passes in blocks.items()}
+        average = point.microbatches * self._sum(whole, range(self.layers)) / ranks
         if ranks == 1:
             return average
         placed = self._placed(point)
-        owner, least = placed[-1][0], min(len(stage) for _, stage in placed)
+        owner = placed[-1][0]
         if owner != ranks - 1:  # a V: one rank has the first and the last stage
             return average
-        mine = sum(len(stage) for rank, stage in placed if rank == owner)
-        ramp = (ranks - 1) * least * (forward + backward / 2)
-        return max(average, ramp + point.microbatches * mine * block)
+        mine = sum(self._sum(whole, stage) for rank, stage in placed if rank == owner)
+        through = {kind: forward + backward / 2 for kind, (forward, backward, _) in blocks.items()}
+        least = min(self._sum(through, stage) for _, stage in placed)
+        return max(average, (ranks - 1) * least + point.microbatches * mine)
 
     def gib(self, point: Point) -> float:
         """Return GiB that the fullest rank needs at least.
@@ -348,14 +350,14 @@ class Bounds:
         always = on_device * (self.weights + self.state)
         return (always + max(gradients, self._activations(point))) / GIB
 
-    def _block(self, point: Point) -> tuple[float, float, float]:
-        """Return the times of forward, backward and recomputation of a block for one micro-batch."""
+    def _block(self, point: Point) -> dict[str, tuple[float, float, float]]:
+        """Return the times of forward, backward and recomputation of each kind of block for one micro-batch."""
         key = self._key(point)
         if key not in self._blocks:
             recipe, layout, count = _parts(point.candidate(self.recipe))
-            model = StepModel(recipe, layout, count, self.speeds(layout))
-            again = model.recomputed.seconds if point.mode != "none" else 0.0
-            self._blocks[key] = (model.forward.seconds, model.backward.seconds, again)
+            step = StepModel(recipe, layout, count, self.speeds(layout))
+            blocks = {kind: step.block(layers[0]) for kind, layers in recipe.model.kinds().items()}
+            self._blocks[key] = {kind: _passes(block, point.mode) for kind, block in blocks.items()}
         return self._blocks[key]
 
     def _activations(self, point: Point) -> float:
@@ -387,6 +389,12 @@ class Bounds:
         """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
         rows = math.ceil(math.ceil(self.recipe.training.rows / point.layout.data_ranks) / point.microbatches)
         return rows, point.layout.tensor, point.layout.context, point.mode
+
+
+def _passes(block: BlockTime, mode: Mode) -> tuple[float, float, float]:
+    """Return the times of a block's forward and backward pass, and of what is recomputed."""
+    again = block.recomputed.seconds if mode != "none" else 0.0
+    return block.forward.seconds, block.backward.seconds, again
 
 
 def _parts(candidate: Candidate) -> tuple[Recipe, Layout, int]:

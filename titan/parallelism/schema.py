@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from titan.config.settings import setting
@@ -24,6 +24,7 @@ class Layout:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def devices(self) -> int:
@@ -37,7 +38,7 @@ class Layout:
 
     def degrees(self) -> dict[str, int]:
         """The degree of each dimension, outermost first."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
     def sharded(self) -> int:
