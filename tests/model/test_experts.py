@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from titan.model.experts import MixtureOfExperts, largest
+from titan.model.balance import Balance
+from titan.model.experts import MixtureOfExperts, Router, largest
 from titan.model.grouped import grouped_product
 
 ENDS = {
@@ -50,14 +54,82 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     assert largest(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
+def mixture(**how: Any) -> MixtureOfExperts:
+    """A layer of 8 experts with random weights."""
     torch.manual_seed(0)
-    layer = MixtureOfExperts(16, 24, 8, 3, True)
+    layer = MixtureOfExperts(16, 24, Router(16, 8, 3, **how))
+    layer.router.init_buffers("cpu")
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(1, 6, 16)
-    whole, route = layer(x)
-    assert route.experts.shape == (1, 6, 3)
-    assert torch.allclose(route.weights.sum(-1), torch.ones(1, 6))
+    return layer
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    layer, x = mixture(), torch.randn(1, 6, 16)
+    whole = layer(x)[0]
+    assert torch.allclose(layer.router(x).weights.sum(-1), torch.ones(1, 6))
     for i in range(6):
         torch.testing.assert_close(layer(x[:, i : i + 1])[0], whole[:, i : i + 1])
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    layer, x = mixture(sigmoid=True, biased=True, scale=2.5), torch.randn(2, 5, 16)
+    assert layer.router.bias is not None
+    layer.router.bias[6] = 10.0
+    route = layer.router(x)
+    assert (route.experts[..., 0] == 6).all()
+    torch.testing.assert_close(route.weights.sum(-1), torch.full((2, 5), 2.5))
+    chosen = route.scores.gather(-1, route.experts)
+    torch.testing.assert_close(route.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+
+
+def test_tokens_go_to_experts_of_their_groups() -> None:
+    scores = torch.tensor([[0.9, 0.1, 0.5, 0.6, 0.2, 0.3, 0.8, 0.1]])  # pairs have 1.0, 1.1, 0.5 and 0.9
+    router = Router(16, 8, 3, sigmoid=True, groups=4, chosen_groups=2)
+    assert largest(router._preferred(scores), 3).tolist() == [[0, 3, 2]]
+
+
+def by_definition(layer: MixtureOfExperts, x: Tensor, valid: Tensor) -> dict[str, float]:
+    """The losses of a layer, from the definitions in loops."""
+    route, load = layer.router(x), layer.router.load.tolist()
+    shares = (route.scores / route.scores.sum(-1, keepdim=True)).tolist()
+    aux, seq, z = 0.0, 0.0, 0.0
+    for row in range(x.shape[0]):
+        chosen = [e for t in range(x.shape[1]) if valid[row, t] for e in route.experts[row, t].tolist()]
+        for t in (t for t in range(x.shape[1]) if valid[row, t]):
+            aux += 8 * sum(load[e] * shares[row][t][e] for e in range(8))
+            seq += 8 * sum(chosen.count(e) / len(chosen) * shares[row][t][e] for e in range(8))
+            z += math.log(sum(math.exp(v) for v in route.logits[row, t].tolist())) ** 2
+    return {"aux_loss": aux, "seq_aux_loss": seq, "router_z_loss": z}
+
+
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])
+def test_losses_are_as_defined(sigmoid: bool) -> None:
+    layer = mixture(sigmoid=sigmoid)
+    layer.balance = Balance(8, ("aux_loss", "seq_aux_loss", "router_z_loss"))
+    layer.router.load = torch.arange(8).float() / 28
+    x, valid = torch.randn(2, 5, 16), torch.tensor([[True] * 5, [True, True, False, True, False]])
+    _, values, counted = layer(x, valid)
+    found = {name: float(value.where(valid, 0).sum()) for name, value in values.items()}
+    assert found == pytest.approx(by_definition(layer, x, valid), rel=1e-5)
+    assert counted is not None
+    assert counted.tolist()[-1] == 0
+    assert counted.tolist()[:-1] == layer.router(x).experts[valid].flatten().bincount(minlength=8).tolist()
+
+
+def test_a_capacity_drops_later_tokens_and_choices() -> None:
+    layer, x = mixture(), torch.randn(1, 8, 16)
+    layer.balance = Balance(8, (), capacity=1.0)  # 8 tokens * 3 choices / 8 experts = 3 of each
+    route = layer.router(x)
+    kept = layer.balance.keep(route.experts)
+    places: dict[int, int] = {}
+    for choice in range(3):
+        for t in range(8):
+            expert = int(route.experts[0, t, choice])
+            places[expert] = places.get(expert, 0) + 1
+            assert int(kept[0, t, choice]) == (expert if places[expert] <= 3 else 8)
+    _, _, counted = layer(x, torch.ones(1, 8, dtype=torch.bool))
+    assert counted is not None
+    assert counted[-1] == sum(max(0, n - 3) for n in places.values()) > 0
+    layer.balance = Balance(8, (), capacity=8.0)
+    torch.testing.assert_close(layer(x)[0], mixture()(x)[0])

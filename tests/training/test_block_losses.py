@@ -39,7 +39,7 @@ def by_hand(model: Any, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     """Cross-entropy and the term, summed over valid targets, from the outputs of the blocks."""
     outputs: list[Tensor] = []
     handles = [b.register_forward_hook(lambda _, __, out: outputs.append(out[0])) for b in model.blocks()]
-    hidden, _ = model(tokens)
+    hidden = model(tokens)
     for handle in handles:
         handle.remove()
     logits, valid = (hidden @ model.head.weight.T).flatten(0, 1), targets != IGNORED

@@ -15,8 +15,9 @@ from titan.precision.low_precision import plain_tensor
 
 AVERAGE = "ema"
 """The key of the weights' moving average beside the optimizer's state. A checkpoint may have it or lack it."""
-MODEL, EVALUATION = "model.", "evaluation."
-"""Prefixes of the parameters, and of the weights to evaluate in their place, which only some optimizers have."""
+MODEL, EVALUATION, STATE = "model.", "evaluation.", "state."
+"""Prefixes of the weights, of the weights to evaluate in their place, which only some optimizers have, and of other
+state."""
 
 
 class TrainState(Protocol):
@@ -41,13 +42,20 @@ class TrainState(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the rank's parameters by their names in the whole model, each name once."""
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and what files of weights hold beside them."""
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a step leaves for the next one beside weights and optimizer state."""
+
 
 def train_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """Return all tensors that a resume needs, by name: `model.NAME` and `optimizer.NAME.KEY`."""
+    """Return all tensors that a resume needs, by name: `model.NAME`, `optimizer.NAME.KEY` and `state.NAME`."""
     for stage in state.stages:
         data.reshard(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
-    found = {f"{MODEL}{name}": plain_tensor(parameter) for name, parameter in parameters.items()}
+    found = {f"{MODEL}{name}": plain_tensor(weight) for name, weight in state.named_weights()}
+    found |= {f"{STATE}{name}": value for name, value in state.named_state()}
     for name, parameter in parameters.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -62,8 +70,9 @@ def evaluation_state_dict(state: TrainState) -> dict[str, Tensor]:
     """
     if not isinstance(state.optimizer, HasEvaluationWeights):
         return {}
-    named = state.named_parameters()
-    return {f"{EVALUATION}{name}": plain_tensor(evaluation_weights(state.optimizer, p)) for name, p in named}
+    used = dict(state.named_weights())
+    used |= {name: evaluation_weights(state.optimizer, p) for name, p in state.named_parameters()}
+    return {f"{EVALUATION}{name}": plain_tensor(weight) for name, weight in used.items()}
 
 
 def is_average(name: str) -> bool:

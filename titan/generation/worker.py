@@ -58,7 +58,7 @@ def _model(job: Job, world: World) -> Any:
     """Return the model, or this rank's part of it, with its weights."""
     weights = open_weights(job.path, "from")
     model = build.build_for_generation(weights.model, job.precision, world)
-    load_weights(dict(model.named_parameters()), weights, no_dist=world.rank_info.world_size == 1, setting="from")
+    load_weights(dict(model.named_weights()), weights, no_dist=world.rank_info.world_size == 1, setting="from")
     return model
 
 

@@ -6,7 +6,7 @@ A model family is a subclass that defines its blocks and the Hugging Face names 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.model import loss_terms
+from titan.model.experts import Router
 from titan.model.init_weights import Initial, Normal, Ones
 from titan.model.layers import (
     Embedding,
@@ -49,11 +50,13 @@ class Decoder(nn.Module):
             type; returns the mask that every block's attention uses.
         losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
             and a mapping from these names to values of its tokens, float32 [B, t].
+        counted: what a block that routes tokens to experts counts of them, E + 1 figures (`titan.model.balance`),
+            returned as a third result; 0 in a model without experts.
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
-    """Hugging Face's name of each module of a block that has a weight."""
+    """Hugging Face's name of each module of a block that has a weight, and the whole name of what is no weight."""
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]]
     """The tensor-parallel plan of a block, where all blocks have the same."""
     inv_freq: Tensor
@@ -70,6 +73,7 @@ class Decoder(nn.Module):
         self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
+        self.counted = 0
         if config.logit_cap is not None:
             self.head.whole = partial(soft_cap, cap=config.logit_cap)
             loss_terms.apply(self.head, cap=config.logit_cap)
@@ -105,18 +109,29 @@ class Decoder(nn.Module):
         if c.rope_factor != 1:
             frequencies = stretch_frequencies(frequencies, c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
         self.inv_freq = frequencies.to(device)
+        for router in self.routers().values():
+            router.init_buffers(device)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Any:
         """Return hidden states after the final norm, from which `head` computes logits or the loss.
 
         Args:
             x: tokens [B, T] int64; on stages without the embedding the hidden states [B, T, D] of the previous stage.
             positions: [B, T] or [T] int64; None for 0 to T - 1.
             document_ids: [B, T] int64; tokens attend only to tokens of the same id. None: one document per row.
+            valid: which tokens of the blocks' input count in the loss, bool [B, t]; None: none of the following is
+                computed.
 
         Returns:
             [B, T, D] in the compute type; on stages without the final norm the output of the last block. Where `losses`
-            names terms and gradients are computed: these, and the blocks' summed values, float32 [terms, B, t].
+            or `counted` are set, with `valid`: these, the blocks' summed values, float32 [terms, B, t], and what blocks
+            count, float32 [layers of the whole model, counted].
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -124,21 +139,35 @@ class Decoder(nn.Module):
         cos, sin = rotation(self.inv_freq, positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         seen = self.mask(document_ids, positions, hidden.dtype)
-        if self.losses:
-            return self._with_losses(hidden, cos, sin, seen)
+        if self.losses or valid is not None:
+            hidden, *found = self._with_losses(hidden, valid, cos, sin, seen)
+            return hidden if valid is None else (hidden, *found)
         for block in self.blocks():
             hidden = block(hidden, cos, sin, seen)
         return hidden if self.norm is None else self.norm(hidden)
 
-    def _with_losses(self, hidden: Tensor, *args: Any) -> Any:
-        """Compute the blocks and the final norm, and add up the values that blocks return."""
+    def _with_losses(self, hidden: Tensor, valid: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the blocks and the final norm, and collect the values and counts that blocks return."""
         total = loss_terms.sum_values({}, tuple(self.losses), hidden)
-        for block in self.blocks():
-            out = block(hidden, *args)
-            hidden, values = out if isinstance(out, tuple) else (out, {})
+        counts = hidden.new_zeros(self.config.layers, self.counted, dtype=torch.float32)
+        for number, block in self.layers.items():
+            out = block(hidden, *args, valid) if getattr(block, "routes", False) else block(hidden, *args)
+            hidden, values, found = (*out, None)[:3] if isinstance(out, tuple) else (out, {}, None)
             total = total + loss_terms.sum_values(values, tuple(self.losses), hidden)
-        hidden = hidden if self.norm is None else self.norm(hidden)
-        return (hidden, total) if torch.is_grad_enabled() else hidden
+            if found is not None:
+                counts[int(number)] = found
+        return hidden if self.norm is None else self.norm(hidden), total, counts
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what files of weights hold: the parameters, and the routers' biases, which no optimizer updates."""
+        yield from self.named_parameters()
+        for name, router in self.routers().items():
+            if router.bias is not None:
+                yield f"{name}.bias", router.bias
+
+    def routers(self) -> dict[str, Router]:
+        """Return the routers of this module by name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of this module, in order."""
@@ -176,14 +205,16 @@ class Decoder(nn.Module):
         return {name: start(name) for name, _ in self.named_parameters()}
 
     def hf_names(self) -> dict[str, str]:
-        """Return the Hugging Face name of each parameter of this module; a tied head has no entry.
+        """Return the Hugging Face name of each of this module's weights; a tied head has no entry.
 
         With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension.
         """
-        return {name: self._hf_name(name.removesuffix(".weight")) + ".weight" for name, _ in self.named_parameters()}
+        return {name: self._hf_name(name) for name, _ in self.named_weights()}
 
-    def _hf_name(self, module: str) -> str:
-        if not module.startswith("layers."):
-            return OTHER_NAMES[module]
+    def _hf_name(self, name: str) -> str:
+        module = name.removesuffix(".weight")
+        if not name.startswith("layers."):
+            return f"{OTHER_NAMES[module]}.weight"
         _, index, inner = module.split(".", 2)
-        return f"model.layers.{index}.{self.BLOCK_NAMES[inner]}"
+        ending = ".weight" if name != module else ""
+        return f"model.layers.{index}.{self.BLOCK_NAMES[inner]}{ending}"

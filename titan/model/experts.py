@@ -1,21 +1,22 @@
 """Mixture of experts: a router sends each token to some of many feed-forward networks, and adds up their outputs.
 
-Nothing is dropped. Ties between experts are broken by their number, on every device, so that the choice depends on the
-token's scores alone.
+Ties between experts are broken by their number, on every device, so that the choice depends on its token only.
 
-Shapes: B rows, T tokens of a row, D hidden width, E experts, K experts of a token, F width of an expert.
+Shapes: B rows, T tokens of a row, N tokens, D hidden width, E experts, K experts of a token, F width of an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan.model import balance
 from titan.model.grouped import grouped_product
-from titan.model.layers import Block, Use, cast
+from titan.model.layers import Block, FeedForward, Use, cast
 
 
 class Route(NamedTuple):
@@ -40,23 +41,75 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 class Router(nn.Module):
-    """Softmax over the experts and its K largest, in float32 (arXiv:1701.06538, arXiv:2101.03961)."""
+    """Scores experts and chooses the K largest (arXiv:1701.06538, arXiv:2101.03961).
 
-    def __init__(self, dim: int, experts: int, chosen: int, normalise: bool) -> None:
+    Logits and scores are float32; the weight is rounded to the compute type, as FSDP gathers it.
+
+    Attributes:
+        bias: added to scores where experts are chosen, float32 [E] (arXiv:2408.15664); None: nothing is.
+        load: shares of all choices that each expert had in the previous step, float32 [E]; see `titan.model.balance`.
+    """
+
+    load: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        chosen: int,
+        *,
+        normalise: bool = True,
+        sigmoid: bool = False,
+        scale: float = 1.0,
+        groups: int = 1,
+        chosen_groups: int = 1,
+        biased: bool = False,
+    ) -> None:
+        """Create a router.
+
+        Args:
+            dim, experts, chosen: D, E and K.
+            normalise: scale the chosen experts' scores so that their sum is one.
+            sigmoid: score each expert by itself; else scores are a softmax over the experts.
+            scale: factor of the chosen experts' weights.
+            groups: consecutive experts are divided into so many groups of one size; tokens go to experts of some.
+            chosen_groups: the number of groups of a token: those whose two largest scores have the largest sum
+                (arXiv:2412.19437, section 2.1.2).
+            biased: whether a bias is added where experts are chosen.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.chosen, self.normalise = chosen, normalise
+        self.experts, self.chosen, self.normalise, self.sigmoid, self.scale = experts, chosen, normalise, sigmoid, scale
+        self.groups, self.chosen_groups = groups, chosen_groups
         self.use: Use = cast
+        self.register_buffer("load", torch.empty(experts), persistent=False)
+        self.register_buffer("bias", torch.empty(experts) if biased else None)
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Set the state before the first step: even load, no bias."""
+        self.load = torch.full((self.experts,), 1 / self.experts, device=device)
+        self.bias = None if self.bias is None else torch.zeros(self.experts, device=device)
 
     def forward(self, x: Tensor) -> Route:
         """Route tokens [..., D]."""
-        logits = F.linear(x.float(), self.use(self.weight, torch.float32))
-        scores = logits.softmax(-1)
-        experts = largest(scores.detach(), self.chosen)
+        logits = F.linear(x.float(), self.use(self.weight, x.dtype).float())
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        experts = largest(self._preferred(scores.detach()), self.chosen)
         weights = scores.gather(-1, experts)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Route(experts, weights, scores, logits)
+        return Route(experts, weights * self.scale, scores, logits)
+
+    def _preferred(self, scores: Tensor) -> Tensor:
+        """Return what experts are chosen by: scores with the bias, minus infinity in groups that are not chosen."""
+        scores = scores if self.bias is None else scores + self.bias
+        if self.groups == 1:
+            return scores
+        grouped = scores.view(*scores.shape[:-1], self.groups, -1)
+        best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, largest(best, self.chosen_groups), True)
+        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
 class ExpertLinear(nn.Module):
@@ -87,56 +140,113 @@ class Experts(nn.Module):
         return out
 
 
-class MixtureOfExperts(nn.Module):
-    """A feed-forward layer of experts (arXiv:1701.06538)."""
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Maps rows [N, D], sorted by expert, and the ends of the experts' rows, int32 [experts], to [N, D]."""
 
-    def __init__(self, dim: int, width: int, experts: int, chosen: int, normalise: bool) -> None:
-        super().__init__()
-        self.count = experts
-        self.router = Router(dim, experts, chosen, normalise)
-        self.experts = Experts(experts, dim, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Route]:
-        """Map [B, T, D] to [B, T, D], and return where tokens went."""
-        route = self.router(x)
-        out = dispatch(x.flatten(0, -2), route.experts.flatten(0, -2), route.weights.flatten(0, -2), self)
-        return out.view_as(x), route
+Dispatcher = Callable[[Tensor, Tensor, int, Compute], Tensor]
+"""Brings tokens to their experts and the results back: see `dispatch`, which does it on one rank. Another exchange
+between ranks than titan's plugs in here."""
 
 
-def dispatch(x: Tensor, experts: Tensor, weights: Tensor, layer: MixtureOfExperts) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, [N, D] in the type of `x`.
-
-    The sum is in float32, in the order of the experts' ranks in the token's choice, so that it does not depend on which
-    other tokens there are.
+def dispatch(x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor:
+    """Compute tokens by their experts, all on this rank.
 
     Args:
         x: tokens [N, D].
-        experts: int64 [N, K].
-        weights: float32 [N, K].
-        layer: has the experts.
+        experts: those of each token, int64 [N, K]; `count` where none computes it.
+        count: of experts.
+        compute: the experts.
+
+    Returns:
+        Their results [N * K, D], token by token; zero where no expert computes it.
     """
-    chosen = experts.shape[-1]
     order = experts.flatten().argsort(stable=True)
-    counts = torch.zeros(layer.count, dtype=torch.int64, device=x.device)
-    counts = counts.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten()))
-    rows: Tensor = layer.experts(x[order // chosen], counts.cumsum(0).to(torch.int32))
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
-    each = rows[back].view(-1, chosen, x.shape[-1])
-    out: Tensor = (each.float() * weights[..., None]).sum(-2).to(x.dtype)
-    return out
+    return compute(x[order // experts.shape[-1]], ends_of(experts.flatten(), count))[inverse(order)]
+
+
+def ends_of(experts: Tensor, count: int) -> Tensor:
+    """Return the ends of the experts' rows once they are sorted, int32 [count]."""
+    return balance.tally(experts, count).cumsum(0).to(torch.int32)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation [N]."""
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward layer of experts (arXiv:1701.06538), and shared ones that compute every token (arXiv:2401.06066).
+
+    The outputs of a token's experts are added in float32 in the order of their scores, so that the sum does not depend
+    on which other tokens there are.
+    """
+
+    def __init__(
+        self, dim: int, width: int, router: Router, *, shared: int | None = None, scale_inputs: bool = False
+    ) -> None:
+        """Create the experts.
+
+        Args:
+            dim: D.
+            width: F.
+            router: has the number of experts.
+            shared: width of the shared experts together; None: there are none.
+            scale_inputs: the weight of an expert scales its input, not its output.
+        """
+        super().__init__()
+        self.router = router
+        self.experts = Experts(router.experts, dim, width)
+        self.shared = None if shared is None else FeedForward(dim, shared)
+        self.scale_inputs = scale_inputs
+        self.dispatch: Dispatcher = dispatch
+        self.balance = balance.Balance(router.experts)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Compute tokens.
+
+        Args:
+            x: [B, T, D].
+            valid: which tokens count in the loss, bool [B, T]; None: nothing is counted.
+
+        Returns:
+            [B, T, D], and of valid tokens the values of the balancing losses and the counts; see `titan.model.balance`.
+        """
+        route = self.router(x)
+        kept = self.balance.keep(route.experts)
+        out = self._routed(x.flatten(0, -2), kept.flatten(0, -2), route.weights.flatten(0, -2)).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        if valid is None:
+            return out, {}, None
+        values = self.balance.values(route.experts, route.scores, route.logits, self.router.load, valid)
+        return out, values, balance.counts(route.experts, kept, self.router.experts, valid)
+
+    def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of the outputs of the experts int64 [N, K] of tokens [N, D] with weights float32 [N, K]."""
+        shape = *weights.shape, x.shape[-1]
+        if self.scale_inputs:
+            x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.view(-1, 1)
+        each = self.dispatch(x, experts, self.router.experts, self.experts).view(shape).float()
+        return (each if self.scale_inputs else each * weights[..., None]).sum(-2).to(x.dtype)
 
 
 class MoeBlock(Block):
     """A block whose feed-forward layer is a mixture of experts."""
 
+    routes = True
+    """A block that takes which tokens count, and returns values of losses and counts for them."""
+
     def __init__(self, config: Any, norm_heads: bool = False) -> None:
         """Create the modules of a schema with experts, such as `titan.model.schema_moe.Qwen3Moe`."""
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
-        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, c.experts, c.chosen_experts, c.normalise_chosen)
+        router = Router(c.dim, c.experts, c.chosen_experts, normalise=c.normalise_chosen, biased=c.biased)
+        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router)
+        self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Tensor:
-        """See `titan.model.layers.Block.forward`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None, valid: Tensor | None = None) -> Any:
+        """See `titan.model.layers.Block.forward`; with `valid` also `MixtureOfExperts.forward`."""
         x = x + self.attention(self.attention_norm(x), cos, sin, seen)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))[0]
-        return out
+        out, values, counts = self.feed_forward(self.ffn_norm(x), valid)
+        return x + out if counts is None else (x + out, values, counts)

@@ -289,5 +289,5 @@ def sum_values(values: Mapping[str, Tensor], names: Sequence[str], like: Tensor)
                 f"the loss term {name} has the shape {list(value.shape)} for tokens {list(like.shape[:2])}; "
                 "return one value for each token."
             )
-    none = like.new_zeros(like.shape[:2], dtype=torch.float32)
-    return torch.stack([values[name].float() if name in values else none for name in names])
+    none = like.new_zeros(1, *like.shape[:2], dtype=torch.float32)
+    return torch.cat([none[:0], *(values[name].float()[None] if name in values else none for name in names)])

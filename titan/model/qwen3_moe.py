@@ -9,10 +9,11 @@ from torch import nn
 
 from titan.model.decoder import Placement
 from titan.model.experts import MoeBlock
+from titan.model.moe import MoeDecoder
 from titan.model.qwen3 import Qwen3
 
 
-class Qwen3Moe(Qwen3):
+class Qwen3Moe(MoeDecoder, Qwen3):
     """A Qwen3 decoder with experts (arXiv:2505.09388)."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {

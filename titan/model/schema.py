@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
@@ -46,6 +46,9 @@ class Decoder:
     A family is a subclass that builds its module, sets its defaults and counts additional parameters of its blocks.
     Where blocks differ, it gives their kinds, and what it counts of a block depends on `layer`, the block's index.
     """
+
+    FREE: ClassVar[tuple[str, ...]] = ()
+    """Settings on which weights of this shape do not depend."""
 
     dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
     layers: int = setting(6, "number of blocks", at_least=1, cap=10_000)

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart, moe_block
-from titan.model.schema import WIDEST, Matmul, Qwen3
+from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
 
 if TYPE_CHECKING:
     from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
 
+BALANCING = ("aux_loss", "seq_aux_loss", "router_z_loss")
+"""The settings that are coefficients of losses of `titan.model.balance`."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(Qwen3):
-    """Shape of a Qwen3 decoder with experts in every block (arXiv:2505.09388). `ffn` is unused."""
+class Moe(Decoder):
+    """Shape of a decoder with a mixture of experts in its blocks."""
 
-    experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
-    chosen_experts: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
-    expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
+
+    experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
+    chosen_experts: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
+    expert_ffn: int = setting(640, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
     normalise_chosen: bool = setting(True, "scale the chosen experts' scores so that their sum is one")
+    aux_loss: float = setting(
+        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
+    )
+    seq_aux_loss: float = setting(
+        0.0, "coefficient of the load-balancing loss over each row; 0: none", at_least=0, cap=1e3
+    )
+    router_z_loss: float = setting(
+        0.0, "coefficient of the mean squared logsumexp of the router's logits; 0: none", at_least=0, cap=1e3
+    )
+    bias_rate: float | None = setting(
+        None,
+        "change per step of a bias by which experts with little load are chosen more often; 0: the bias stays; null: "
+        "there is no bias",
+        at_least=0,
+        cap=1,
+    )
+    capacity: float | None = setting(
+        None,
+        "largest number of tokens of a row that an expert computes, as a multiple of the mean; the others are dropped; "
+        "null: none is",
+        above=0,
+        cap=1e4,
+    )
 
-    def build(self) -> Qwen3MoeModule:
-        """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added to the scores where experts are chosen."""
+        return self.bias_rate is not None
 
-        return Qwen3MoeModule(self)
+    def balance_losses(self) -> dict[str, float]:
+        """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
+        return {name: getattr(self, name) for name in BALANCING if getattr(self, name)}
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
@@ -73,3 +104,21 @@ class Qwen3Moe(Qwen3):
         """Return the names of a block's modules with a weight, in order."""
         dense = tuple(name for name in super().block_modules(layer) if not name.startswith("feed_forward."))
         return (*dense, "feed_forward.router", *(f"feed_forward.experts.{name}" for name in ("w1", "w2", "w3")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(Qwen3, Moe):
+    """Shape of a Qwen3 decoder with experts in every block (arXiv:2505.09388). `ffn` is unused."""
+
+    experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
+    chosen_experts: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
+    expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    aux_loss: float = setting(
+        0.001, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
+    )
+
+    def build(self) -> Qwen3MoeModule:
+        """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
+        from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+
+        return Qwen3MoeModule(self)

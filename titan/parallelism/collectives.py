@@ -44,6 +44,37 @@ def reduced(x: Tensor, group: str, how: str = "sum") -> Tensor:
     return wait(_OPS.all_reduce(x.contiguous(), how, group))
 
 
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return row i of this rank's [ranks, ...] from each rank i's tensor; no gradient."""
+    even = [1] * group.size()
+    return wait(_OPS.all_to_all_single(x.contiguous(), even, even, group.group_name))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sending: list[int], receiving: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sending, receiving), group
+        return wait(_OPS.all_to_all_single(x.contiguous(), receiving, sending, group.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (sending, receiving), group = ctx.sizes, ctx.group.group_name
+        return wait(_OPS.all_to_all_single(grads[0].contiguous(), sending, receiving, group)), None, None, None
+
+
+def exchange(x: Tensor, sending: list[int], receiving: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order.
+
+    Args:
+        x: the rows.
+        sending: how many go to each rank.
+        receiving: how many come from each rank.
+        group: the ranks.
+    """
+    out: Tensor = _Exchange.apply(x, sending, receiving, group)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -23,7 +23,7 @@ from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assi
 
 def shard(
     stage: Any,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     compute: torch.dtype,
     *,
     reshard: bool | int,
@@ -39,7 +39,7 @@ def shard(
 
     Args:
         stage: the module whose forward pass uses all of its `model`.
-        mesh: dimensions replicate (where its degree is above one) and shard.
+        mesh: dimensions replicate (where its degree is above one) and shard; None: only groups are sharded.
         compute: the dtype of matmuls.
         reshard: whether a block's gathered weights are freed after its forward pass; a number: reshard over so many
             ranks.
@@ -51,26 +51,36 @@ def shard(
         RunError: when a strategy can't wrap a module.
     """
     model, groups = stage.model, groups or {}
+    device_type = next(ranks.device_type for ranks in (mesh, *(group.mesh for group in groups.values())) if ranks)
     chosen = assign(
         module_names(name for name, _ in model.named_parameters()),
         {name: group.strategy for name, group in groups.items()},
     )
-    common: dict[str, Any] = {"offload_policy": _offload(offload, mesh.device_type)}
+    common: dict[str, Any] = {"offload_policy": _offload(offload, device_type)}
     cast = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for names, again in _units(model, chosen, reshard):
         strategy, ranks = groups[chosen[names[0]]] if names[0] in chosen else Sharding(DEFAULT, mesh)
+        if ranks is None:
+            continue
         options = common | _dimensions(strategy, model) | {"mp_policy": whole if names == ["norm"] else cast}
         options["reshard_after_forward"] = again if ranks == mesh else bool(again)
         _wrap([model.get_submodule(name) for name in names], names, strategy, ranks, options)
-    DEFAULT.wrap([stage], mesh, common | {"mp_policy": whole, "reshard_after_forward": False})
-    if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):
-        model.tok_embeddings.set_unshard_in_backward(False)
-    _prefetch(model.blocks(), prefetch)
+    if mesh is not None:
+        _shard_rest(stage, mesh, common | {"mp_policy": whole, "reshard_after_forward": False}, prefetch)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def _shard_rest(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefetch: int) -> None:
+    """Shard what is in none of the modules that are gathered by themselves, and set what is gathered when."""
+    model = stage.model
+    DEFAULT.wrap([stage], mesh, options)
+    if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):
+        model.tok_embeddings.set_unshard_in_backward(False)
+    _prefetch(model.blocks(), prefetch)
 
 
 def _units(model: Any, chosen: Iterable[str], reshard: bool | int) -> Iterator[tuple[list[str], bool | int]]:

@@ -51,6 +51,8 @@ class World:
         exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         memory: the context in which weights get their memory: a simulation's fake tensors, for example.
+        experts: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
+            expert. None where experts are as other weights.
         data_meshes: those of `data_mesh` so far, by their number of shards.
     """
 
@@ -63,6 +65,7 @@ class World:
     exchange: Exchange | None = None
     timeout: float = TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
+    experts: DeviceMesh | None = None
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
@@ -127,6 +130,16 @@ class World:
             inner = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
             self.data_meshes[shards] = _data_mesh(self, {"pipeline": self.layout.pipeline, **inner})
         return self.data_meshes[shards]
+
+    def along(self, *names: str) -> dist.ProcessGroup | None:
+        """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
+
+        All ranks call it together: along several dimensions it creates a group.
+        """
+        names = tuple(name for name in names if getattr(self.layout, name) > 1)
+        if len(names) > 1:
+            return _group_along(self.layout.degrees(), names, self.timeout)
+        return None if not names else self.context if names == ("context",) else self.group(names[0])
 
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
@@ -268,27 +281,35 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     # a separate group, because in the weights' mesh context is a part of shard
     context = _group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
     world = World(rank_info, layout, device, mesh, context, timeout=timeout)
+    world = replace(world, experts=_expert_mesh(world) if layout.expert > 1 else None)
     return replace(world, model_parallel=_model_parallel_group(world))
 
 
 def _model_parallel_group(world: World) -> dist.ProcessGroup | None:
     """Return the ranks that compute the same rows as this one; along a single dimension they have a group already."""
-    names = tuple(name for name in ("pipeline", "context", "tensor") if getattr(world.layout, name) > 1)
-    if len(names) > 1:
-        return _group_along(world.layout.degrees(), names, world.timeout)
-    if not names:
-        return None
-    return world.context if names == ("context",) else world.group(names[0])
+    return world.along("pipeline", "context", "tensor")
+
+
+def _expert_mesh(world: World) -> DeviceMesh:
+    """Return the mesh of the experts' weights, of all ranks; they call it together."""
+    layout = world.layout
+    sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
+    return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))
 
 
 def _data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the dimensions replicate (where it is above one) and shard of a mesh of all ranks with other sizes."""
-    names = tuple(name for name, size in sizes.items() if size > 1 or name in ("replicate", "shard"))
-    own = {name: _group_along(sizes, (name,), world.timeout) for name in ("replicate", "shard")}
+    mesh = _regrouped(world, sizes, ("replicate", "shard"))
+    return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
+
+
+def _regrouped(world: World, sizes: Mapping[str, int], new: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks with other sizes; dimensions that are not `new` are the weights' mesh's."""
+    names = tuple(name for name, size in sizes.items() if size > 1 or name in new)
+    own = {name: _group_along(sizes, (name,), world.timeout) for name in new}
     groups: list[Any] = [own.get(name) or world.group(name) for name in names]
     ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])
-    mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
-    return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
 
 
 def _group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan.config.settings import setting
@@ -17,7 +17,7 @@ DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Layout:
-    """All degrees together, as numbers."""
+    """All degrees together, as numbers; `expert` is that of ranks of shard, context and tensor."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -37,8 +37,13 @@ class Layout:
         return self.replicate * self.shard
 
     def degrees(self) -> dict[str, int]:
-        """The degree of each dimension, outermost first."""
+        """The degree of each dimension, outermost first; the ranks that share experts are among others'."""
         return {name: getattr(self, name) for name in DIMENSIONS}
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts that a rank's experts are sharded into; without expert parallelism as all weights are."""
+        return self.sharded * self.tensor // self.expert if self.expert > 1 else self.sharded
 
     @property
     def sharded(self) -> int:
@@ -76,7 +81,8 @@ class Layout:
         ]
 
     def __str__(self) -> str:
-        parts = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]
+        degrees = self.degrees() | {"expert": self.expert}
+        parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " x ".join(parts) or "one device"
 
 
@@ -123,6 +129,9 @@ class Parallelism:
     context: int | str = _degree("ranks that each sequence is split over")
     tensor: int | str = _degree("ranks that each weight matrix is split over")
     pipeline: int | str = _degree("stages of the pipeline")
+    expert: int = setting(
+        1, "ranks of shard, context and tensor that share the experts of each layer; -1: all of them", at_least=-1
+    )
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",
@@ -205,8 +214,10 @@ class Parallelism:
         degrees: dict[str, int | str] = {name: getattr(self, name) for name in DIMENSIONS}
         if devices is None:
             fewest = {-1: 2} | {name: math.gcd(2, limits.get(name, 2)) for name in DIMENSIONS}
-            return Layout(
-                **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
+            return self._with_experts(
+                Layout(
+                    **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
+                )
             )
         if degrees["shard"] == "auto" and -1 not in degrees.values():
             degrees["shard"] = -1
@@ -227,7 +238,11 @@ class Parallelism:
                 f"{_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
                 f"cluster.devices={layout.devices}."
             )
-        return layout
+        return self._with_experts(layout)
+
+    def _with_experts(self, layout: Layout) -> Layout:
+        """Return a layout with the degree of expert parallelism."""
+        return replace(layout, expert=layout.sharded * layout.tensor if self.expert == -1 else self.expert)
 
 
 def key_repeats(heads: int, size: int) -> int:

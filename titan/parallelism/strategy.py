@@ -30,7 +30,7 @@ class Sharding(NamedTuple):
     """A strategy and the ranks that it shards over."""
 
     strategy: Strategy
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
 
 
 @dataclass(frozen=True, kw_only=True)

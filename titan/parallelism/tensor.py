@@ -44,7 +44,9 @@ def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool, chunk: in
     """
     tied = _tied(model)
     for name, style in model.tensor_plan().items():
-        _STYLES[style](model.get_submodule(name), mesh, sequence)
+        module = model.get_submodule(name)
+        if not isinstance(getattr(module, "weight", None), DTensor):  # experts may be divided over ranks already
+            _STYLES[style](module, mesh, sequence)
     if tied:
         model.head.weight = model.tok_embeddings.weight
     if model.head is not None:

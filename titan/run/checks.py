@@ -35,7 +35,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         ConfigError: for a combination that can't work.
     """
     checked = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
-    for part in (*checked, _check_memory):
+    for part in (*checked, _check_experts, _check_memory):
         part(run)
     if not started:
         _check_machine(run)
@@ -258,6 +258,34 @@ def _check_sharding(run: Run) -> None:
         )
     if run.memory.offload and (layout.sharded == 1 or layout.only_replicated):
         raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
+
+
+def _check_experts(run: Run) -> None:
+    """Reject expert parallelism that experts or ranks can't be divided for."""
+    degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
+    given, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
+    if run.parallelism.expert == 0:
+        raise ConfigError("parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor.")
+    if degree == 1:
+        return
+    if not experts:
+        raise ConfigError(
+            f"{given}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
+        )
+    fitting = [d for d in range(1, experts + 1) if experts % d == 0 and ranks % d == 0]
+    if degree not in fitting:
+        divided = f"{experts} experts" if experts % degree else f"the {ranks} ranks of shard, context and tensor"
+        raise ConfigError(f"{given}: can't divide {divided}; give one of {', '.join(map(str, fitting))}.")
+    if layout.tensor > 1 and not run.parallelism.sequence_parallel:
+        raise ConfigError(
+            f"{given}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
+        )
+    names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
+    if taken := strategy.assign(names, run.parallelism.groups or {}):
+        raise ConfigError(
+            f"parallelism.groups.{next(iter(taken.values()))}: matches experts, which {given} divides over ranks "
+            "already; give 1, or match other modules."
+        )
 
 
 def _check_memory(run: Run) -> None:

@@ -17,17 +17,19 @@ from titan.compile.backend import compile_stage
 from titan.config.kinds import kind
 from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
-from titan.model import attention, init_weights, loss_terms
+from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.schema import Decoder
-from titan.parallelism import context, context_chunks, context_kernels, data, tensor
+from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, p2p_groups
+from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, gathers_inside_blocks, in_group
+from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, in_group
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
+from titan.training.expert_load import expert_load
 from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, StageWithLosses, TrainStep
 
 Note = Callable[[str], None]
@@ -52,9 +54,11 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
 
     stages = _build_stages(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
-    groups = {name: strategy.build(world) for name, strategy in (run.parallelism.groups or {}).items()}
+    groups = {name: strategy.build(world) for name, strategy in _groups(run).items()}
+    rows = _row_parts(stages, run, world)
     for stage in stages.values():
         _transform(stage, run, world, groups)
+        balance.exchange(stage.model, rows)
     _log_layout(run, world, note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initial, strict=True):
@@ -75,8 +79,15 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         seq_len_multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
         terms=(*run.training.terms, *_model_terms(stages)),
-        parts=len(_model_terms(stages)) if run.parallelism.sequence_parallel and run.layout.tensor > 1 else 0,
+        parts=_block_figures(stages) if _splits_rows(run) else 0,
+        load=expert_load(tuple(stages.values()), run.model),
     )
+
+
+def _groups(run: Run) -> dict[str, Strategy]:
+    """Return how modules are sharded that are not as all others: experts, and the user's groups, by name."""
+    experts = {"experts": expert.ExpertSharding()} if run.layout.expert > 1 else {}
+    return {**experts, **(run.parallelism.groups or {})}
 
 
 def _optimizer(run: Run, stages: dict[int, Stage]) -> torch.optim.Optimizer:
@@ -93,6 +104,16 @@ def _model_terms(stages: dict[int, Stage]) -> tuple[str, ...]:
     return tuple(next(iter(stages.values())).model.losses)
 
 
+def _block_figures(stages: dict[int, Stage]) -> int:
+    """Return the number of figures that the model's blocks have of a step, the same on all stages."""
+    return StageWithLosses.figures(next(iter(stages.values())).model)
+
+
+def _splits_rows(run: Run) -> bool:
+    """Return whether tensor ranks have parts of a row between matmuls."""
+    return run.parallelism.sequence_parallel and run.layout.tensor > 1
+
+
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     """Return this rank's stages by their number, on meta."""
     stage_plan, stages = run.staging, {}
@@ -101,12 +122,28 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = StageWithLosses(model, world.coordinate("tensor")) if model.losses else Stage(model)
+        stages[number] = _stage(model, run, world)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
         note(f"pipeline: {numbers}, schedule {stage_plan.schedule}, idle {stage_plan.idle:.1%}")
     return stages
+
+
+def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows:
+    """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
+    names = ("context", "tensor") if _splits_rows(run) else ("context",)
+    if not next(iter(stages.values())).model.counted or (group := world.along(*names)) is None:
+        return balance.WholeRows()
+    layout = run.layout
+    return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
+
+
+def _stage(model: Any, run: Run, world: World) -> Stage:
+    """Return a model, or the part of it that a pipeline stage has, as a stage."""
+    if not StageWithLosses.figures(model):
+        return Stage(model)
+    return StageWithLosses(model, world.coordinate("tensor"), run.layout.tensor if _splits_rows(run) else 1)
 
 
 def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
@@ -127,13 +164,13 @@ def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Shardi
         stage,
         run.compile,
         whole=mesh is None,
-        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), parallelism.groups or {}),
+        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), _groups(run)),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )
-    if mesh is not None:
-        if gathered := _gathered_in_float8(run):
-            low_precision.use_float8_gather(model, gathered)
+    if mesh is not None and (gathered := _gathered_in_float8(run)):
+        low_precision.use_float8_gather(model, gathered)
+    if mesh is not None or groups:
         data.shard(
             stage,
             mesh,
@@ -183,6 +220,8 @@ def _apply_precision_and_tensor(
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.apply(model.head, terms, chunk, model.config.logit_cap)
+    if world.experts is not None:
+        expert.apply(model, world.experts["expert"])
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
@@ -274,9 +313,12 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     if (mesh := _fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(f"sharded over {_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}")
-        for name, (strategy, ranks) in groups.items():
+    for name, (strategy, ranks) in groups.items():
+        if ranks is not None:
             note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
-    elif layout.only_replicated:
+    if mesh is not None:
+        return
+    if layout.only_replicated:
         note(f"replicated on {_ranks(layout.replicate)}")
 
 
@@ -309,7 +351,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunne
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
         shape = _pipeline_shape(run)
-        losses = len(run.training.terms), len(_model_terms(stages))
+        losses = len(run.training.terms), _block_figures(stages)
         return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses)
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")

@@ -68,6 +68,11 @@ def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, floa
     return {f"loss/{name}": value / max(1, metrics[VALID]) for name, value in zip(names, sums, strict=True)}
 
 
+def split_counts(metrics: list[float], size: int) -> tuple[list[float], list[float]]:
+    """Return a step's vector without the counts of experts at its end, and these `size` counts."""
+    return metrics[: len(metrics) - size], metrics[len(metrics) - size :]
+
+
 def batch_hash(metrics: list[float]) -> str:
     """Return the hash of the whole batch, in hexadecimal, from the summed vector."""
     total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:PLACES]))

@@ -16,6 +16,7 @@ from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline.runtime import TiedWeights
 from titan.precision.low_precision import Scales
+from titan.training.expert_load import ExpertLoad
 
 
 class Stage(nn.Module):
@@ -51,12 +52,17 @@ class Stage(nn.Module):
 
 
 class StageWithLosses(Stage):
-    """A stage of a model whose blocks return loss terms: values of tokens, which count where their targets do."""
+    """A stage of a model whose blocks return loss terms or counts, of tokens whose targets count in the loss."""
 
-    def __init__(self, model: Any, tensor_rank: int) -> None:
-        """Take the model, and which part of a row between split matmuls this rank has."""
+    def __init__(self, model: Any, tensor_rank: int, parts: int = 1) -> None:
+        """Take the model, this tensor rank, and into how many parts tensor ranks split a row between matmuls."""
         super().__init__(model)
-        self.tensor_rank = tensor_rank
+        self.tensor_rank, self.parts = tensor_rank, parts
+
+    @staticmethod
+    def figures(model: Any) -> int:
+        """Return the number of figures of a model's blocks: their loss terms and what they count."""
+        return len(model.losses) + int(model.config.layers * model.counted)
 
     def forward(
         self,
@@ -68,16 +74,15 @@ class StageWithLosses(Stage):
         """Compute this part of the model; see `Stage.forward`.
 
         Returns:
-            Where gradients are computed, the last stage's loss with the sums of the terms behind it, see
+            Where gradients are computed, the last stage's loss with its figures behind it, see
             `titan.model.loss_terms.carry`; from other stages hidden states, the terms' sum times their coefficients,
-            and the sums.
+            and the figures: the sums of the terms, and the counts of all layers.
         """
         if targets is None or not torch.is_grad_enabled():
             return super().forward(x, targets, positions, document_ids)
-        hidden, values = self.model(x, positions, document_ids)
-        parts = targets.shape[1] // values.shape[2]  # tensor ranks, where they split the sequence
-        valid = targets.chunk(parts, 1)[self.tensor_rank % parts] != IGNORED
-        figures = values.where(valid, 0).sum((1, 2))
+        valid = targets.chunk(self.parts, 1)[self.tensor_rank % self.parts] != IGNORED
+        hidden, values, counts = self.model(x, positions, document_ids, valid)
+        figures = torch.cat([values.where(valid, 0).sum((1, 2)), counts.flatten()])
         extra = weigh(figures, list(self.model.losses.values()))
         if self.model.head is None:
             return hidden, extra, figures.detach()
@@ -136,7 +141,8 @@ class TrainStep:
         seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
         terms: names of the loss terms: of the logits, then of the model's blocks.
-        parts: how many of the last terms each tensor rank sums over its own tokens.
+        load: what is done with the counts of experts; None for a model without.
+        parts: how many of the last figures of the loss each tensor rank sums over its own tokens.
     """
 
     stages: tuple[Stage, ...]
@@ -150,6 +156,7 @@ class TrainStep:
     notes: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
     parts: int = 0
+    load: ExpertLoad | None = None
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +172,7 @@ class TrainStep:
 
         Returns:
             This rank's summed loss, an fp32 scalar on its device; the sum over all ranks is the global batch's. With
-            `terms` a vector: cross-entropy and the sums of the terms.
+            `terms` or `load` a vector: cross-entropy, the sums of the terms, and the counts of experts.
         """
         loss = self.runner.backward(self._local_rows(rows), scale)
         if self.tied_weights is not None:
@@ -226,6 +233,19 @@ class TrainStep:
                 if name not in seen:
                     seen.add(name)
                     yield name, parameter
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return this rank's weights with their names in the whole model: parameters, and the routers' biases."""
+        yield from self.named_parameters()
+        for stage in self.stages:
+            parameters = dict(stage.model.named_parameters())
+            yield from ((name, weight) for name, weight in stage.model.named_weights() if name not in parameters)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Return what a step leaves for the next one beside weights and optimizer state, with unique names."""
+        for stage in self.stages:
+            for name, router in stage.model.routers().items():
+                yield f"{name}.load", router.load
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return all parameters on this rank."""

@@ -129,6 +129,7 @@ class Trainer:
         self.profiling = self._profiling()
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.loader = reading.loader(run, self.mix, world, attempt.step, self._show, lambda: self.stop.requested)
+        self.load = train_step.load
         self.applied = train_step.notes
 
     def train(self) -> int:
@@ -243,7 +244,10 @@ class Trainer:
         bad = ~torch.isfinite(metrics[LOSS] + norm)
         self.activity.enter(UPDATING)
         # After a bad step the weights wait until the host has found its cause, and this step is repeated.
-        self._update(bad | self.bad | (metrics[VOID] > 0))
+        skipped = bad | self.bad | (metrics[VOID] > 0)
+        self._update(skipped)
+        if self.load is not None:
+            self.load.update(metrics[-self.load.size :], skipped)
         self.bad = bad
         if layers:
             layers.after_update(self.step)
@@ -299,6 +303,7 @@ class Trainer:
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them and log them; return whether a step that has started must be repeated."""
         *metrics, norm = step.read()
+        metrics, counts = step_metrics.split_counts(metrics, self.load.size if self.load else 0)
         seconds = step.timer.seconds()
         self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
@@ -320,7 +325,7 @@ class Trainer:
         own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
         if self.recorder:
             self._log_records(self.saving.poll_finished())
-            record = self._record(step, loss, norm, seconds, metrics)
+            record = self._record(step, loss, norm, seconds, metrics) | self._expert_load(step.step, counts)
             self.recorder.log(record | ranks | cause | self._mark_spike(step, loss) | own)
         if self.progress:
             self.progress.step(step.step, loss, self._tokens(step) / seconds)
@@ -398,6 +403,14 @@ class Trainer:
             "batch_hash": step_metrics.batch_hash(metrics),
             **self.layers.record(step.step),
         }
+
+    def _expert_load(self, step: int, counts: list[float]) -> dict[str, Any]:
+        """Report routers that have collapsed; return what the record of a step says of the experts' load."""
+        if self.load is None:
+            return {}
+        for line in self.load.collapsed(counts):
+            self._warn(f"step {step}: {line}")
+        return self.load.record(counts, each=self.layers.due(step))
 
     def _figures(self, step: InFlightStep, loss: float, norm: float, seconds: float) -> dict[str, Any]:
         """Return the figures of a step for hooks."""

@@ -159,6 +159,8 @@ def groups_of(world: World) -> dict[str, Group]:
     known = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
     known += [("context", world.context), ("model parallel", world.model_parallel)]
     known += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
+    experts = world.experts
+    known += [(f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None]
     found: dict[str, Group] = {}
     for name, group in known if names else ():
         if group is not None and (group.group_name not in found or [name] == names):

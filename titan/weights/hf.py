@@ -43,7 +43,7 @@ class HuggingFace:
         self.model = schema_of(self.config, label)
         with torch.device("meta"):
             module = self.model.build()
-        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_weights()}
         self._templates: Mapping[str, str] = module.hf_names()
         parts = {name: stored_parts(theirs, self.shapes[name]) for name, theirs in self._templates.items()}
         self._names: Mapping[str, list[str]] = {name: [theirs for theirs, _ in some] for name, some in parts.items()}

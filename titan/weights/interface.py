@@ -73,7 +73,7 @@ def expected(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model with this schema, by its name in titan's module."""
     with torch.device("meta"):
         module = model.build()
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in module.named_weights()}
 
 
 def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], label: str) -> None:

@@ -72,7 +72,7 @@ def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> N
     ours, theirs = _settings(model), _settings(found)
     if theirs.get("tied"):
         ours["tied"] = True
-    idle = _ROPE_SCALING if theirs.get("rope_factor") == 1 else ()
+    idle = (*model.FREE, *(_ROPE_SCALING if theirs.get("rope_factor") == 1 else ()))
     differ = [key for key in theirs if ours.get(key) != theirs[key] and key not in idle]
     if differ:
         have = ", ".join(f"{prefix}{key}={show(ours.get(key))}" for key in differ)

@@ -15,7 +15,7 @@ def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -
     Raises:
         ConfigError: when the weights are of another model, or a file is broken.
     """
-    parameters = {name: parameter.detach() for name, parameter in state.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
     try:
         coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True))
     except CoordinationError as error:

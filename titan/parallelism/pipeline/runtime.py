@@ -131,7 +131,7 @@ class Pipeline:
             group: the ranks along it.
             device: where messages are sent from.
             groups: see `p2p_groups`; messages without one use `group`.
-            losses: the number of loss terms of the logits, and of the model's blocks.
+            losses: the number of loss terms of the logits, and of figures of the model's blocks.
         """
         self.count, self.of_blocks = losses
         self.own: list[Tensor] = []
