@@ -45,6 +45,13 @@ CASES = [
     ("experts", "precision=bf16 parallelism=fsdp memory=full parallelism.microbatches=2", True),
     ("experts", "precision=bf16 parallelism=fsdp_tp memory=full", False),
     ("wide", "precision=bf16 parallelism=fsdp", False),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full", True),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full", False),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 cluster.devices=4", False),
+    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective", False),
+    ("tokens", "precision=bf16 parallelism=fsdp_tp parallelism.expert=4 memory=full", False),
+    ("tokens", "precision=bf16 parallelism=hsdp parallelism.expert=2", False),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.expert=2", False),
 ]
 
 

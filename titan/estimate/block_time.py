@@ -113,7 +113,7 @@ class RankWork:
     def gather(self, size: float, experts: bool = False) -> float:
         """Return the time to all-gather weights of so many bytes; `experts`: those of expert-parallel ranks."""
         ranks, stride = self._shards(experts)
-        if not self.fsdp or ranks == 1:
+        if ranks == 1 or not (self.fsdp or experts):
             return 0.0
         return collective("all-gather", size, ranks, stride, self.speeds) + self.weights_host()
 
@@ -121,7 +121,7 @@ class RankWork:
         """Return the ranks that a weight is sharded over, and the distance of neighbours among them."""
         layout = self.layout
         if experts and layout.expert > 1:
-            return layout.sharded * layout.tensor // layout.expert, layout.expert
+            return layout.expert_shards, layout.expert
         return layout.sharded, layout.tensor
 
     def reduce(self, size: float, experts: bool = False) -> float:

@@ -312,12 +312,26 @@ class _RankMemory(RankSizes):
             left, reduced = stage.layers[: count - done], stage.layers[count - done :]
             block, two = self.of(left[-1]), self._gathered(left[-2:], left)
             gradients = self._gradients(head + self.total(lambda block: block.elements, reduced), has_grads)
-            before = self.of(reduced[0]).elements if done else head
+            last = self.of(reduced[0]) if done else None
+            before = head if last is None else last.elements - (last.experts if last.apart else 0.0)
             previous = self._reduce_buffer(before) or self._not_freed([stage], has_grads)
             during = base.plus(f"backward of block {left[-1]}", gathered=two, communication=previous)
             others = self._saved_by_blocks(left) - saved
-            for activations, unreduced in self._backward_of_block(left):
-                yield during.plus(activations=others + activations, gradients=gradients + self._unreduced(unreduced))
+            for activations, unreduced, absent in self._backward_of_block(left):
+                yield during.plus(
+                    activations=others + activations,
+                    gradients=gradients + self._unreduced(unreduced),
+                    gathered=-min(absent, two) * (self.recipe.parallelism.reshards(self.layout) is True),
+                )
+            if block.apart:  # reduced while the rest of the block is still to come
+                again = block.whole - self._saved_by_blocks(left[-1:]) - block.activations.routed
+                yield base.plus(
+                    f"gradients of the experts of block {left[-1]}",
+                    activations=others + again + self.input,
+                    gradients=gradients + self._unreduced(block.experts) + self._reduced_experts(left[-1]),
+                    gathered=max(0.0, two - sum(self.of(layer).apart for layer in left[-2:])),
+                    communication=self._reduce_buffer(block.experts),
+                )
             ended = base.plus(
                 f"gradients of block {left[-1]}",
                 activations=self._saved_by_blocks(left[:-1]) - saved + self.input,

@@ -69,6 +69,7 @@ class BlockSizes(NamedTuple):
         first: elements of the matrices whose gradients are computed first, while most activations exist.
         gathered: bytes of the weights as FSDP gathers them; 0 without it.
         casts: bytes of the weights as autograd saves casts of them; 0 with FSDP.
+        apart: bytes of experts that are gathered apart from the block, only while they compute.
     """
 
     activations: Block
@@ -78,6 +79,7 @@ class BlockSizes(NamedTuple):
     first: float
     gathered: float
     casts: float
+    apart: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -124,6 +126,7 @@ class RankSizes:
             recipe.parallelism.sequence_parallel,
             fused=device == "cuda",
             compiled=recipe.compile.scope in ("block", "model"),
+            expert=layout.expert,
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
@@ -156,16 +159,19 @@ class RankSizes:
 
     def _block_sizes(self, layer: int) -> BlockSizes:
         model, tensor = self.recipe.model, self.layout.tensor
-        experts = float(model.expert_parameters(layer))
-        used = _used_by_block(model, layer, self.recipe.precision, self.sharding)
+        whole, divided = model.expert_parameters(layer), self.layout.expert > 1
+        experts = whole / self.layout.expert
+        dense, used = _used_by_block(model, layer, self.recipe.precision, self.sharding)
+        used = self.recipe.precision.bytes * experts if divided else used
         return BlockSizes(
             model.block_activations(self.share, self._context_parallel_bytes(), layer),
-            elements=(model.block_parameters(layer) - experts) / tensor + experts,
+            elements=(model.block_parameters(layer) - whole) / tensor + experts,
             experts=experts,
-            matrices=(model.block_matmul_parameters(layer) - experts) / tensor + experts,
+            matrices=(model.block_matmul_parameters(layer) - whole) / tensor + experts,
             first=experts / 3 or LARGEST_WEIGHT * model.block_parameters(layer) / tensor,
-            gathered=used if self.fsdp else 0.0,
-            casts=0.0 if self.fsdp else used,
+            gathered=dense * self.fsdp + used * (self.fsdp or divided),
+            casts=dense * (not self.fsdp) + used * (not self.fsdp and not divided),
+            apart=used if divided else 0.0,
         )
 
     def total(self, of: Callable[[BlockSizes], float], layers: range) -> float:
@@ -189,8 +195,30 @@ class RankSizes:
     def _mean_shards(self) -> float:
         """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
 
-        Vectors, which are few elements, count as in no group.
+        Vectors, which are few elements, count as in no group. Experts that do not divide evenly count as on the rank
+        with most of them.
         """
+        usual = self._shards_of_dense()
+        experts = sum(
+            group.size * (block.experts / self._shards_of_experts(group.layer) - block.experts / usual)
+            for stage in self.stages.values()
+            for group in block_groups(self.recipe.model, stage.layers)
+            for block in [self.of(group.layer)]
+            if block.experts
+        )
+        return self.elements / (self.elements / usual + experts)
+
+    def _shards_of_experts(self, layer: int) -> float:
+        """Return the ranks that experts are sharded over; fewer where they can't be divided evenly."""
+        model, layout = self.recipe.model, self.layout
+        matmuls = model.expert_matmuls(layer)
+        count = model.expert_parameters(layer) // sum(m.inputs * m.outputs for m in matmuls.values()) // layout.expert
+        ranks = layout.expert_shards if self.fsdp or layout.expert > 1 else 1
+        along_width = layout.expert > 1 and not any(matmul.outputs % ranks for matmul in matmuls.values())
+        return ranks if along_width or count % ranks == 0 else count / math.ceil(count / ranks)
+
+    def _shards_of_dense(self) -> float:
+        """Return the shards of an element outside of experts; with groups the mean."""
         groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
         if not groups or not self.fsdp:
             return usual
@@ -266,15 +294,19 @@ class RankSizes:
         again = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
         return [self.of(layer).whole for layer in again]
 
-    def _backward_of_block(self, layers: range) -> list[tuple[float, float]]:
-        """Return bytes beyond what the last of these blocks has saved, and elements whose gradients exist, in order.
+    def _backward_of_block(self, layers: range) -> list[tuple[float, float, float]]:
+        """Return the moments of a block's backward pass, in order.
 
-        With experts the first entry is the gradient of the sum of their outputs, before that of any weight exists.
+        With experts the first one is the gradient of the sum of their outputs, before that of any weight exists.
+
+        Returns:
+            Bytes beyond what the last of these blocks has saved; elements whose gradients exist; and bytes of weights
+            that are not gathered, though they are of these blocks.
         """
-        block = self.of(layers[-1])
+        block, apart = self.of(layers[-1]), [self.of(layer).apart for layer in layers[-2:]]
         again = max(0.0, block.whole - self._saved_by_blocks(layers[-1:]))
-        before = [(again + block.activations.routing, 0.0)] if block.activations.routing else []
-        return [*before, (again + block.activations.backward, block.first)]
+        before = [(again + block.activations.routing, 0.0, sum(apart))] if block.activations.routing else []
+        return [*before, (again + block.activations.backward, block.first, sum(apart[:-1]))]
 
     def _context_parallel_bytes(self) -> ContextBytes:
         """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
@@ -307,7 +339,7 @@ class RankSizes:
             left: where weights stay gathered from forward to backward: blocks whose backward has not ended.
             head: whether the head is in use.
         """
-        if not self.fsdp:
+        if not self.fsdp and self.layout.expert == 1:
             return 0.0
         reshards = self.recipe.parallelism.reshards(self.layout)
         ends = self.head_gathered if head or self._tied() else 0.0
@@ -367,6 +399,10 @@ class RankSizes:
         """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
         return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
 
+    def _reduced_experts(self, layer: int) -> float:
+        """Return the bytes of the output when the gradients of a block's experts are reduced: few ranks share them."""
+        return REDUCE_BYTES * self.of(layer).experts / self._shards_of_experts(layer)
+
     def _unreduced(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
         return self.recipe.precision.bytes * elements
@@ -378,13 +414,14 @@ def _as_used(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
 
 
 @lru_cache(256)
-def _used_by_block(model: Decoder, layer: int, precision: Precision, sharding: WeightSharding) -> float:
-    """Return the bytes of one block's weights while they are used, on one tensor-parallel rank."""
+def _used_by_block(model: Decoder, layer: int, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
+    """Return the bytes of one block's weights while they are used, on one tensor-parallel rank, and of its experts."""
     matmuls = {f"layers.{layer}.{name}": matmul for name, matmul in model.block_matmuls(layer).items()}
     linear = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
-    others = model.block_matmul_parameters(layer) - linear  # experts and router
+    experts = model.expert_parameters(layer)
+    router = model.block_matmul_parameters(layer) - linear - experts
     cast = precision.bytes if sharding.sharded > 1 or precision.bytes < precision.weight_bytes else 0
-    return precision.used_bytes(matmuls, sharding) / sharding.tensor + cast * others
+    return precision.used_bytes(matmuls, sharding) / sharding.tensor + cast * router, float(cast * experts)
 
 
 @lru_cache(256)

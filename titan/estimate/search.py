@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.fit import available
+from titan.estimate.fit import available, tensor_divisor
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
 from titan.estimate.rank_sizes import GIB, block_groups
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from titan.cluster.devices import Machine
     from titan.estimate.block_time import BlockTime
     from titan.estimate.operations import Speeds
+    from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
 Mode = Literal["none", "selective", "full"]
@@ -237,9 +238,8 @@ class Point(NamedTuple):
 
     def candidate(self, recipe: Recipe) -> Candidate:
         """Return a recipe's candidate."""
-        degrees: Any = self.layout.degrees()
         how = replace(
-            recipe.parallelism, **degrees, schedule=self.schedule, stages=self.stages, starts=(),
+            recipe.parallelism, **_degrees(self.layout), schedule=self.schedule, stages=self.stages, starts=(),
             reshard=self.reshard, async_tensor=recipe.parallelism.async_tensor and self.layout.tensor > 1,
         )  # fmt: skip
         changed = replace(recipe, parallelism=how, memory=replace(recipe.memory, checkpointing=self.mode))
@@ -259,7 +259,7 @@ def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
     """Yield the degrees that divide the devices, the model's heads and widths, the rows and their length."""
     model, training = recipe.model, recipe.training
     per_node = ranks_per_node(recipe.cluster, machine, devices)
-    most = math.gcd(model.kv_heads, model.heads, model.ffn, model.vocab)
+    most = tensor_divisor(recipe.model)
     for tensor in _divisors(math.gcd(devices, most)):
         if tensor > per_node:
             continue
@@ -271,9 +271,27 @@ def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
                 if data > training.rows:
                     continue
                 for shard in _divisors(data):
-                    yield Layout(
-                        replicate=data // shard, shard=shard, context=context, tensor=tensor, pipeline=pipeline
-                    )
+                    layout = Layout(pipeline, data // shard, shard, context, tensor)
+                    yield from (replace(layout, expert=degree) for degree in _expert_degrees(recipe, layout))
+
+
+def _expert_degrees(recipe: Recipe, layout: Layout) -> list[int]:
+    """Return the degrees of expert parallelism that divide the experts and the ranks that share them."""
+    if layout.tensor > 1 and not recipe.parallelism.sequence_parallel:
+        return [1]
+    return list(_divisors(math.gcd(layout.sharded * layout.tensor, _experts(recipe.model) or 1)))
+
+
+def _experts(model: Decoder) -> int:
+    """Return the number of experts that those of every block are divided like; 0 without experts."""
+    found = [layers[0] for layers in model.kinds().values() if model.expert_matmuls(layers[0])]
+    sizes = (sum(m.inputs * m.outputs for m in model.expert_matmuls(layer).values()) for layer in found)
+    return math.gcd(*(model.expert_parameters(layer) // size for layer, size in zip(found, sizes, strict=True)))
+
+
+def _degrees(layout: Layout) -> dict[str, Any]:
+    """Return the settings of a layout."""
+    return {**layout.degrees(), "expert": layout.expert}
 
 
 def _schedules(
@@ -388,7 +406,7 @@ class Bounds:
     def _key(self, point: Point) -> tuple[Any, ...]:
         """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
         rows = math.ceil(math.ceil(self.recipe.training.rows / point.layout.data_ranks) / point.microbatches)
-        return rows, point.layout.tensor, point.layout.context, point.mode
+        return rows, point.layout.tensor, point.layout.context, point.layout.expert, point.mode
 
 
 def _passes(block: BlockTime, mode: Mode) -> tuple[float, float, float]:
@@ -427,9 +445,10 @@ def changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[Candi
         for reshard in ("always", "never"):
             if how.reshards(layout) != (reshard == "always"):
                 yield Candidate(replace(recipe, parallelism=replace(how, reshard=reshard)), layout, microbatches)
-    for other in _neighbours(layout, rows):
-        degrees: Any = other.degrees()
-        yield Candidate(replace(recipe, parallelism=replace(how, **degrees)), other, microbatches)
+    others = [replace(layout, expert=degree) for degree in _expert_degrees(recipe, layout) if degree != layout.expert]
+    for other in (*others, *_neighbours(layout, rows)):
+        if other.expert in _expert_degrees(recipe, other):
+            yield Candidate(replace(recipe, parallelism=replace(how, **_degrees(other))), other, microbatches)
 
 
 def _allowed(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
@@ -446,7 +465,7 @@ def _neighbours(layout: Layout, rows: int) -> Iterator[Layout]:
     degrees = layout.degrees()
     for less, more in itertools.permutations(("replicate", "shard", "tensor", "context"), 2):
         if degrees[less] % 2 == 0:
-            yield Layout(**{**degrees, less: degrees[less] // 2, more: degrees[more] * 2})
+            yield replace(layout, **{less: degrees[less] // 2, more: degrees[more] * 2})
 
 
 def best_changes(
@@ -469,7 +488,10 @@ def best_changes(
 
 def override_of(candidate: Candidate, base: Recipe, layout: Layout, microbatches: int) -> tuple[str, ...]:
     """Return the overrides that make a candidate of a recipe."""
-    given = [f"parallelism.{n}={d}" for n, d in candidate.layout.degrees().items() if d != layout.degrees()[n]]
+    before = _degrees(layout)
+    given = [
+        f"parallelism.{name}={degree}" for name, degree in _degrees(candidate.layout).items() if degree != before[name]
+    ]
     old, new = base.parallelism, candidate.recipe.parallelism
     for name in ("schedule", "stages", "reshard", "async_tensor"):
         value = getattr(new, name)

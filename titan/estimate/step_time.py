@@ -308,9 +308,11 @@ class StepModel(RankWork):
 
     def update(self) -> float:
         """Return the time of gradient norm, clipping and update of the rank's shard."""
-        layout = self.layout
-        per_rank = self.layout.tensor * self.layout.pipeline * (layout.sharded if self.fsdp else 1)
-        return self.speeds.update * update_bytes(self.recipe) / per_rank / self.speeds.memory
+        layout, model = self.layout, self.model
+        per_rank = layout.tensor * layout.pipeline * (layout.sharded if self.fsdp else 1)
+        experts = model.total(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
+        replicas = 1 + experts * (layout.tensor - 1)  # tensor ranks have the same experts
+        return self.speeds.update * replicas * update_bytes(self.recipe) / per_rank / self.speeds.memory
 
 
 def _add(total: Parts, parts: Mapping[str, float], times: float) -> None:

@@ -21,6 +21,7 @@ class RankPart:
         sequence: whether sequence parallelism shards the residual stream.
         fused: whether a norm is one kernel, as on GPUs; else autograd saves two float32 tensors of each.
         compiled: whether a compiler fuses elementwise operations and recomputes them instead of saving their results.
+        expert: ranks that share experts; each computes as many rows as it has, if the load is even.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class RankPart:
     sequence: bool = True
     fused: bool = True
     compiled: bool = False
+    expert: int = 1
 
     @property
     def between(self) -> float:
@@ -77,6 +79,8 @@ class Block(NamedTuple):
         outputs: gradients of the outputs of its linear layers, from which weight gradients are computed.
         routing: the peak of its backward pass before there is a gradient of a weight, with experts; beyond what is
             saved.
+        received: what grows with the rows that the rank's experts compute.
+        routed: all that is saved for the experts of tokens.
     """
 
     input: float
@@ -85,6 +89,8 @@ class Block(NamedTuple):
     backward: float
     outputs: float
     routing: float = 0.0
+    received: float = 0.0
+    routed: float = 0.0
 
 
 READ, READ_KEPT = 4, 2
@@ -220,8 +226,10 @@ def moe_block(
     router = ((c if share.compiled else 4) * dim + 4 * experts + INDEX_BYTES * experts + 8 * chosen + 4) * s
     weighed = (c if share.compiled else 4) * dim * rows
     gates = (3 if share.compiled else 4) * c * width * rows
-    kept = norms + attention.kept + router + (2 * INDEX_BYTES + c * dim) * rows + gates + weighed
-    selective = gradient + attention.selective + 4 * experts * s
+    places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
+    kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed
+    exchanged = 2 * c * dim * rows if share.expert > 1 else 0.0
+    selective = gradient + attention.selective + 4 * experts * s + exchanged
     of_sum = (0 if c == 4 else 4) * dim * s
     routing = gradient + of_sum + (c * dim if share.compiled else 8 * dim) * rows
     backward = gradient + c * (2 * width + dim) * rows - weighed
@@ -229,7 +237,9 @@ def moe_block(
     if shared:
         each = swiglu(share, dim, shared)
         kept, selective, outputs = kept + each.kept, selective + each.selective, outputs + each.outputs
-    return Block(gradient, kept, selective, backward, outputs, routing)
+    received = c * dim * rows + gates
+    routed = received + places + weighed
+    return Block(gradient, kept, selective, backward, outputs, routing, received + exchanged, routed)
 
 
 def head(
