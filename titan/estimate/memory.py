@@ -53,7 +53,8 @@ class Usage:
         phase: its name, such as "forward of the head" or "optimizer step".
         parts: bytes by category: weights, optimizer (its state, and the weights' moving average), gradients, gathered
             (all-gathered weights), activations, logits, communication (buffers); overhead adds context, kernels,
-            allocator and checkpoint.
+            allocator, checkpoint and imbalance (of
+            expert-parallel ranks).
     """
 
     phase: str
@@ -123,6 +124,14 @@ def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tu
     rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(layers[-1:], False, True)})
     saved = (rank.of(group.layer).activations.kept for group in block_groups(recipe.model, layers))
     return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
+
+
+def received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
+    """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
+    layers = range(recipe.model.layers)
+    rank = _RankMemory(recipe, layout, microbatches, "cuda", {0: Stage(layers, False, False)})
+    found = [rank.of(group.layer).activations for group in block_groups(recipe.model, layers)]
+    return max(block.received / block.kept for block in found)
 
 
 def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.estimate.constants import fitted
-from titan.estimate.memory import Usage, iterate_peaks, largest_activations, state_bytes, step_phases
+from titan.estimate.memory import (
+    Usage,
+    iterate_peaks,
+    largest_activations,
+    received_share,
+    state_bytes,
+    step_phases,
+)
 from titan.estimate.rank_sizes import GIB
 
 if TYPE_CHECKING:
@@ -18,6 +25,9 @@ if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
+IMBALANCE = 0.25
+"""Rows that the rank with the largest load receives beyond an even load, as a fraction of it: an assumption for a model
+whose load is balanced; the memory of one whose load is not grows further."""
 PROCESS_GIB = 0.42
 """Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory; `titan.calibrate` measures
 that of a machine."""
@@ -41,6 +51,8 @@ def add_overhead(
         device: "cuda" or "cpu".
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
     """
+    if layout.expert > 1:
+        usage = usage.plus(imbalance=IMBALANCE * received_share(recipe, layout, microbatches) * _saved(usage))
     if device != "cpu":
         return usage.plus(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
     logits, block = largest_activations(recipe, layout, microbatches)
@@ -50,6 +62,10 @@ def add_overhead(
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
     return usage.plus(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
+
+
+def _saved(usage: Usage) -> float:
+    return usage.parts.get("activations", 0.0)
 
 
 def memory_over_step(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
+from titan.console.numbers import parameters
 from titan.errors import ConfigError
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, Part, RankPart, attention, block, head
 
@@ -213,6 +214,10 @@ class Decoder:
     def active_parameters(self) -> int:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
         return self.parameters() - int(self.total(self.expert_parameters) - self.total(self.active_expert_parameters))
+
+    def describe_size(self) -> str:
+        """Return in words how many parameters there are, and how many compute a token if these are fewer."""
+        return parameters(self.parameters(), self.active_parameters())
 
     def block_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""

@@ -36,6 +36,7 @@ CATEGORIES = {
     "logits": ("c6", "logits and loss"),
     "kernels": ("c9", "kernels' own memory"),
     "checkpoint": ("c0", "copy for the checkpoint"),
+    "imbalance": ("rest", "imbalance: rows of experts beyond an even load"),
     "allocator": ("rest", "allocator: reserved, not usable"),
 }
 """The colour and the name of each category, in the order of the stack."""

@@ -30,8 +30,8 @@ STAGES = 16
 def text(outcome: Outcome) -> str:
     """Return the plan of one run, which fits one screen, and the results of a search."""
     run, plan = outcome.run, outcome.plan
-    size = billions(run.model.parameters())
-    lines = [f"{run.describe()}: {size} parameters on {plan.step.devices} x {run.machine.name}"]
+    size = run.model.describe_size()
+    lines = [f"{run.describe()}: {size} on {plan.step.devices} x {run.machine.name}"]
     lines += [f"layout       {outcome.layout}", "", *_memory(plan), "", *_step(plan), "", *_speed(outcome)]
     if outcome.changes:
         lines += ["", "faster with", *(f"  {line}" for line in _changes(outcome))]
