@@ -23,7 +23,10 @@ GROUPS = {
     "recomputation": ("c6", ("recomputation",)),
     "communication": (
         "c2",
-        ("tensor parallelism", "context parallelism", "expert parallelism", "weights and gradients", "pipeline transfers"),
+        (
+            "tensor parallelism", "context parallelism", "expert parallelism", "weights and gradients",
+            "pipeline transfers",
+        ),
     ),
     "idle": ("rest", ("pipeline idle",)),
     "optimizer and host": ("c3", ("optimizer", "host")),
