@@ -11,15 +11,17 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.support.ranks import RankFailed
 from tests.support.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
 from titan.run.run import Run
+from titan.training.trainer import Trainer
 
 SHAPE = (
     "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=48",
@@ -337,14 +339,16 @@ class Outcome:
         return float(result["validation_loss"])
 
 
-def outcome(folder: Path, case: Case | None, science: tuple[str, ...] = ()) -> Outcome:
-    """Train a case for three steps; None: one device."""
+def outcome(
+    folder: Path, case: Case | None, science: tuple[str, ...] = (), before: Callable[[Trainer], Any] | None = None
+) -> Outcome:
+    """Train a case for three steps; None: one device. `before`: see `tests.support.runs.train`."""
     settings = (*science, *(case.settings if case else ()))
     custom = folder / "custom.csv"
     custom.write_text(custom_schedule())
     settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
     run, began = tiny(folder / "run", *RECIPE, *settings), time.monotonic()
-    return Outcome(run, train(run, timeout=120), time.monotonic() - began)
+    return Outcome(run, train(run, before, timeout=120), time.monotonic() - began)
 
 
 def custom_schedule() -> str:

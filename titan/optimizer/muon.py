@@ -1,7 +1,8 @@
 """Muon (Jordan et al. 2024): the update of a matrix is its momentum, orthogonalised by Newton-Schulz iterations.
 
 The momentum is sharded as the parameter is. A sharded matrix must be gathered to be orthogonalised: the matrices are
-distributed over the ranks, see `titan.optimizer.matrix_gather`. A replicated one is orthogonalised by every rank.
+distributed over the ranks, see `titan.optimizer.matrix_gather`. A replicated one is orthogonalised by every rank. The
+weight of experts is a matrix for each; where experts are distributed, each rank orthogonalises its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.optimizer import matrix_gather, mixed_precision, schema
 from titan.parallelism.grad_norm import local
@@ -40,7 +42,7 @@ class Muon(mixed_precision.AdamW):
         common = {"betas": settings.betas, "eps": settings.eps}
         super().__init__(groups, common, settings.moments, settings.implementation)
         self.settings = settings
-        cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
+        cut = (p for group in groups if group["orthogonal"] for p in group["params"] if _splits_matrices(p))
         self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.local_slices(p) for p in cut}
 
     @torch.no_grad()
@@ -66,7 +68,7 @@ class Muon(mixed_precision.AdamW):
             if mesh is None:
                 parts: Iterable[Tensor] = map(compute, directions)
             else:
-                cut = [matrix.parameter for matrix in batch]
+                cut: list[Any] = [matrix.parameter for matrix in batch]
                 parts = matrix_gather.compute_on_owners(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
             for matrix, part in zip(batch, parts, strict=True):
                 self._apply(matrix, part)
@@ -101,17 +103,18 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     """Return approximately the nearest matrix with orthonormal rows (or columns): singular values near one.
 
     Args:
-        matrix: [rows, columns], in the type to compute in.
+        matrix: [rows, columns], or several [..., rows, columns], in the type to compute in.
         iterations: number of quintic Newton-Schulz iterations.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=EPS)  # the largest singular value is at most the norm, so now at most one
+    tall, add = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    x = matrix.mT if tall else matrix
+    # the largest singular value is at most the norm, so then at most one
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).contiguous()
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()
 
 
 def scale(adjust: str, shape: tuple[int, ...]) -> float:
@@ -120,14 +123,22 @@ def scale(adjust: str, shape: tuple[int, ...]) -> float:
     match_rms_adamw: 0.2 * sqrt(max(rows, columns)), so that the root mean square is that of AdamW's updates
     (arXiv:2502.16982, section 2.2). original: sqrt(max(1, rows / columns)), Jordan's.
     """
-    rows, columns = shape
+    rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def _by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
-    """Group matrices by the mesh over which they are sharded; None for unsharded ones."""
+    """Group matrices by the mesh over which they are sharded; None for those that a rank has whole."""
     found: dict[DeviceMesh | None, list[Matrix]] = {}
     for matrix in matrices:
         tensor = matrix.parameter
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(matrix)
+        found.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
     return found
+
+
+def _splits_matrices(tensor: Any) -> TypeGuard[DTensor]:
+    """Return whether ranks have parts of a matrix: not so where each has some experts with whole matrices."""
+    if not isinstance(tensor, DTensor):
+        return False
+    own = {placement.dim for placement in tensor.placements if isinstance(placement, (Shard, _StridedShard))}
+    return tensor.dim() == 2 or not own <= {0}

@@ -243,7 +243,7 @@ class Muon(AdamW):
 
     def part(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with the blocks' matrices updated by Muon."""
-        return super().part(name, dimensions)._replace(orthogonal=dimensions == 2 and name.startswith(BLOCKS))
+        return super().part(name, dimensions)._replace(orthogonal=dimensions in (2, 3) and name.startswith(BLOCKS))
 
     def describe(self) -> str:
         """Return also which parameters each algorithm updates."""

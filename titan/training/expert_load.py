@@ -62,7 +62,7 @@ class ExpertLoad:
             counts: of the global batch, [size].
             each: whether it has the load of each expert and layer too.
         """
-        table = np.asarray(counts).reshape(self.layers, -1)
+        table = np.asarray(counts, dtype=float).reshape(self.layers, -1)
         routed = table[:, :-1].sum(-1) > 0
         if not routed.any():
             return {}
@@ -80,7 +80,7 @@ class ExpertLoad:
 
     def collapsed(self, counts: Sequence[float]) -> list[str]:
         """Return a sentence if routers have just collapsed; call it once for each step."""
-        table = np.asarray(counts).reshape(self.layers, -1)[:, :-1]
+        table = np.asarray(counts, dtype=float).reshape(self.layers, -1)[:, :-1]
         totals = table.sum(-1, keepdims=True)
         effective = np.exp(_entropy(np.divide(table, totals, out=np.ones_like(table), where=totals > 0)))
         few = (totals[:, 0] > 0) & (effective < COLLAPSED * self.chosen) & (self.experts > 2 * COLLAPSED * self.chosen)

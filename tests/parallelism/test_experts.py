@@ -1,0 +1,126 @@
+"""Expert parallelism: the exchange of tokens, what a layout with it learns, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.test_manager import in_two_attempts
+from tests.support.matrix import EXACT, Case, Outcome
+from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, cases, measure
+from tests.support.ranks import run_ranks
+from tests.support.runs import same, steps, tiny, train
+from titan.errors import ConfigError
+from titan.model.experts import dispatch
+from titan.parallelism.expert import Exchange
+from titan.run.compose import composed
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
+    return OneDevice(tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in cases()])
+def test_gradients_of_each_expert_are_those_of_one_device(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
+    found = measure(case, one_device.of(case), tmp_path)
+    assert found.pop("same start")
+    assert found.pop("same rows")
+    assert {name: value for name, value in found.items() if not value <= EXACT} == {}
+
+
+EXPERTS, WIDTH, RANKS = 6, 8, 3
+CHOICES = {
+    "even": [[0, 3], [1, 4], [2, 5], [5, 0]],
+    "one-expert": [[4, 4], [4, 4], [4, 4], [4, 4]],
+    "dropped": [[0, 6], [6, 6], [6, 2], [3, 6]],
+}
+"""Of rank 0; the others' are rotated. 6 stands for a choice that is dropped."""
+
+
+def computed(x: Tensor, ends: Tensor, first: int) -> Tensor:
+    """Rows times their expert's number and one more; checks that the ends are those of the rows."""
+    starts = [0, *ends.tolist()[:-1]]
+    return torch.cat([x[a:b] * (first + i + 1) for i, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True))])
+
+
+def exchanged(rank: int, world: int, choices: list[list[int]], dtype: torch.dtype) -> list[bool]:
+    """Whether results and gradients are those of all experts on one rank, to the bit."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
+    experts = torch.tensor([[e if e == EXPERTS else (e + rank) % EXPERTS for e in chosen] for chosen in choices])
+    exchange, first = Exchange(torch.distributed.group.WORLD), rank * EXPERTS // RANKS  # type: ignore[arg-type]
+    found = exchange(x, experts, EXPERTS, lambda rows, ends: computed(rows, ends, first))
+    dropped = experts.flatten() == EXPERTS
+    wanted = dispatch(x, experts, EXPERTS, lambda rows, ends: padded(computed(rows, ends, 0), len(rows)))
+    upstream = torch.randn(found.shape, generator=generator, dtype=dtype)
+    gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted)]
+    return [torch.equal(found, wanted), torch.equal(*gradients), not found[dropped].any()]
+
+
+def padded(rows: Tensor, count: int) -> Tensor:
+    """The rows, with zeros after them."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), WIDTH)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_the_exchange_computes_what_one_rank_does(choices: list[list[int]], dtype: torch.dtype) -> None:
+    assert run_ranks(exchanged, RANKS, choices, dtype) == [[True] * 3] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ep_fsdp", "single"), ("single", "ep_tp"), ("ep_4d", "ep"), ("ep_cp", "tp"), ("ep_pp", "ep_hsdp")],
+)
+def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, tmp_path: Path) -> None:
+    others = {"single": ("parallelism=single",), "tp": ("parallelism=tp",)}
+    layouts = LAYOUTS | others
+    settings = ("model.layers=4", "model.heads=4", "model.kv_heads=2", *MODELS["qwen3_moe"], "training.steps=4")
+    runs = [tiny(tmp_path / "parts", *settings, *layouts[name]) for name in (before, after)]
+    first, second = (Outcome(run, seen, 0) for run, seen in zip(runs, in_two_attempts(*runs), strict=True))
+    saved = first.merged("last")
+    assert {"model.layers.3.feed_forward.router.bias", "state.layers.3.feed_forward.router.load"} <= saved.keys()
+    assert same(second.merged("first"), saved)
+    whole = tiny(tmp_path / "whole", *settings)
+    train(whole)
+    for line, wanted in zip(steps(runs[1]), steps(whole), strict=True):
+        assert line["loss/aux_loss"] == pytest.approx(wanted["loss/aux_loss"], rel=EXACT)
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(
+            ("model=debug", "parallelism=fsdp", "parallelism.expert=2"), "the model has no experts", id="dense"
+        ),
+        pytest.param(
+            ("parallelism=fsdp", "parallelism.expert=3"), "can't divide 8 experts; give one of 1, 2", id="odd"
+        ),
+        pytest.param(("parallelism=fsdp", "parallelism.expert=4"), "can't divide the 2 ranks of", id="ranks"),
+        pytest.param(("parallelism=ddp", "parallelism.expert=2"), "can't divide the 1 ranks", id="ddp"),
+        pytest.param(("parallelism.expert=0",), "must be 1 or more, or -1", id="zero"),
+        pytest.param(
+            ("parallelism=tp", "parallelism.expert=2", "parallelism.sequence_parallel=false"),
+            "tensor ranks must have different tokens",
+            id="whole-sequences",
+        ),
+        pytest.param(
+            ("parallelism=fsdp", "parallelism.expert=2", "parallelism.groups={mine:{match:['*.experts']}}"),
+            "parallelism.groups.mine: matches experts",
+            id="groups",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(["model=qwen3_moe_debug", *settings])
+
+
+def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
+    layout = composed(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
+    assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
