@@ -34,6 +34,8 @@ that of a machine."""
 LOGITS_FRAGMENTATION, FRAGMENTATION, FSDP_FRAGMENTATION = 0.49, 0.29, 0.06
 """Memory that the CPU allocator can't reuse, as a fraction of the logits and of all other live tensors; FSDP, which
 gathers and frees weights, adds its fraction of the latter."""
+EXPERT_FRAGMENTATION = 2.6
+"""The same of models with experts, in addition, as a fraction of activations: of four runs of qwen3_moe_debug."""
 CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
@@ -59,6 +61,8 @@ def add_overhead(
     sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
+    if recipe.model.total(recipe.model.expert_parameters):
+        unused += EXPERT_FRAGMENTATION * _saved(usage)
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
     return usage.plus(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
