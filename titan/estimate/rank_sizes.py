@@ -213,9 +213,9 @@ class RankSizes:
         model, layout = self.recipe.model, self.layout
         matmuls = model.expert_matmuls(layer)
         count = model.expert_parameters(layer) // sum(m.inputs * m.outputs for m in matmuls.values()) // layout.expert
-        ranks = layout.expert_shards if self.fsdp or layout.expert > 1 else 1
+        ranks = max(1, layout.expert_shards) if self.fsdp or layout.expert > 1 else 1
         along_width = layout.expert > 1 and not any(matmul.outputs % ranks for matmul in matmuls.values())
-        return ranks if along_width or count % ranks == 0 else count / math.ceil(count / ranks)
+        return ranks if along_width or count % ranks == 0 else max(1, count) / max(1, math.ceil(count / ranks))
 
     def _shards_of_dense(self) -> float:
         """Return the shards of an element outside of experts; with groups the mean."""
