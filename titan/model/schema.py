@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
+from titan.console.numbers import parameters
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, block, head
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, Part, RankPart, attention, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -194,6 +195,10 @@ class Decoder:
         """Return the exact number of parameters of one block."""
         return self.block_matmul_parameters(layer) + 2 * self.dim
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {}
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them; they are a part of its matrices."""
         return 0
@@ -233,6 +238,10 @@ class Decoder:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
         return self.parameters() - int(self.total(self.expert_parameters) - self.total(self.active_expert_parameters))
 
+    def describe_size(self) -> str:
+        """Return in words how many parameters there are, and how many compute a token if these are fewer."""
+        return parameters(self.parameters(), self.active_parameters())
+
     def block_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""
         idle = self.expert_parameters(layer) - self.active_expert_parameters(layer)
@@ -257,8 +266,12 @@ class Decoder:
 
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
+        return block(share, self.dim, self.attention_activations(share, context), self.ffn)
+
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Part:
+        """Return the activation memory of a block's attention; see `titan.model.activations.attention`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
+        return attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
 
     def head_activations(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart, moe_block
 from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
 
 if TYPE_CHECKING:
@@ -86,6 +87,14 @@ class Moe(Decoder):
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
         return attention + self.dim * self.experts + self.expert_parameters(layer)
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {
+            "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
+            "feed_forward.experts.w2": Matmul(self.expert_ffn, self.dim, rowwise=True),
+            "feed_forward.experts.w3": Matmul(self.dim, self.expert_ffn),
+        }
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them."""
         return 3 * self.dim * self.expert_ffn * self.experts
@@ -93,6 +102,12 @@ class Moe(Decoder):
     def active_expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts that compute a token."""
         return 3 * self.dim * self.expert_ffn * self.chosen_experts
+
+    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
+        """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
+        found = self.attention_activations(share, context)
+        shape = {"experts": self.experts, "chosen": self.chosen_experts, "width": self.expert_ffn}
+        return moe_block(share, self.dim, found, **shape)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""

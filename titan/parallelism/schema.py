@@ -184,6 +184,10 @@ class Parallelism:
         for name in DIMENSIONS:
             if getattr(self, name) == 0:
                 raise ConfigError(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
+        if self.expert == 0:
+            raise ConfigError(
+                "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
+            )
 
     def reshards(self, layout: Layout) -> bool | int:
         """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks."""
