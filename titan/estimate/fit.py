@@ -154,7 +154,8 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
 def largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """Return the largest useful degree of each dimension that may be "auto"."""
     tensor = math.gcd(devices_per_node, tensor_divisor(recipe.model))
-    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
+    expert = math.gcd(devices_per_node, getattr(recipe.model, "experts", 1))
+    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2, "expert": expert}
 
 
 def tensor_divisor(model: Decoder) -> int:
