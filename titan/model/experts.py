@@ -245,7 +245,8 @@ class MoeBlock(Block):
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
         router = Router(c.dim, c.experts, c.chosen_experts, **c.routing())
-        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, shared=c.shared_ffn)
+        how = {"shared": c.shared_ffn, "scale_inputs": c.scale_inputs}
+        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, **how)
         self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None, valid: Tensor | None = None) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.layers import CausalAttention, Linear, RMSNorm, inverse_frequencies, rotate
+from titan.model.layers import CausalAttention, Linear, RMSNorm, inverse_frequencies, rotate_neighbours
 
 LATENT_EPS = 1e-6
 """Added to the mean square of latents, whatever the model's other norms add, as in DeepSeek's code."""
@@ -37,11 +37,6 @@ def yarn_frequencies(width: int, theta: float, factor: float, low: float, high: 
     numbers = torch.arange(width // 2, dtype=torch.float32, device="cpu")
     divided = ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
     return plain / factor * divided + plain * (1 - divided)
-
-
-def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of x [B, T, H, d]; the result has their first members first."""
-    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
 
 
 class LatentAttention(nn.Module):

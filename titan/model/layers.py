@@ -203,6 +203,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of x [B, T, H, d] in float32; the result has their first members first.
+
+    So scores of queries and keys that are rotated by it are those of pairs which keep their places.
+    """
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
+
+
 def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
     """Return the additive attention mask [B, 1, T - first, T]: 0 for keys of the same document at or before the query.
 

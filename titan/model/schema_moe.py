@@ -22,6 +22,8 @@ class Moe(Decoder):
     """Shape of a decoder with a mixture of experts in its blocks."""
 
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
+    scale_inputs: ClassVar[bool] = False
+    """Whether scores scale the inputs of experts, not their outputs."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     chosen_experts: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
