@@ -51,15 +51,15 @@ FAULTS = (
     fault(
         "experts: results go back in the order of experts",
         EXPERTS,
-        "ends_of(experts.flatten(), count))[inverse(order)]",
-        "ends_of(experts.flatten(), count))[order]",
+        "ends_of(experts.flatten(), count)), inverse(order))",
+        "ends_of(experts.flatten(), count)), order)",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     fault(
         "experts: a token's rows are another token's",
         EXPERTS,
-        "compute(x[order // experts.shape[-1]], ends_of",
-        "compute(x[order % x.shape[0]], ends_of",
+        "return x[order[:rows] // ctx.copies]",
+        "return x[order[:rows] % x.shape[0]]",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     fault(

@@ -164,7 +164,7 @@ def dispatch(x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor
         Their results [N * K, D], token by token; zero where no expert computes it.
     """
     order = experts.flatten().argsort(stable=True)
-    return compute(x[order // experts.shape[-1]], ends_of(experts.flatten(), count))[inverse(order)]
+    return permute(compute(spread(x, order), ends_of(experts.flatten(), count)), inverse(order))
 
 
 def ends_of(experts: Tensor, count: int) -> Tensor:
@@ -176,6 +176,52 @@ def inverse(order: Tensor) -> Tensor:
     """Return the inverse of a permutation [N]."""
     places = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
+
+
+class _Spread(torch.autograd.Function):
+    """Gradients are added token by token in one order; those of indexing are added wherever they come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = order.shape[0] // x.shape[0]
+        return x[order[:rows] // ctx.copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (order,), (grad,) = ctx.saved_tensors, grads
+        rest = grad.new_zeros(order.shape[0] - grad.shape[0], grad.shape[1])
+        each = torch.cat([grad, rest])[inverse(order)]
+        return each.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
+
+
+def spread(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
+    """Return a copy of its token for each choice, in some order.
+
+    Args:
+        x: tokens [N, D].
+        order: the choices, token by token, as a permutation [N * K].
+        rows: how many of them; None: all.
+    """
+    out: Tensor = _Spread.apply(x, order, order.shape[0] if rows is None else rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][inverse(ctx.saved_tensors[0])], None
+
+
+def permute(x: Tensor, order: Tensor) -> Tensor:
+    """Return rows [N, D] in the order of a permutation [N]."""
+    out: Tensor = _Permute.apply(x, order)  # type: ignore[no-untyped-call]
+    return out
 
 
 class MixtureOfExperts(nn.Module):
