@@ -15,7 +15,7 @@ from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
 from titan.estimate.fit import available, choose_microbatches, memory_estimate, smallest_layout
-from titan.estimate.memory import GIB, rank_rows, weight_sharding
+from titan.estimate.rank_sizes import GIB, rank_rows, weight_sharding
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.compose import composed

@@ -20,6 +20,10 @@ RUNS = {
         "model=llama3b", "parallelism=fsdp", "training.global_batch=131072", "cluster.nodes=2", "cluster.memory_gib=24",
         "parallelism.microbatches=auto",
     ),
+    "4-devices-experts": (
+        "model=qwen3_moe_debug", "model.layers=4", "parallelism=fsdp", "cluster.devices=4",
+        "training.global_batch=16384",
+    ),
 }  # fmt: skip
 
 
@@ -31,6 +35,7 @@ def made(name: str) -> Run:
     ("name", "factors"),
     [
         pytest.param("8-devices", UNCHANGED, id="8-devices"),
+        pytest.param("4-devices-experts", UNCHANGED, id="4-devices-experts"),
         pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined", marks=pytest.mark.full),
         pytest.param("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory", marks=pytest.mark.full),
     ],
@@ -43,11 +48,12 @@ def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> Non
     assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
 
 
-def test_bounds_are_never_above_what_they_bound() -> None:
-    run = made("8-devices")
+@pytest.mark.parametrize("name", ["8-devices", "4-devices-experts"])
+def test_bounds_are_never_above_what_they_bound(name: str) -> None:
+    run = made(name)
     hardware = hardware_of(run.cluster, run.machine)
     bound = Bounds(run, lambda layout: device_speeds(run, hardware, run.machine, layout), "cuda")
-    for point in list(points(run, 8, run.machine))[::17]:
+    for point in list(points(run, run.layout.devices, run.machine))[::17]:
         recipe, layout, count = vars(point.candidate(run)).values()
         try:
             step = step_time(recipe, layout, count, device_speeds(recipe, hardware, run.machine, layout))
@@ -56,6 +62,12 @@ def test_bounds_are_never_above_what_they_bound() -> None:
             continue
         assert bound(point) <= step.seconds * 1.000001, point
         assert bound.gib(point) <= usage.gib * 1.000001, point
+
+
+def test_degrees_of_expert_parallelism_are_tried() -> None:
+    run = made("4-devices-experts")
+    degrees = {(p.layout.sharded * p.layout.tensor, p.layout.expert) for p in points(run, 4, run.machine)}
+    assert degrees == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
 
 
 def test_the_front_has_nothing_that_is_slower_and_larger() -> None:

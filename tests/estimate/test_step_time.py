@@ -169,7 +169,7 @@ def test_a_pipelines_gradients_are_reduced_with_nothing_beside() -> None:
     pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=8", "training.global_batch=1048576")
     run = composed_run("fsdp", *pipeline, "parallelism.accumulate=whole")
     model = StepModel(run, run.layout, run.microbatches, speeds())
-    reduced = run.model.layers / 2 * model.reduce(model.block_bytes[1])
+    reduced = run.model.layers / 2 * model.block(0).reduce
     others = step_time(run, run.layout, run.microbatches, speeds(), merged=True)
     assert predicted(run).parts["weights and gradients"] >= reduced > others.parts["weights and gradients"]
 

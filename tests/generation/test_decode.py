@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
-from tests.support.made_weights import LLAMA4, QWEN3_MOE
+from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4, QWEN3_MOE
 from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoder as Decoding
@@ -67,6 +67,8 @@ MODELS = [
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
     pytest.param(LLAMA4, id="llama4"),
     pytest.param(replace(LLAMA4, attention_chunk=30, moe_every=1, qk_norm=False), id="llama4-long-chunks"),
+    pytest.param(DEEPSEEK_V3, id="deepseek-v3"),
+    pytest.param(DEEPSEEK_V2, id="deepseek-v2"),
 ]
 
 

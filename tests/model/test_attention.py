@@ -124,8 +124,9 @@ def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | N
     tensors = qkv(300, heads, pairs)
     ids = None if share is None else documents(2, 300, share)
     mask = block_mask(ids, torch.arange(300)[None], torch.float32)
-    found = FlexAttention()(*tensors, mask)
-    expected = attend(*tensors, None if ids is None else document_mask(ids, torch.float32))  # type: ignore[misc]
+    found = FlexAttention(scale=0.5)(*tensors, mask)
+    seen = None if ids is None else document_mask(ids, torch.float32)
+    expected = attend(*tensors, seen, scale=0.5)  # type: ignore[misc]
     assert (found - expected).abs().max() <= EXACT * expected.abs().max()
 
 

@@ -110,7 +110,7 @@ def test_losses_are_as_defined(sigmoid: bool) -> None:
     layer.router.load = torch.arange(8).float() / 28
     x, valid = torch.randn(2, 5, 16), torch.tensor([[True] * 5, [True, True, False, True, False]])
     _, values, counted = layer(x, valid)
-    found = {name: float(value.where(valid, 0).sum()) for name, value in values.items()}
+    found = {name: float(value.where(valid, 0).sum().detach()) for name, value in values.items()}
     assert found == pytest.approx(by_definition(layer, x, valid), rel=1e-5)
     assert counted is not None
     assert counted.tolist()[-1] == 0

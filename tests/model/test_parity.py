@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan.model.layers import stretch_frequencies
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.weights.hf_config import FURTHER_FIELDS
@@ -33,6 +34,20 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 20,
 }
 """Rows have several chunks, and positions far beyond `floor_scale`."""
+LATENT: dict[str, Any] = {
+    **SMALL,
+    "kv_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "experts": 8,
+    "chosen_experts": 3,
+    "expert_ffn": 24,
+}
+V2: dict[str, Any] = {**LATENT, "scores": "softmax", "normalise_chosen": False, "bias_rate": None}
+GROUPS: dict[str, Any] = {**LATENT, "groups": 4, "chosen_groups": 2, "routed_scale": 2.5, "q_lora_rank": 20}
+YARN: dict[str, Any] = {"rope_factor": 4.0, "rope_original": 32, "rope_mscale": 1.0, "rope_mscale_all": 0.7}
 ORIGINAL = 32
 """The length before stretching; rows are longer, so that a stretch matters."""
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
@@ -41,6 +56,8 @@ STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
 def hugging_face(config: Decoder) -> torch.nn.Module:
     """Their model of our shape, with random weights of float32."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if isinstance(config, DeepseekV3):
+        return with_own_norms(latent(config, rope))
     if config.rope_factor != 1:
         rope |= {
             "rope_type": "llama3",
@@ -71,11 +88,67 @@ def hugging_face(config: Decoder) -> torch.nn.Module:
     name = "Llama4Text" if family == "Llama4" else family
     theirs = getattr(transformers, f"{name}Config")(**{"intermediate_size": config.ffn} | settings | further)
     torch.manual_seed(0)
-    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
-    with torch.no_grad():  # they start norms at one, where a norm that forgot its weight would go unnoticed
-        for name, weight in model.named_parameters():
+    return with_own_norms(getattr(transformers, f"{family}ForCausalLM")(theirs))
+
+
+def with_own_norms(model: torch.nn.Module) -> torch.nn.Module:
+    """Set what starts at one or zero, where a norm that forgot its weight would go unnoticed."""
+    with torch.no_grad():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
+            if name.endswith("e_score_correction_bias"):
+                weight.normal_(0, 0.2)
+    return model
+
+
+def latent(config: DeepseekV3, rope: dict[str, Any]) -> torch.nn.Module:
+    """Their DeepSeek model of our shape."""
+    family = "DeepseekV3" if config.scores == "sigmoid" else "DeepseekV2"
+    if config.rope_factor != 1:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": config.rope_factor,
+            "beta_slow": config.rope_low,
+            "beta_fast": config.rope_high,
+            "mscale": config.rope_mscale,
+            "mscale_all_dim": config.rope_mscale_all,
+            "original_max_position_embeddings": config.rope_original,
+        }
+    theirs = getattr(transformers, f"{family}Config")(
+        hidden_size=config.dim,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        intermediate_size=config.ffn,
+        first_k_dense_replace=config.first_dense,
+        n_routed_experts=config.experts,
+        num_experts_per_tok=config.chosen_experts,
+        moe_intermediate_size=config.expert_ffn,
+        n_shared_experts=config.shared_experts,
+        n_group=config.groups,
+        topk_group=config.chosen_groups,
+        routed_scaling_factor=config.routed_scale,
+        norm_topk_prob=config.normalise_chosen,
+        vocab_size=config.vocab,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tied,
+        max_position_embeddings=1024,
+        rope_parameters=rope,
+        initializer_range=0.1,
+        attn_implementation="eager",
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
+    for name, weight in model.named_parameters():
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(weight, std=0.3)
     return model
 
 
@@ -105,11 +178,12 @@ def as_ours(name: str, weight: Tensor, theirs: Mapping[str, Tensor]) -> Tensor:
 def ours(config: Decoder, theirs: torch.nn.Module) -> Any:
     """Our model with their weights."""
     model: Any = config.build()
-    weights = named(dict(theirs.named_parameters()))
-    names, shapes = model.hf_names(), {name: weight.shape for name, weight in model.named_parameters()}
+    biases = {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    weights = named(dict(theirs.named_parameters())) | biases
+    names, shapes = model.hf_names(), {name: weight.shape for name, weight in model.named_weights()}
     assert {part for name in names for part, _ in stored_parts(names[name], shapes[name])} == set(weights)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in model.named_weights():
             weight.copy_(as_ours(names[name], weight, weights))
     return model
 
@@ -150,6 +224,10 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         ),
         pytest.param(Llama4(**LLAMA4, attn_temperature_tuning=False), id="llama4-one-temperature"),
         pytest.param(Qwen3Moe(**SMALL, **MOE | {"normalise_chosen": False, "chosen_experts": 1}), id="qwen3-moe-of-1"),
+        pytest.param(DeepseekV3(**LATENT, norm_eps=1e-3), id="deepseek-v3"),
+        pytest.param(DeepseekV3(**GROUPS), id="deepseek-v3-groups-latent-queries"),
+        pytest.param(DeepseekV3(**GROUPS, **YARN, first_dense=0), id="deepseek-v3-yarn"),
+        pytest.param(DeepseekV3(**V2, **YARN | {"rope_mscale_all": 1.0}, routed_scale=2.0), id="deepseek-v2-yarn"),
     ],
 )
 def test_equals_hugging_face(config: Decoder) -> None:

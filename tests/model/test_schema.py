@@ -24,6 +24,7 @@ from titan.model.activations import RankPart
 from titan.model.init_weights import materialise
 from titan.model.loss import chunked_loss
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity
 from titan.run.axes import PLUGGABLE
 from titan.run.compose import composed
@@ -45,15 +46,20 @@ PUBLISHED = {
     "qwen3_235b_a22b": 235_093_634_560,
     "llama4_17b_16e": 107_769_861_120,
     "llama4_17b_128e": 400_711_848_960,
+    "deepseek_v2_lite": 15_706_484_224,
+    "moonlight_16b": 15_960_108_544,
+    "deepseek_v3_671b": 671_026_404_352,
 }
 ACTIVE = {
     "qwen3_30b_a3b": 3_353_032_704,
     "qwen3_235b_a22b": 22_190_763_520,
     "llama4_17b_16e": 17_172_894_720,
     "llama4_17b_128e": 17_184_691_200,
+    "deepseek_v2_lite": 2_661_150_208,
+    "moonlight_16b": 2_914_774_528,
+    "deepseek_v3_671b": 37_552_282_624,
 }
-MOE_DEBUG = ["qwen3_moe_debug", "llama4_debug"]
-DEBUG = ["debug", "qwen3_debug", *MOE_DEBUG]
+DEBUG = ["debug", "qwen3_debug", "qwen3_moe_debug", "llama4_debug", "deepseek_v3_debug"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -85,7 +91,8 @@ def test_shipped_shape_counts(name: str) -> None:
     config = shipped(name)
     counted = numbers(on_meta(config))
     assert config.parameters() == counted == PUBLISHED.get(name, counted)
-    assert name in MOE_DEBUG or config.active_parameters() == ACTIVE.get(name, counted)
+    assert config.parameter_names() == tuple(name for name, _ in on_meta(config).named_parameters())
+    assert name.endswith("_debug") or config.active_parameters() == ACTIVE.get(name, counted)
 
 
 def test_every_published_shape_is_shipped() -> None:
@@ -108,7 +115,7 @@ def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> No
     for name in (name for name in PUBLISHED if name.startswith("qwen3")):
         config = shipped(name)
         assert (config.rope_theta, config.rope_factor, config.norm_eps) == (1e6, 1, 1e-6)
-        keys = 4 if name in ACTIVE else 8
+        keys = 4 if name in ACTIVE else 8  # with experts
         assert (config.head_size, config.kv_heads, config.vocab) == (128, keys, 151936)
 
 
@@ -199,6 +206,40 @@ def test_flops_of_attention_in_chunks() -> None:
     assert config.flops_per_token(0) == weights
     assert [config.masked(length) for length in (8192, 8193)] == [False, True]
     assert not whole.masked(65536)
+
+
+def test_flops_of_latent_attention_are_those_counted_in_a_step() -> None:
+    """In dense blocks, for the counter does not know experts; without those of the zeros that values end with."""
+    shape: dict[str, Any] = {"layers": 2, "dim": 64, "heads": 4, "ffn": 96, "vocab": 128, "first_dense": 2}
+    config = DeepseekV3(**shape, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=6)
+    model, tokens = config.build(), torch.zeros(1, 32, dtype=torch.int64)
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counted,
+    ):
+        model.head(model(tokens), tokens).backward()
+    zeros = 6 * config.heads * (config.head_size - config.v_head_dim) * 32 * config.layers
+    assert (config.flops_per_token(32) + zeros) * 32 == counted.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"kv_heads": 2}, ["model.kv_heads=2", "model.kv_heads=4"], id="fewer-keys"),
+        pytest.param({"head_dim": 64}, ["model.head_dim=64", "model.qk_nope_head_dim"], id="head-dim"),
+        pytest.param({"qk_rope_head_dim": 7}, ["model.qk_rope_head_dim=7", "give 8"], id="odd"),
+        pytest.param({"v_head_dim": 193}, ["model.v_head_dim=193", "192"], id="wide-values"),
+        pytest.param({"groups": 5}, ["model.groups=5", "model.experts=64"], id="unequal-groups"),
+        pytest.param({"groups": 64, "chosen_groups": 6}, ["model.groups=64", "at least 2"], id="groups-of-one"),
+        pytest.param({"groups": 4, "chosen_groups": 5}, ["model.chosen_groups=5", "model.groups=4"], id="more-groups"),
+        pytest.param({"groups": 16}, ["model.chosen_groups=1", "model.chosen_experts=6"], id="too-few-experts"),
+        pytest.param({"first_dense": 7}, ["model.first_dense=7", "model.layers=6"], id="more-dense-blocks"),
+    ],
+)
+def test_deepseek_check_raises(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        DeepseekV3(**changes).check()
+    assert all(word in str(error.value) for word in words)
 
 
 class Live(TorchDispatchMode):

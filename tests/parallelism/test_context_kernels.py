@@ -29,6 +29,7 @@ from titan.training import build
 EXACT = 1e-5  # law 3
 ATEN = torch.ops.aten
 ROWS, HEADS, PAIRS, WIDTH = 2, 4, 2, 16
+SCALE = 0.4  # of scores; by default it is WIDTH**-0.5
 GPU_KERNELS = ("flash", "cudnn", "efficient")
 
 
@@ -148,10 +149,10 @@ def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
     causal, (attend, gradients) = queries == keys, context_kernels.KERNELS[kernel]
     with Calls() as calls:
         q, kv = inputs(queries, keys, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
-        out, lse = attend(q, *kv, causal)
+        out, lse = attend(q, *kv, causal, None)
         merged = torch.empty(ROWS, HEADS, queries + 3, device="meta")[:, :, 3:]
         grad = torch.empty(ROWS, queries, HEADS, WIDTH, dtype=q.dtype, device="meta").transpose(1, 2)
-        grads = gradients((grad, q, out, merged), *kv, causal)
+        grads = gradients((grad, q, out, merged), *kv, causal, None)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [g.shape for g in grads] == [q.shape, kv[0].shape, kv[1].shape]
     (forward, _, _), (backward, given, _) = calls.seen
@@ -171,10 +172,10 @@ def stand_ins() -> SimpleNamespace:
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
     )
 
-    def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: None, stats: bool, dropout: float, causal: bool) -> Any:
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: None, stats: bool, *rest: Any, scale: float) -> Any:
         assert stats
         assert all(x.is_contiguous() for x in (q, k, v))
-        out, lse = cpu(q, k, v, dropout, causal)
+        out, lse = cpu(q, k, v, *rest, scale=scale)
         return out.contiguous(), lse.contiguous()[..., None], None
 
     def cudnn_back(
@@ -187,28 +188,29 @@ def stand_ins() -> SimpleNamespace:
         seed: Tensor,
         offset: Tensor,
         *rest: Any,
+        scale: float,
     ) -> Any:
         assert all(x.is_contiguous() for x in (grad, q, k, v, out, lse))
         assert (seed.shape, offset.shape, lse.shape) == ((), (), (*q.shape[:3], 1))
         bias, cum_q, cum_k, longest_q, longest_k, dropout, causal = rest
         assert (bias, cum_q, cum_k, longest_q, longest_k) == (None, None, None, q.shape[2], k.shape[2])
-        return back(grad, q, k, v, out, lse[..., 0], dropout, causal)
+        return back(grad, q, k, v, out, lse[..., 0], dropout, causal, scale=scale)
 
-    def efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, stats: bool, dropout: float, causal: bool) -> Any:
+    def efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, stats: bool, *rest: Any, scale: float) -> Any:
         assert stats
         assert q.shape[1] == k.shape[1] == v.shape[1]  # it knows no groups
-        out, lse = cpu(q, k, v, dropout, causal)
+        out, lse = cpu(q, k, v, *rest, scale=scale)
         return out, F.pad(lse, (0, -q.shape[2] % PADDED), value=torch.inf), None, None
 
     def efficient_back(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *rest: Any
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *rest: Any, scale: float
     ) -> Any:
         assert q.shape[1] == k.shape[1] == v.shape[1]
         assert lse.shape[2] == q.shape[2] + -q.shape[2] % PADDED
         assert (lse[:, :, q.shape[2] :] == torch.inf).all()
         _, _, dropout, wanted, causal = rest
         assert wanted == [True, True, True, False]
-        return *back(grad, q, k, v, out, lse[:, :, : q.shape[2]], dropout, causal), None
+        return *back(grad, q, k, v, out, lse[:, :, : q.shape[2]], dropout, causal, scale=scale), None
 
     return SimpleNamespace(
         _scaled_dot_product_cudnn_attention=cudnn,
@@ -222,9 +224,10 @@ def parts(kernel: str, q: Tensor, kv: Tensor, grad: Tensor) -> list[Tensor]:
     """Causal attention to s keys of the last t tokens, put together from two blocks, and its gradients."""
     before = kv.shape[3] - q.shape[2]
     own, past = (kv[:, :, :, before:], KeyMask(causal=True)), (kv[:, :, :, :before], KeyMask(causal=False))
-    out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, *own))
-    context_kernels.merge(out, lse, *context_kernels.forward(kernel, q, *past))
-    last, first = (context_kernels.backward(kernel, (grad, q, out.to(q.dtype), lse), *block) for block in (own, past))
+    out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, *own, SCALE))
+    context_kernels.merge(out, lse, *context_kernels.forward(kernel, q, *past, SCALE))
+    state = (grad, q, out.to(q.dtype), lse)
+    last, first = (context_kernels.backward(kernel, state, *block, SCALE) for block in (own, past))
     return [out, lse, last[0] + first[0], *(torch.cat(pair, 2) for pair in zip(first[1:], last[1:], strict=True))]
 
 

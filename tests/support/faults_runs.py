@@ -203,15 +203,15 @@ RUNS = (
 ESTIMATES = (
     fault(
         "estimate: the optimizer's state is not cut",
-        "titan/estimate/memory.py",
+        "titan/estimate/rank_sizes.py",
         "self.optimizer = on_device * state / self.shards",
         "self.optimizer = on_device * state",
         "estimate/test_fit.py::test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding",
     ),
     fault(
         "estimate: gathered weights are forgotten",
-        "titan/estimate/memory.py",
-        "return blocks * self.gathered + ends",
+        "titan/estimate/rank_sizes.py",
+        "return at_once + ends",
         "return ends",
         "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-fsdp-full]",
     ),
@@ -360,8 +360,8 @@ LAUNCHERS = (
     fault(
         "generation: a query sees the token after its own",
         "titan/generation/cache.py",
-        "<= positions[..., None])[:, None]",
-        "<= positions[..., None] + 1)[:, None]",
+        "seen = columns <= positions",
+        "seen = columns <= positions + 1",
         "generation/test_decode.py::test_logits_at_each_position_are_those_without_a_cache",
     ),
     fault(

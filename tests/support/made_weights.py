@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tests.model.test_parity import difference, hugging_face
+from tests.model.test_parity import GROUPS, V2, YARN, difference, hugging_face
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.weights.interface import Weights
@@ -26,6 +27,7 @@ LLAMA, QWEN3 = Llama(**SMALL), Qwen3(**SMALL, head_dim=32)
 QWEN3_MOE = Qwen3Moe(**SMALL, head_dim=32, experts=8, chosen_experts=3, expert_ffn=24)
 LLAMA4_CHUNKS: dict[str, Any] = {"attention_chunk": 12, "nope_every": 2, "floor_scale": 9}
 LLAMA4 = Llama4(**SMALL | {"layers": 4}, **LLAMA4_CHUNKS, head_dim=32, experts=4, expert_ffn=24, moe_every=2)
+DEEPSEEK_V3, DEEPSEEK_V2 = DeepseekV3(**GROUPS, **YARN), DeepseekV3(**V2)
 
 
 def module(model: Decoder, seed: int = 0) -> Any:
@@ -33,14 +35,14 @@ def module(model: Decoder, seed: int = 0) -> Any:
     out = model.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in out.named_parameters():
+        for name, weight in out.named_weights():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.1, generator=generator)
     return out
 
 
 def tensors(model: Decoder, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The same weights by name."""
-    return {name: weight.detach().to(dtype) for name, weight in module(model, seed).named_parameters()}
+    return {name: weight.detach().to(dtype) for name, weight in module(model, seed).named_weights()}
 
 
 def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -136,7 +138,7 @@ def _part(name: str, weight: Tensor, rank: int, ranks: int, model: Decoder, embe
 def loaded(weights: Weights) -> Any:
     """Titan's module with these weights in their stored type."""
     out = weights.model.build()
-    names = [name for name, _ in out.named_parameters()]
+    names = [name for name, _ in out.named_weights()]
     assert set(names) == set(weights.shapes)
     out.load_state_dict({name: weights.read(name) for name in names}, strict=False, assign=True)
     if weights.model.tied:

@@ -26,9 +26,23 @@ MODELS = {
         "model.router_z_loss=0.1", "model.bias_rate=0.1",
     ),
     "llama4": (*LLAMA4, "model.seq_aux_loss=0.5", "model.router_z_loss=0.1", "model.bias_rate=0.1"),
+    "deepseek_v3": (
+        "training.global_batch=256", "model=deepseek_v3_debug", "model.experts=8", "model.chosen_experts=2",
+        "model.expert_ffn=24", "model.kv_heads=4", "model.q_lora_rank=20", "model.kv_lora_rank=16",
+        "model.qk_nope_head_dim=8", "model.qk_rope_head_dim=8", "model.v_head_dim=8", "model.aux_loss=0.5",
+        "model.seq_aux_loss=0.5", "model.router_z_loss=0.1", "model.bias_rate=0.1", "model.rope_factor=4",
+        "model.rope_original=8", "model.rope_mscale_all=0.7",
+    ),
 }  # fmt: skip
 """The models, with all that balances experts, so large that their gradients count."""
 LAYOUTS = {
+    "fsdp": ("parallelism=fsdp",),
+    "tp": ("parallelism=tp",),
+    "cp": ("parallelism=cp",),
+    "ring": ("parallelism=cp", "parallelism.context_method=ring"),
+    "pp": ("parallelism=pp",),
+    "fsdp_tp": ("parallelism=fsdp_tp",),
+    "3d": ("parallelism=3d",),
     "ep": ("parallelism=fsdp", "parallelism.expert=2"),
     "ep_fsdp": ("parallelism=fsdp", "cluster.devices=4", "parallelism.expert=2"),
     "ep_tp": ("parallelism=fsdp_tp", "parallelism.expert=2"),
@@ -44,7 +58,7 @@ LAYOUTS = {
     "ep_in_tp": ("parallelism=tp", "parallelism.expert=2"),
 }  # fmt: skip
 MEMORY = ("none", "full", "selective")
-STAGES = {"ep_pp", "ep_interleaved", "ep_zbv", "ep_4d"}
+STAGES = {"pp", "3d", "ep_pp", "ep_interleaved", "ep_zbv", "ep_4d"}
 """The layouts with a pipeline, which needs as many micro-batches as stages."""
 
 

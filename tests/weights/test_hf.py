@@ -13,7 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.hub_server import COMMIT, Repositories, serving
-from tests.support.made_weights import LLAMA, LLAMA4, QWEN3_MOE, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
+from tests.support.made_weights import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    LLAMA,
+    LLAMA4,
+    QWEN3_MOE,
+    SMALL,
+    STRETCH,
+    apart,
+    edit,
+    hf,
+    hf_tensors,
+    loaded,
+)
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import digest_of, open_weights
@@ -28,6 +41,8 @@ MODELS = [
     pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
     pytest.param(QWEN3_MOE, id="qwen3-moe"),
     pytest.param(LLAMA4, id="llama4"),
+    pytest.param(DEEPSEEK_V3, id="deepseek-v3"),
+    pytest.param(DEEPSEEK_V2, id="deepseek-v2"),
 ]
 
 
@@ -49,6 +64,52 @@ def test_a_config_goes_out_and_in(model: Decoder) -> None:
     v5 = schema_of({key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}, "x")
     v4 = schema_of({key: value for key, value in config.items() if key != "rope_parameters"}, "x")
     assert v4 == v5 == again
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    theirs = hf(tmp_path, DEEPSEEK_V3, "10MB")
+    hf_tensors(tmp_path, {"model.layers.2.eh_proj.weight": torch.ones(2)})
+    edit(tmp_path / "config.json", num_nextn_predict_layers=1)
+    assert apart(loaded(open_weights(tmp_path)), theirs, DEEPSEEK_V3.vocab) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"scoring_func": "softmax"}, "scoring_func=softmax", id="scores"),
+        pytest.param({"topk_method": "group_limited_greedy"}, "topk_method=group_limited_greedy", id="choice"),
+        pytest.param({"rope_interleave": False}, "rope_interleave=false", id="pairs"),
+        pytest.param({"rope_parameters": {"rope_type": "llama3"}}, "supports only yarn", id="scaling"),
+        pytest.param({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "no original_max", id="no-length"),
+        pytest.param({"rope_parameters": {"mscale": 2.0}}, "no mscale_all_dim", id="one-magnitude"),
+        pytest.param({"num_key_value_heads": 2}, "model.kv_heads=2", id="fewer-keys"),
+        pytest.param({"n_group": 3}, "model.groups=3", id="groups"),
+    ],
+)
+def test_deepseek_that_titan_has_not_is_refused(changes: dict[str, Any], words: str) -> None:
+    config = config_of(DEEPSEEK_V3, "bfloat16")
+    if changes.get("rope_parameters") == {"mscale": 2.0}:
+        changes = {"rope_parameters": {**config["rope_parameters"], "mscale": 2.0, "mscale_all_dim": 0}}
+    with pytest.raises(ConfigError) as refused:
+        schema_of({**config, **changes, "rope_scaling": None}, "from=x")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        pytest.param(DEEPSEEK_V3, {"bias_rate": None}, "model.bias_rate=null", id="v3-without-bias"),
+        pytest.param(DEEPSEEK_V2, {"bias_rate": 0.0}, "model.bias_rate=0", id="v2-with-bias"),
+        pytest.param(DEEPSEEK_V2, {"normalise_chosen": True}, "model.normalise_chosen=true", id="v2-normalised"),
+        pytest.param(DEEPSEEK_V2, {"groups": 2}, "model.groups=2", id="v2-groups"),
+        pytest.param(DEEPSEEK_V3, {"shared_experts": 0}, "model.shared_experts=0", id="nothing-shared"),
+        pytest.param(DEEPSEEK_V3, {"rope_mscale": 2.0, "rope_mscale_all": 0.0}, "model.rope_mscale=2", id="magnitude"),
+    ],
+)
+def test_deepseek_that_hugging_face_has_not_is_refused(model: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(replace(model, **changes), "bfloat16")
+    assert words in str(refused.value)
 
 
 def test_what_an_old_config_leaves_out_is_as_in_transformers() -> None:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from titan.bench import trials
 from titan.cluster.hardware import Hardware
+from titan.estimate.block_time import LAUNCHES
 from titan.estimate.plan import device_speeds
-from titan.estimate.step_time import LAUNCHES, StepModel, step_time
+from titan.estimate.step_time import StepModel, step_time
 from titan.run.compose import composed
 from titan.run.run import Run
 
@@ -108,7 +109,7 @@ def single_prices(timed: Sequence[Timed], figures: Mapping[str, float]) -> Price
 def single_causes(model: StepModel) -> Prices:
     """Return the seconds that each price's unit costs in a step on one device."""
     blocks = model.model.layers * model.microbatches
-    work = [model.forward, model.backward]
+    work = [model.block(0).forward, model.block(0).backward]
     loss = sum(model.head(kind)["memory-bound"] for kind in "FB")
     return {
         "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
@@ -122,7 +123,7 @@ def single_causes(model: StepModel) -> Prices:
 def _known(model: StepModel) -> float:
     """Return the seconds of matmuls and attention in a step."""
     names = ("matmuls", "attention")
-    blocks = sum(each.work[name] for each in (model.forward, model.backward) for name in names)
+    blocks = sum(each.work[name] for each in (model.block(0).forward, model.block(0).backward) for name in names)
     head = sum(model.head(kind)["matmuls"] for kind in "FB")
     return model.microbatches * (model.model.layers * blocks + head)
 

@@ -22,6 +22,7 @@ PATHS: dict[str, str] = {
     "titan.model.schema.Llama": "titan.model.schema.Llama",
     "titan.model.schema.Qwen3": "titan.model.schema.Qwen3",
     "titan.model.schema_llama4.Llama4": "titan.model.schema_llama4.Llama4",
+    "titan.model.schema_deepseek.DeepseekV3": "titan.model.schema_deepseek.DeepseekV3",
     "titan.model.schema_moe.Qwen3Moe": "titan.model.schema_moe.Qwen3Moe",
     "titan.optimizer.AdamW": "titan.optimizer.schema.AdamW",
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",

@@ -14,6 +14,12 @@ def billions(count: float) -> str:
     return _with_unit(count) or f"{count:.0f}"
 
 
+def parameters(whole: float, active: float) -> str:
+    """Return in words how many parameters a model has, and how many of them compute a token if these are fewer."""
+    used = f", {billions(active)} active" if active < whole else ""
+    return f"{billions(whole)} parameters{used}"
+
+
 def short(count: float) -> str:
     """Return a number of tokens, also a negative or small one, with three digits: 0.25, 820, 16k, 2.5M, 1.2B."""
     return _with_unit(count) or f"{count:.3g}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 COMPUTATION, COMMUNICATION, IDLE = "computation", "communication", "idle"
 _GROUPS = {
-    "tensor parallelism": COMMUNICATION, "context parallelism": COMMUNICATION, "weights and gradients": COMMUNICATION,
+    "tensor parallelism": COMMUNICATION, "context parallelism": COMMUNICATION,
+    "expert parallelism": COMMUNICATION, "weights and gradients": COMMUNICATION,
     "pipeline transfers": COMMUNICATION, "pipeline idle": IDLE,
 }  # fmt: skip
 """Of the causes of `titan.estimate.step_time`; the others are computation."""

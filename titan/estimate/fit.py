@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.memory import Usage, rank_rows
+from titan.estimate.memory import Usage
+from titan.estimate.rank_sizes import rank_rows
 from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches, plan_stages
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
+    from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
 USABLE = 0.97
@@ -151,9 +153,15 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
 
 def largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """Return the largest useful degree of each dimension that may be "auto"."""
-    model = recipe.model
-    tensor = math.gcd(devices_per_node, model.kv_heads, model.heads, model.ffn, model.vocab)
-    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
+    tensor = math.gcd(devices_per_node, tensor_divisor(recipe.model))
+    expert = math.gcd(devices_per_node, getattr(recipe.model, "experts", 1))
+    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2, "expert": expert}
+
+
+def tensor_divisor(model: Decoder) -> int:
+    """Return the number whose divisors tensor parallelism may have: of heads, and of the widths that it splits."""
+    split = [matmul.inputs if matmul.rowwise else matmul.outputs for matmul in model.linear_layers().values()]
+    return math.gcd(model.kv_heads, model.heads, *set(split))
 
 
 def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:

@@ -18,35 +18,31 @@ processes, kernels and allocators need.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from titan.estimate.pipeline_states import State, action_states, rank_states
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
-from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
-from titan.parallelism.schema import key_repeats
-from titan.parallelism.strategy import shards_of
-from titan.precision.schema import WeightSharding
+from titan.estimate.rank_sizes import (
+    EMBEDDING_GRAD_BYTES,
+    GIB,
+    INDEX_BYTES,
+    REDUCE_BYTES,
+    RankSizes,
+    Stage,
+    average_bytes,
+    block_groups,
+    largest_matrix,
+    rank_rows,
+)
+from titan.parallelism.pipeline.stage_plan import stage_layers
 
 if TYPE_CHECKING:
-    from titan.model.schema import Decoder
     from titan.parallelism.pipeline.schedules import Action
-    from titan.parallelism.schema import Layout, Parallelism
-    from titan.precision.schema import Precision
+    from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
-GIB = 2**30
-REDUCE_BYTES = 4
-"""Bytes of a gradient element while ranks reduce it: float32 for every compute type."""
-EMBEDDING_GRAD_BYTES = 4
-"""Bytes of an element of the embedding's gradient while its rows are summed: float32."""
-LARGEST_WEIGHT = 0.3
-"""Fraction of a block's weights in its largest matrix, whose gradient is computed first."""
-INDEX_BYTES = 8
-"""Bytes of a token, a target, a position or a document id: int64."""
+NO_LAYERS = range(0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,8 @@ class Usage:
         phase: its name, such as "forward of the head" or "optimizer step".
         parts: bytes by category: weights, optimizer (its state, and the weights' moving average), gradients, gathered
             (all-gathered weights), activations, logits, communication (buffers); overhead adds context, kernels,
-            allocator and checkpoint.
+            allocator, checkpoint and imbalance (of
+            expert-parallel ranks).
     """
 
     phase: str
@@ -79,14 +76,6 @@ class Usage:
         for name, size in more.items():
             parts[name] = parts.get(name, 0.0) + size
         return Usage(phase or self.phase, parts)
-
-
-class Stage(NamedTuple):
-    """The layers of one pipeline stage, and whether it has the embedding (`first`) and the head (`last`)."""
-
-    layers: range
-    first: bool
-    last: bool
 
 
 def peak(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
@@ -129,41 +118,35 @@ def step_phases(
     yield None, list(memory.end_of_step())
 
 
-def rank_rows(recipe: Recipe, layout: Layout) -> int:
-    """Return the rows of a global batch that the rank with most rows reads."""
-    return math.ceil(recipe.training.rows / layout.data_ranks)
-
-
-def weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightSharding:
-    """Return how a layout shards weights."""
-    sharded = 1 if layout.only_replicated else layout.sharded
-    return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
-
-
 def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
     """Return the most bytes of a micro-batch's logits with their loss and gradient, and the bytes a block saves."""
-    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(range(1), False, True)})
-    return max(rank.head.forward, rank.head.backward) - rank.head.norm, rank.block.kept
+    layers = range(recipe.model.layers)
+    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(layers[-1:], False, True)})
+    saved = (rank.of(group.layer).activations.kept for group in block_groups(recipe.model, layers))
+    return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
 
 
-def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> float:
-    """Return the bytes that one block saves for backward of a micro-batch, on average."""
-    layers = recipe.model.layers
-    rank = _RankMemory(recipe, layout, microbatches, device, {0: Stage(range(layers), False, False)})
-    return rank._saved_by_blocks(range(layers)) / layers
+def received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
+    """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
+    layers = range(recipe.model.layers)
+    rank = _RankMemory(recipe, layout, microbatches, "cuda", {0: Stage(layers, False, False)})
+    found = [rank.of(group.layer).activations for group in block_groups(recipe.model, layers)]
+    return max(block.received / block.kept for block in found)
+
+
+def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
+    """Return the bytes that a block saves for backward of a micro-batch."""
+    layers = range(layer, layer + 1)
+    rank = _RankMemory(recipe, layout, microbatches, device, {0: Stage(layers, False, False)})
+    return rank._saved_by_blocks(layers)
 
 
 def whole_state(recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of all weights, and of all optimizer state with an average, as a checkpoint holds them."""
     model, weight_bytes = recipe.model, recipe.precision.weight_bytes
-    matrices = model.layers * model.block_matmul_parameters()
+    matrices = int(model.total(model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
-    return float(model.parameters() * weight_bytes), state + _average_bytes(recipe) * model.parameters()
-
-
-def _average_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the weights' moving average for each of their elements: it is float32."""
-    return 0.0 if recipe.evaluation.ema is None else 4.0
+    return float(model.parameters() * weight_bytes), state + average_bytes(recipe) * model.parameters()
 
 
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
@@ -183,12 +166,8 @@ def _stages(recipe: Recipe, layout: Layout) -> list[dict[int, Stage]]:
     return ranks
 
 
-class _RankMemory:
-    """The memory of one rank; all sizes in bytes after tensor parallelism, FSDP and offloading.
-
-    The methods follow a step: `phases`, the forward pass, the backward pass, the optimizer step; then the sizes of
-    activations, gathered weights and gradients that the phases add up.
-    """
+class _RankMemory(RankSizes):
+    """The memory of one rank during the phases of a step: the forward pass, the backward pass, the optimizer step."""
 
     def __init__(
         self,
@@ -199,86 +178,8 @@ class _RankMemory:
         stages: Mapping[int, Stage],
         each_block: bool = False,
     ) -> None:
+        super().__init__(recipe, layout, microbatches, device, stages)
         self.each_block = each_block
-        self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
-        model, precision = recipe.model, recipe.precision
-        rows = math.ceil(rank_rows(recipe, layout) / microbatches)
-        self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
-        self.share = RankPart(
-            self.tokens,
-            precision.bytes,
-            layout.tensor,
-            recipe.parallelism.sequence_parallel,
-            fused=device == "cuda",
-            compiled=recipe.compile.scope in ("block", "model"),
-        )
-        self.layers = sum(len(stage.layers) for stage in stages.values())
-        self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
-        self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
-        self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
-        self.head: Head = model.head_activations(
-            self.share,
-            parts=recipe.parallelism.loss_parallel,
-            chunk=recipe.training.loss_chunk,
-            terms=bool(recipe.training.terms),
-            whole=any(term.needs_logits for term in recipe.training.terms.values()),
-        )
-        self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        self._count_elements()
-        self.shards = self._mean_shards()
-        self._size_states()
-        self._size_gathered()
-
-    def _count_elements(self) -> None:
-        """Count the weight elements of this rank before FSDP shards them."""
-        model, tensor = self.recipe.model, self.layout.tensor
-        first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
-        self.block_elements = model.block_parameters() / tensor
-        self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
-        self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
-        self.elements = self.layers * self.block_elements + self.embedding_elements + self.head_elements
-
-    def _mean_shards(self) -> float:
-        """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
-
-        Vectors, which are few elements, count as in no group.
-        """
-        groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
-        if not groups or not self.fsdp:
-            return usual
-        layers = {str(layer) for stage in self.stages.values() for layer in stage.layers}
-        linear = {name: float(m.inputs * m.outputs) for name, m in self.recipe.model.linear_layers().items()}
-        matrices = {
-            name: n for name, n in linear.items() if name.startswith("layers.") and name.split(".")[1] in layers
-        }
-        ends = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
-        matrices |= {name: n * self.layout.tensor for name, n in ends.items()}
-        shards = shards_of(matrices, groups, self.layout)
-        more = sum(n / shards[name] - n / usual for name, n in matrices.items()) / self.layout.tensor
-        return self.elements / (self.elements / usual + more)
-
-    def _size_states(self) -> None:
-        """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
-        model, precision = self.recipe.model, self.recipe.precision
-        on_device = 0.0 if self.recipe.memory.offload else 1.0
-        matrices = self.layers * model.block_matmul_parameters() / self.layout.tensor
-        self.weights = on_device * precision.weight_bytes * self.elements / self.shards
-        state: float = self.recipe.optimizer.state_bytes(
-            int(matrices), int(self.elements - matrices), precision.weight_bytes
-        )
-        state += _average_bytes(self.recipe) * self.elements
-        self.optimizer = on_device * state / self.shards
-        self.grad_element = on_device * precision.weight_bytes / self.shards
-
-    def _size_gathered(self) -> None:
-        """Compute the bytes of one block's and the head's weights as FSDP gathers them, or as autograd saves casts."""
-        sharding = weight_sharding(self.recipe.parallelism, self.layout)
-        sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
-        block, head = _used_weights(self.recipe.model, self.recipe.precision, sharding)
-        head = head if any(stage.last for stage in self.stages.values()) else 0.0
-        self.gathered, self.head_gathered = (block, head) if self.fsdp else (0.0, 0.0)
-        self.casts, self.head_cast = (0.0, 0.0) if self.fsdp else (block, head)
-        self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
     # ---- phases of a step ----
 
@@ -334,7 +235,7 @@ class _RankMemory:
         batch = INDEX_BYTES * fields * rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
         buffers = (
             self.microbatches
-            * self.block.input
+            * self.input
             * sum(
                 (not stage.first) * (2 if self.splits_backward else 1) + (not stage.last)
                 for stage in self.stages.values()
@@ -346,7 +247,8 @@ class _RankMemory:
     def _before_forward(self, stage: Stage, state: State, saved: float) -> Usage:
         """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
         others = sum(count for _, count in state.in_flight) > 1
-        gathered = self._gathered(0, len(stage.layers) * others) if others or state.has_grads else 0.0
+        left = stage.layers if others else NO_LAYERS
+        gathered = self._gathered(NO_LAYERS, left) if others or state.has_grads else 0.0
         return self._always().plus(
             "start of forward",
             activations=saved,
@@ -362,7 +264,7 @@ class _RankMemory:
             activations=saved - self.head.kept - self.head_cast,
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed(self.stages.values(), has_grads),
-            gathered=self._gathered(1, len(stage.layers)),
+            gathered=self._gathered(stage.layers[-1:], stage.layers),
         )
 
     def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
@@ -373,10 +275,11 @@ class _RankMemory:
                 "forward of the head",
                 activations=-self.head.kept,
                 logits=self.head.forward,
-                gathered=self._gathered(1, len(stage.layers), head=True),
+                gathered=self._gathered(stage.layers[-1:], stage.layers, head=True),
             )
         else:
-            yield base.plus("forward", gathered=self._gathered(2, len(stage.layers)))
+            two = self._most_gathered(stage.layers, 2)
+            yield base.plus("forward", gathered=self._gathered(two, stage.layers))
 
     def _backward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
         others = [other for other in self.stages.values() if other is not stage]
@@ -385,7 +288,7 @@ class _RankMemory:
             yield from self._backward_of_head(base, stage, has_grads)
             base = base.plus(activations=-self.head.kept - self.head_cast)
         else:
-            base = base.plus(activations=-self.block.input)
+            base = base.plus(activations=-self.input)
         if len(stage.layers):
             head = self.head_elements if stage.last else 0.0
             yield from self._backward_of_blocks(base, stage, head, has_grads)
@@ -393,62 +296,82 @@ class _RankMemory:
             yield from self._embedding_gradient(base, stage, has_grads)
 
     def _backward_of_head(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
-        head, layers = self.head_elements, len(stage.layers)
+        head, layers = self.head_elements, stage.layers
         yield base.plus(
             "backward of the head",
             activations=-self.head.kept,
             logits=self.head.backward,
-            gathered=self._gathered(0, layers, head=True),
+            gathered=self._gathered(NO_LAYERS, layers, head=True),
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed([stage], has_grads),
         )
         after = base.plus(
             activations=self.head.norm - self.head.kept - self.head_cast,
             communication=self._reduce_buffer(head),
-            gathered=self._gathered(1, layers),
+            gathered=self._gathered(layers[-1:], layers),
         )
         unreduced = self._gradients(0.0, has_grads) + self._unreduced(head)
         yield after.plus("gradient of the head", gradients=unreduced)
         yield after.plus("backward of the final norm", gradients=self._gradients(head, has_grads))
 
     def _backward_of_blocks(self, base: Usage, stage: Stage, head: float, has_grads: bool) -> Iterator[Usage]:
-        """Yield the first two and the last two blocks of backward: during backward, and while gradients are reduced.
-
-        Those between them need no more; `each_block` yields them too.
-        """
-        one, count, saved = self.block_elements, len(stage.layers), self._saved_by_blocks(stage.layers)
-        for done in range(count) if self.each_block else sorted({0, 1, count - 2, count - 1} & set(range(count))):
-            left = stage.layers[: count - done]
-            gradients = self._gradients(head + done * one, has_grads)
-            previous = self._reduce_buffer(one if done else head) or self._not_freed([stage], has_grads)
-            yield base.plus(
-                f"backward of block {left[-1]}",
-                activations=self._saved_by_blocks(left) - saved + self._backward_of_block(left),
-                gradients=gradients + self._unreduced(LARGEST_WEIGHT * one),
-                gathered=self._gathered(min(2, len(left)), len(left)),
-                communication=previous,
-            )
+        """Yield blocks of backward: during backward, and while gradients are reduced."""
+        count, saved = len(stage.layers), self._saved_by_blocks(stage.layers)
+        for done in range(count) if self.each_block else self._distinct(stage.layers):
+            left, reduced = stage.layers[: count - done], stage.layers[count - done :]
+            block, two = self.of(left[-1]), self._gathered(left[-2:], left)
+            gradients = self._gradients(head + self.total(lambda block: block.elements, reduced), has_grads)
+            last = self.of(reduced[0]) if done else None
+            before = head if last is None else last.elements - (last.experts if last.apart else 0.0)
+            previous = self._reduce_buffer(before) or self._not_freed([stage], has_grads)
+            during = base.plus(f"backward of block {left[-1]}", gathered=two, communication=previous)
+            others = self._saved_by_blocks(left) - saved
+            for activations, unreduced, absent in self._backward_of_block(left):
+                yield during.plus(
+                    activations=others + activations,
+                    gradients=gradients + self._unreduced(unreduced),
+                    gathered=-min(absent, two) * (self.recipe.parallelism.reshards(self.layout) is True),
+                )
+            if block.apart:  # reduced while the rest of the block is still to come
+                again = block.whole - self._saved_by_blocks(left[-1:]) - block.activations.routed
+                yield base.plus(
+                    f"gradients of the experts of block {left[-1]}",
+                    activations=others + again + self.input,
+                    gradients=gradients + self._unreduced(block.experts) + self._reduced_experts(left[-1]),
+                    gathered=max(0.0, two - sum(self.of(layer).apart for layer in left[-2:])),
+                    communication=self._reduce_buffer(block.experts),
+                )
             ended = base.plus(
                 f"gradients of block {left[-1]}",
-                activations=self._saved_by_blocks(left[:-1]) - saved + self.block.input,
-                gradients=gradients + self._unreduced(one),
+                activations=self._saved_by_blocks(left[:-1]) - saved + self.input,
+                gradients=gradients + self._unreduced(block.elements),
             )
-            yield ended.plus(gathered=self._gathered(min(2, len(left)), len(left)), communication=previous)
+            yield ended.plus(gathered=two, communication=previous)
             yield ended.plus(
-                gathered=self._gathered(min(1, len(left) - 1), len(left) - 1), communication=self._reduce_buffer(one)
+                gathered=self._gathered(left[:-1][-1:], left[:-1]), communication=self._reduce_buffer(block.elements)
             )
+
+    def _distinct(self, layers: range) -> list[int]:
+        """Return the blocks that backward has done before those which may need most.
+
+        Where all are of one kind these are the first two and the last two: those between them need no more.
+        """
+        count = len(layers)
+        kinds = [self.recipe.model.kind(layer) for layer in layers[::-1]] if len(self._blocks) > 1 else [""] * count
+        ends = {0, 1, count - 2, count - 1} & set(range(count))
+        return sorted(ends | {i for i in range(1, count - 1) if not kinds[i - 1] == kinds[i] == kinds[i + 1]})
 
     def _embedding_gradient(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
         """Yield the embedding's gradient, which is summed in float32, rounded, and then reduced over ranks."""
         elements = self.embedding_elements
         before = self._gradients(self.elements - elements, has_grads)
-        blocks_done = self.block.input - self._saved_by_blocks(stage.layers)
-        base = base.plus(activations=blocks_done, gathered=self._gathered(0, 0))
+        blocks_done = self.input - self._saved_by_blocks(stage.layers)
+        base = base.plus(activations=blocks_done, gathered=self._gathered(NO_LAYERS, NO_LAYERS))
         rounded = self._unreduced(elements) if self.recipe.precision.bytes == 2 else 0.0
         yield base.plus(
             "gradient of the embedding",
             gradients=before + EMBEDDING_GRAD_BYTES * elements + rounded,
-            communication=self._reduce_buffer(self.block_elements),
+            communication=self._reduce_buffer(self.of(0).elements),
         )
         yield base.plus(
             "reduce-scatter of the embedding's gradient",
@@ -461,168 +384,33 @@ class _RankMemory:
 
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
-        recomputed = self._recomputed(stage.layers)
-        at_once = recomputed if kind == "W" else min(1, recomputed)
-        again = at_once * (self.block.kept + self.casts)
-        base = self._always().plus(activations=saved + again, gathered=self._gathered(2, len(stage.layers)))
+        recomputed = self._computed_again(stage.layers)
+        again = sum(recomputed) if kind == "W" else max(recomputed, default=0.0)
+        two = self._gathered(self._most_gathered(stage.layers, 2), stage.layers)
+        base = self._always().plus(activations=saved + again, gathered=two)
         base = base.plus(communication=self._not_freed(self.stages.values(), has_grads))
         gradients = self._gradients(0.0, has_grads)
         if stage.last:
             logits = self.head.backward - self.head.kept
             yield base.plus("backward of the head", logits=logits, gradients=gradients)
-        unreduced = self._unreduced(self.block_elements)
-        yield base.plus("backward", activations=self.block.backward, gradients=gradients + unreduced)
+        for group in block_groups(self.recipe.model, stage.layers):
+            block = self.of(group.layer)
+            unreduced = self._unreduced(block.elements)
+            yield base.plus("backward", activations=block.activations.backward, gradients=gradients + unreduced)
 
     def _reduce_scatter(self) -> Usage:
         """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
-        largest = max(self.block_elements, self.embedding_elements, self.head_elements)
+        blocks = (self.of(layer).elements for stage in self.stages.values() for layer in stage.layers)
+        largest = max(*blocks, self.embedding_elements, self.head_elements)
         return self._always().plus(
             "reduce-scatter",
             gradients=REDUCE_BYTES * self.elements,
             communication=REDUCE_BYTES * largest,
-            gathered=self._gathered(0, 0),
+            gathered=self._gathered(NO_LAYERS, NO_LAYERS),
         )
 
     def _optimizer_step(self) -> Usage:
-        matrix = _largest_matrix(self.recipe.model)
+        matrix = largest_matrix(self.recipe.model)
         working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards))
         gradients = self._gradients(self.elements, True)
         return self._always().plus("optimizer step", gradients=gradients, optimizer=working)
-
-    # ---- activations ----
-
-    def _saved(self, stage: Stage) -> float:
-        """Return the bytes that a stage saves for backward of one micro-batch."""
-        rotation: float = 4 * self.recipe.model.head_size * self.tokens  # cosines and sines in float32
-        if self.layout.pipeline == 1:
-            rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
-        ends = self.head.kept + self.head_cast if stage.last else self.block.input
-        return self._saved_by_blocks(stage.layers) + ends + rotation + self._attention_mask()
-
-    def _saved_for_weight_grads(self, stage: Stage) -> float:
-        """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.
-
-        A recomputed block has only its input saved, because "W" recomputes it once more.
-        """
-        whole, again = self.block.kept + self.casts, self._recomputed(stage.layers)
-        blocks = again * self.block.input + (len(stage.layers) - again) * whole
-        ends = self._saved(stage) - self._saved_by_blocks(stage.layers)
-        return ends + blocks + len(stage.layers) * self.block.outputs
-
-    def _saved_by_blocks(self, layers: range) -> float:
-        """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
-        memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
-        count, again = len(layers), self._recomputed(layers)
-        return {
-            "none": count * whole,
-            "full": count * block.input,
-            "every_n": (count - again) * whole + again * block.input,
-            "selective": count * block.selective,
-            "budget": count * (block.input + memory.budget * (whole - block.input)),
-        }[memory.checkpointing]
-
-    def _backward_of_block(self, layers: range) -> float:
-        """Return the bytes that backward of the last of these blocks needs beyond what the block has saved."""
-        again = self.block.kept + self.casts - self._saved_by_blocks(layers[-1:])
-        return max(0.0, again) + self.block.backward
-
-    def _recomputed(self, layers: range) -> int:
-        """Return how many of these blocks are recomputed as a whole."""
-        memory = self.recipe.memory
-        every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
-        return layers.stop // every - layers.start // every if every else 0
-
-    def _context_parallel_bytes(self) -> ContextBytes:
-        """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
-        model, layout, method = self.recipe.model, self.layout, self.recipe.parallelism.context_method
-        if layout.context == 1:
-            return NO_CONTEXT
-        ulysses = method == "ulysses"
-        repeats = key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
-        copies = layout.context if method == "allgather" else repeats
-        each = self.share.bytes * model.head_size / layout.tensor
-        kept = each * (model.heads + 2 * model.kv_heads * (copies - 1))
-        return ContextBytes(kept, each * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
-
-    def _attention_mask(self) -> float:
-        """Return the bytes of a micro-batch's document mask [T, T]; ring attention and FlexAttention have none."""
-        recipe, layout = self.recipe, self.layout
-        method = recipe.parallelism.context_method if layout.context > 1 else ""
-        if not recipe.dataset.mask_documents or recipe.training.attention == "flex" or method == "ring":
-            return 0.0
-        rows = layout.context if method == "ulysses" else 1
-        return float(self.share.bytes * self.tokens * recipe.training.seq_len * rows)
-
-    # ---- weights and gradients ----
-
-    def _gathered(self, blocks: int, left: int, head: bool = False) -> float:
-        """Return the bytes of weights that FSDP has all-gathered.
-
-        Args:
-            blocks: blocks gathered at once where FSDP reshards after forward.
-            left: where weights stay gathered from forward to backward: blocks whose backward has not ended.
-            head: whether the head is in use.
-        """
-        if not self.fsdp:
-            return 0.0
-        reshards = self.recipe.parallelism.reshards(self.layout)
-        ends = self.head_gathered if head or self._tied() else 0.0
-        if reshards is True:
-            return blocks * self.gathered + ends
-        if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
-            return self.layers * self.gathered + self.head_gathered + self.embedding_gathered
-        if reshards is False:
-            return max(blocks, left) * self.gathered + ends + self.embedding_gathered
-        return (blocks + left / reshards) * self.gathered + ends
-
-    def _tied(self) -> bool:
-        return self.recipe.model.tied and self.layout.pipeline == 1
-
-    def _gradients(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of accumulated gradients.
-
-        Args:
-            elements: whose gradients of this micro-batch are reduced already.
-            has_grads: whether all gradients of an earlier micro-batch are in memory.
-        """
-        if self.fsdp and self.reduces_once:
-            return REDUCE_BYTES * (self.elements if has_grads else elements)
-        if self.layout.only_replicated or has_grads:
-            elements = self.elements
-        return self.grad_element * elements
-
-    def _reduce_buffer(self, elements: float) -> float:
-        """Return the bytes of FSDP's reduce-scatter input."""
-        return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
-
-    def _not_freed(self, stages: Iterable[Stage], has_grads: bool) -> float:
-        """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
-
-        Without a pipeline it frees the last one at the end of each backward pass; with one, at the end of the step.
-        """
-        if self.layout.pipeline == 1 or not has_grads:
-            return 0.0
-        last = (self.embedding_elements if stage.first else self.block_elements for stage in stages)
-        return sum(map(self._reduce_buffer, last))
-
-    def _reduced(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
-        return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
-
-    def _unreduced(self, elements: float) -> float:
-        """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
-        return self.recipe.precision.bytes * elements
-
-
-@lru_cache(256)
-def _used_weights(model: Decoder, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
-    """Return the bytes of one block's and of the head's weights while they are used, on one tensor-parallel rank."""
-    matmuls, last = model.linear_layers(), f"layers.{model.layers - 1}."
-    of_block = {name: matmul for name, matmul in matmuls.items() if name.startswith(last)}
-    used = [precision.used_bytes(part, sharding) / sharding.tensor for part in (of_block, {"head": matmuls["head"]})]
-    return used[0], used[1]
-
-
-@lru_cache(256)
-def _largest_matrix(model: Decoder) -> int:
-    return max(matmul.inputs * matmul.outputs for matmul in model.linear_layers().values())

@@ -23,6 +23,10 @@ PROLOGUE, PROLOGUE_8BIT = 512.0, 1024.0
 ROWWISE = 1.26
 """The time of 8-bit matmuls with a scale for each row, relative to one scale for each tensor: in TorchTitan's commit
 7a04053 (2025-01) Llama 3 8B on eight H100 has 6,424 instead of 7,186 tokens/s."""
+GROUPED = 1.15
+"""The time of a grouped kernel's tiles relative to a matmul's: an assumption. Smaller tiles per expert come on top."""
+FP32 = 15.0
+"""The time of a float32 matmul relative to bf16's: data sheets of the H100, 989 against 67 TFLOP/s."""
 ATTENTION: dict[str, tuple[float, float]] = {
     "cudnn": (560.0, 450.0), "flash": (360.0, 290.0), "efficient": (250.0, 180.0), "flex": (400.0, 300.0),
     "math": (60.0, 60.0),
@@ -171,15 +175,18 @@ def _clock(hardware: Hardware, power: float) -> float:
     return float(min(1.0, hardware.watts / hardware.reference_watts) ** power)
 
 
-def matmul(m: float, n: float, k: float, speeds: Speeds, *, eight_bit: bool = False) -> float:
-    """Return the time of a matmul [m, k] x [k, n].
+def matmul(
+    m: float, n: float, k: float, speeds: Speeds, *, eight_bit: bool = False, count: float | None = None
+) -> float:
+    """Return the time of a matmul [m, k] x [k, n], or of `count` of them that one grouped kernel computes.
 
     Its output is divided into tiles, which the compute units work off in waves; the last wave may be partly empty.
     """
     rate, prologue = (speeds.matmul_8bit, speeds.prologue_8bit) if eight_bit else (speeds.matmul, speeds.prologue)
     if speeds.units == 1:  # a CPU: its library divides the work evenly
-        return m * n * 2 * (k + prologue) / rate
-    return min(_tiled(m, n, k + prologue, tile, speeds.units) for tile in TILES) / rate
+        return (count or 1) * m * n * 2 * (k + prologue) / rate
+    slower = 1.0 if count is None else GROUPED
+    return slower * min(_tiled(m, n, k + prologue, tile, speeds.units, count or 1) for tile in TILES) / rate
 
 
 def cast_seconds(m: float, n: float, k: float, element: int, factor: float, speeds: Speeds) -> float:
@@ -196,10 +203,10 @@ def cast_seconds(m: float, n: float, k: float, element: int, factor: float, spee
     return (2 * element + 1) * (m * k + n * k) * 0.5 * factor * speeds.casts / speeds.memory
 
 
-def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: int) -> float:
+def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: int, count: float) -> float:
     """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
     rows, columns, speed = tile
-    tiles = math.ceil(m / rows) * math.ceil(n / columns)
+    tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
     waves = (math.ceil(tiles / units) + max(1.0, tiles / units)) / 2  # stream-K avoids half of the last wave's loss
     return waves * units * rows * columns * 2 * k / speed
 
@@ -252,7 +259,9 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     if nodes == 1:
         rate = {"reduce-scatter": speeds.reduce, "all-reduce": speeds.sum}.get(kind, 0.0) or speeds.link
         return twice * (speeds.link_latency + size * (ranks - 1) / ranks / rate)
-    # devices of a node share out the traffic between nodes, each over its own network adapter
-    between = size * (nodes - 1) / nodes / (speeds.network * near)
-    within = size * (near - 1) / near / speeds.link
+    # devices of a node share out the traffic between nodes, each over its own network adapter; not an all-to-all's,
+    # in which each has other data
+    adapters = 1 if kind == "all-to-all" else near
+    between = size * (nodes - 1) / nodes / (speeds.network * adapters)
+    within = size * (near - 1) / (ranks if kind == "all-to-all" else near) / speeds.link
     return twice * (max(between, within) + speeds.link_latency + speeds.network_latency * math.log2(nodes))

@@ -10,19 +10,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.estimate.constants import fitted
-from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes, step_phases
+from titan.estimate.memory import (
+    Usage,
+    iterate_peaks,
+    largest_activations,
+    received_share,
+    state_bytes,
+    step_phases,
+)
+from titan.estimate.rank_sizes import GIB
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
+IMBALANCE = 0.25
+"""Rows that the rank with the largest load receives beyond an even load, as a fraction of it: an assumption for a model
+whose load is balanced; the memory of one whose load is not grows further."""
 PROCESS_GIB = 0.42
 """Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory; `titan.calibrate` measures
 that of a machine."""
 LOGITS_FRAGMENTATION, FRAGMENTATION, FSDP_FRAGMENTATION = 0.49, 0.29, 0.06
 """Memory that the CPU allocator can't reuse, as a fraction of the logits and of all other live tensors; FSDP, which
 gathers and frees weights, adds its fraction of the latter."""
+EXPERT_FRAGMENTATION = 2.6
+"""The same of models with experts, in addition, as a fraction of activations: of four runs of qwen3_moe_debug."""
 CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
@@ -40,15 +53,23 @@ def add_overhead(
         device: "cuda" or "cpu".
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
     """
+    if layout.expert > 1:
+        usage = usage.plus(imbalance=IMBALANCE * received_share(recipe, layout, microbatches) * _saved(usage))
     if device != "cpu":
         return usage.plus(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
     logits, block = largest_activations(recipe, layout, microbatches)
     sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
+    if recipe.model.total(recipe.model.expert_parameters):
+        unused += EXPERT_FRAGMENTATION * _saved(usage)
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
     return usage.plus(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
+
+
+def _saved(usage: Usage) -> float:
+    return usage.parts.get("activations", 0.0)
 
 
 def memory_over_step(

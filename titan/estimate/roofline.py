@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 ATTENTION = {"cuda": 0.65, "cpu": 0.5}
 """Speed of attention, forward and backward, as a fraction of a large matmul's: an assumption, about what
 FlashAttention-3 (arXiv:2407.08608, figures 5 and 6) reaches on an H100; on a CPU a guess."""
+SORTED = 48.0
+"""Bytes that a router moves for each score, in float32 and int64: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,15 @@ def _matmul_flops(recipe: Recipe) -> tuple[float, float]:
     for name, matmul in matmuls.items():
         again = 0.0 if name == "head" else 2 * _recomputed(recipe)
         totals[name in quantized] += (6 + again) * matmul.inputs * matmul.outputs
+    totals[0] += (6 + 2 * _recomputed(recipe)) * _routed(recipe.model)
     return totals[0], totals[1]
+
+
+def _routed(model: Decoder) -> float:
+    """Return the parameters of routers, and of experts those that compute a token."""
+    linear = model.total(lambda layer: sum(m.inputs * m.outputs for m in model.block_matmuls(layer).values()))
+    idle = model.total(model.expert_parameters) - model.total(model.active_expert_parameters)
+    return model.total(model.block_matmul_parameters) - linear - idle
 
 
 def _attention_flops(recipe: Recipe) -> float:
@@ -126,7 +137,7 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
     twice, as they are and transposed.
     """
     model, precision = recipe.model, recipe.precision
-    whole, blocks = model.matmul_parameters(), model.layers * model.block_matmul_parameters()
+    whole, blocks = model.matmul_parameters(), model.total(model.block_matmul_parameters)
     each = 0.0
     if precision.bytes != precision.weight_bytes:
         each += (precision.bytes + precision.weight_bytes) * (2 * whole + _recomputed(recipe) * blocks)
@@ -141,12 +152,18 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
 def _elementwise_bytes(recipe: Recipe) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward."""
     model, element = recipe.model, recipe.precision.bytes
-    forward, backward = (elementwise_bytes(model, element, part) for part in ("forward", "backward"))
+    forward, backward = (model.total(partial(_block_bytes, model, element, part)) for part in ("forward", "backward"))
     ends = 5 * model.dim + 2 * model.dim * (recipe.precision.weight_bytes / element + 1)  # last norm, embedding
-    return model.layers * ((1 + _recomputed(recipe)) * forward + backward) + element * ends
+    return (1 + _recomputed(recipe)) * forward + backward + element * ends
 
 
-def elementwise_bytes(model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1) -> float:
+def _block_bytes(model: Decoder, element: int, part: str, layer: int) -> float:
+    return elementwise_bytes(model, element, part, layer=layer) + routing_bytes(model, element, part, layer)
+
+
+def elementwise_bytes(
+    model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1, layer: int = 0
+) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions of a block.
 
     Forward, in elements: each of two norms, with the addition before it, reads 2D and writes 2D; RoPE reads and writes
@@ -159,15 +176,34 @@ def elementwise_bytes(model: Decoder, element: int, part: str, tensor: int = 1, 
         part: "forward" or "backward".
         tensor: ranks that heads and the feed-forward width are split over.
         sequence: ranks that the residual stream is split over.
+        layer: the block.
     """
+    width = sum(m.outputs for name, m in model.block_matmuls(layer).items() if name.endswith(".w1"))
     rotated = 2 * model.head_size * (model.heads + model.kv_heads)
     stream, gate = (8, 3) if part == "forward" else (8, 5)
-    return element * (stream * model.dim / sequence + (rotated + gate * model.ffn) / tensor)
+    return element * (stream * model.dim / sequence + (rotated + gate * width) / tensor)
+
+
+def routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> float:
+    """Return bytes per token of a router, of sorting tokens by expert and back, and of the experts' gates.
+
+    Forward, in elements for each of a token's experts: rows are copied twice, the gate reads 2F and writes F, and the
+    weighted sum reads D; backward: rows are copied twice and added up, the weighted sum reads 2D and writes D, and the
+    gate reads 3F and writes 2F. The router's scores are read and written three times in float32, and sorted.
+    """
+    matmuls = model.expert_matmuls(layer)
+    if not matmuls:
+        return 0.0
+    one = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    experts, chosen = model.expert_parameters(layer) / one, model.active_expert_parameters(layer) / one
+    width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
+    rows, gate = (5, 3) if part == "forward" else (8, 5)
+    return chosen * element * (rows * model.dim + gate * width) + SORTED * experts
 
 
 def update_bytes(recipe: Recipe) -> float:
     """Return bytes per step of gradient norm, clipping and the update, which reads all and writes all but gradients."""
-    weight_bytes, blocks = recipe.precision.weight_bytes, recipe.model.layers * recipe.model.block_matmul_parameters()
+    weight_bytes, blocks = recipe.precision.weight_bytes, int(recipe.model.total(recipe.model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(blocks, recipe.model.parameters() - blocks, weight_bytes)
     clipping = 3 * weight_bytes if recipe.training.clip_norm is not None else weight_bytes
     return float(recipe.model.parameters() * (clipping + 3 * weight_bytes) + 2 * state)

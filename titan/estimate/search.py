@@ -10,16 +10,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.fit import available
+from titan.estimate.fit import available, tensor_divisor
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
+from titan.estimate.rank_sizes import GIB, block_groups
 from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
@@ -28,7 +29,9 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
+    from titan.estimate.block_time import BlockTime
     from titan.estimate.operations import Speeds
+    from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
 Mode = Literal["none", "selective", "full"]
@@ -235,9 +238,8 @@ class Point(NamedTuple):
 
     def candidate(self, recipe: Recipe) -> Candidate:
         """Return a recipe's candidate."""
-        degrees: Any = self.layout.degrees()
         how = replace(
-            recipe.parallelism, **degrees, schedule=self.schedule, stages=self.stages, starts=(),
+            recipe.parallelism, **_degrees(self.layout), schedule=self.schedule, stages=self.stages, starts=(),
             reshard=self.reshard, async_tensor=recipe.parallelism.async_tensor and self.layout.tensor > 1,
         )  # fmt: skip
         changed = replace(recipe, parallelism=how, memory=replace(recipe.memory, checkpointing=self.mode))
@@ -257,7 +259,7 @@ def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
     """Yield the degrees that divide the devices, the model's heads and widths, the rows and their length."""
     model, training = recipe.model, recipe.training
     per_node = ranks_per_node(recipe.cluster, machine, devices)
-    most = math.gcd(model.kv_heads, model.heads, model.ffn, model.vocab)
+    most = tensor_divisor(recipe.model)
     for tensor in _divisors(math.gcd(devices, most)):
         if tensor > per_node:
             continue
@@ -269,9 +271,27 @@ def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
                 if data > training.rows:
                     continue
                 for shard in _divisors(data):
-                    yield Layout(
-                        replicate=data // shard, shard=shard, context=context, tensor=tensor, pipeline=pipeline
-                    )
+                    layout = Layout(pipeline, data // shard, shard, context, tensor)
+                    yield from (replace(layout, expert=degree) for degree in _expert_degrees(recipe, layout))
+
+
+def _expert_degrees(recipe: Recipe, layout: Layout) -> list[int]:
+    """Return the degrees of expert parallelism that divide the experts and the ranks that share them."""
+    if layout.tensor > 1 and not recipe.parallelism.sequence_parallel:
+        return [1]
+    return list(_divisors(math.gcd(layout.sharded * layout.tensor, _experts(recipe.model) or 1)))
+
+
+def _experts(model: Decoder) -> int:
+    """Return the number of experts that those of every block are divided like; 0 without experts."""
+    found = [layers[0] for layers in model.kinds().values() if model.expert_matmuls(layers[0])]
+    sizes = (sum(m.inputs * m.outputs for m in model.expert_matmuls(layer).values()) for layer in found)
+    return math.gcd(*(model.expert_parameters(layer) // size for layer, size in zip(found, sizes, strict=True)))
+
+
+def _degrees(layout: Layout) -> dict[str, Any]:
+    """Return the settings of a layout."""
+    return {**layout.degrees(), "expert": layout.expert}
 
 
 def _schedules(
@@ -312,8 +332,8 @@ class Bounds:
         self.recipe, self.speeds, self.device = recipe, speeds, device
         self.layers = recipe.model.layers
         self.weights, self.state = memory.whole_state(recipe)
-        self._blocks: dict[tuple[Any, ...], tuple[float, float, float]] = {}
-        self._saved: dict[tuple[Any, ...], float] = {}
+        self._blocks: dict[tuple[Any, ...], dict[str, tuple[float, float, float]]] = {}
+        self._saved: dict[tuple[Any, ...], dict[str, float]] = {}
         self._stages: dict[tuple[Any, ...], tuple[tuple[int, range], ...]] = {}
 
     def __call__(self, point: Point) -> float:
@@ -322,18 +342,19 @@ class Bounds:
         Without a pipeline it is the computation of all micro-batches. With one it is the average over ranks, or what
         the rank with the last stage takes: it waits for the first micro-batch, and the others for its last one.
         """
-        forward, backward, again = self._block(point)
-        block, ranks = forward + backward + again, point.layout.pipeline
-        average = point.microbatches * self.layers * block / ranks
+        blocks, ranks = self._block(point), point.layout.pipeline
+        whole = {kind: sum(passes) for kind, passes in blocks.items()}
+        average = point.microbatches * self._sum(whole, range(self.layers)) / ranks
         if ranks == 1:
             return average
         placed = self._placed(point)
-        owner, least = placed[-1][0], min(len(stage) for _, stage in placed)
+        owner = placed[-1][0]
         if owner != ranks - 1:  # a V: one rank has the first and the last stage
             return average
-        mine = sum(len(stage) for rank, stage in placed if rank == owner)
-        ramp = (ranks - 1) * least * (forward + backward / 2)
-        return max(average, ramp + point.microbatches * mine * block)
+        mine = sum(self._sum(whole, stage) for rank, stage in placed if rank == owner)
+        through = {kind: forward + backward / 2 for kind, (forward, backward, _) in blocks.items()}
+        least = min(self._sum(through, stage) for _, stage in placed)
+        return max(average, (ranks - 1) * least + point.microbatches * mine)
 
     def gib(self, point: Point) -> float:
         """Return GiB that the fullest rank needs at least.
@@ -345,27 +366,34 @@ class Bounds:
         on_device = 0.0 if self.recipe.memory.offload else 1.0 / parts
         gradients = on_device * self.weights  # in the weights' type
         always = on_device * (self.weights + self.state)
-        return (always + max(gradients, self._activations(point))) / memory.GIB
+        return (always + max(gradients, self._activations(point))) / GIB
 
-    def _block(self, point: Point) -> tuple[float, float, float]:
-        """Return the times of forward, backward and recomputation of a block for one micro-batch."""
+    def _block(self, point: Point) -> dict[str, tuple[float, float, float]]:
+        """Return the times of forward, backward and recomputation of each kind of block for one micro-batch."""
         key = self._key(point)
         if key not in self._blocks:
             recipe, layout, count = _parts(point.candidate(self.recipe))
-            model = StepModel(recipe, layout, count, self.speeds(layout))
-            again = model.recomputed.seconds if point.mode != "none" else 0.0
-            self._blocks[key] = (model.forward.seconds, model.backward.seconds, again)
+            step = StepModel(recipe, layout, count, self.speeds(layout))
+            blocks = {kind: step.block(layers[0]) for kind, layers in recipe.model.kinds().items()}
+            self._blocks[key] = {kind: _passes(block, point.mode) for kind, block in blocks.items()}
         return self._blocks[key]
 
     def _activations(self, point: Point) -> float:
         """Return the bytes that the blocks of the rank with most micro-batches in flight save at least."""
         key, ranks = self._key(point), point.layout.pipeline
         if key not in self._saved:
-            self._saved[key] = memory.saved_by_block(*_parts(point.candidate(self.recipe)), self.device)
+            parts, model = _parts(point.candidate(self.recipe)), self.recipe.model
+            layers = {kind: layers[0] for kind, layers in model.kinds().items()}
+            self._saved[key] = {k: memory.saved_by_block(*parts, self.device, layer) for k, layer in layers.items()}
         if ranks == 1:
-            return self.layers * self._saved[key]
+            return self._sum(self._saved[key], range(self.layers))
         flight = most_in_flight(point.schedule, ranks, int(point.stages) // ranks, point.microbatches)
-        return flight * min(len(layers) for _, layers in self._placed(point)) * self._saved[key]
+        return flight * min(self._sum(self._saved[key], layers) for _, layers in self._placed(point))
+
+    def _sum(self, of: Mapping[str, float], layers: range) -> float:
+        """Return the sum over blocks of what is known of each kind."""
+        model = self.recipe.model
+        return sum(group.size * of[model.kind(group.layer)] for group in block_groups(model, layers))
 
     def _placed(self, point: Point) -> tuple[tuple[int, range], ...]:
         """Return the pipeline rank and the layers of each stage."""
@@ -378,7 +406,13 @@ class Bounds:
     def _key(self, point: Point) -> tuple[Any, ...]:
         """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
         rows = math.ceil(math.ceil(self.recipe.training.rows / point.layout.data_ranks) / point.microbatches)
-        return rows, point.layout.tensor, point.layout.context, point.mode
+        return rows, point.layout.tensor, point.layout.context, point.layout.expert, point.mode
+
+
+def _passes(block: BlockTime, mode: Mode) -> tuple[float, float, float]:
+    """Return the times of a block's forward and backward pass, and of what is recomputed."""
+    again = block.recomputed.seconds if mode != "none" else 0.0
+    return block.forward.seconds, block.backward.seconds, again
 
 
 def _parts(candidate: Candidate) -> tuple[Recipe, Layout, int]:
@@ -411,9 +445,10 @@ def changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[Candi
         for reshard in ("always", "never"):
             if how.reshards(layout) != (reshard == "always"):
                 yield Candidate(replace(recipe, parallelism=replace(how, reshard=reshard)), layout, microbatches)
-    for other in _neighbours(layout, rows):
-        degrees: Any = other.degrees()
-        yield Candidate(replace(recipe, parallelism=replace(how, **degrees)), other, microbatches)
+    others = [replace(layout, expert=degree) for degree in _expert_degrees(recipe, layout) if degree != layout.expert]
+    for other in (*others, *_neighbours(layout, rows)):
+        if other.expert in _expert_degrees(recipe, other):
+            yield Candidate(replace(recipe, parallelism=replace(how, **_degrees(other))), other, microbatches)
 
 
 def _allowed(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
@@ -430,7 +465,7 @@ def _neighbours(layout: Layout, rows: int) -> Iterator[Layout]:
     degrees = layout.degrees()
     for less, more in itertools.permutations(("replicate", "shard", "tensor", "context"), 2):
         if degrees[less] % 2 == 0:
-            yield Layout(**{**degrees, less: degrees[less] // 2, more: degrees[more] * 2})
+            yield replace(layout, **{less: degrees[less] // 2, more: degrees[more] * 2})
 
 
 def best_changes(
@@ -453,7 +488,10 @@ def best_changes(
 
 def override_of(candidate: Candidate, base: Recipe, layout: Layout, microbatches: int) -> tuple[str, ...]:
     """Return the overrides that make a candidate of a recipe."""
-    given = [f"parallelism.{n}={d}" for n, d in candidate.layout.degrees().items() if d != layout.degrees()[n]]
+    before = _degrees(layout)
+    given = [
+        f"parallelism.{name}={degree}" for name, degree in _degrees(candidate.layout).items() if degree != before[name]
+    ]
     old, new = base.parallelism, candidate.recipe.parallelism
     for name in ("schedule", "stages", "reshard", "async_tensor"):
         value = getattr(new, name)

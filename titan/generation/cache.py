@@ -93,9 +93,9 @@ class Cache:
 class CachedAttention(nn.Module):
     """Softmax attention to the tokens of a cache, in place of `CausalAttention`; each row is one document."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, scale: float | None = None) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.scale = cache, scale
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         cache.layers.append(self)
@@ -104,9 +104,9 @@ class CachedAttention(nn.Module):
         """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
         self.keys, self.values = self._store(self.keys, k), self._store(self.values, v)
         if mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         seen = slice(0, self.cache.seen)
-        return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], mask)
+        return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], mask, self.scale)
 
     def _store(self, buffer: Tensor | None, new: Tensor) -> Tensor:
         """Write the new tokens into their columns."""
@@ -125,7 +125,7 @@ class CachedAttention(nn.Module):
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Compute attention with the query heads of a key head as further queries of it.
 
     So keys need not be repeated for each query head, which is most of the work for a single new token.
@@ -134,7 +134,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     group = heads // k.shape[1]
     queries = q.reshape(rows, k.shape[1], group * count, width)
     mask = mask.repeat(1, 1, group, 1) if count > 1 else mask
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).reshape(q.shape)
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def cached(model: Any, length: int, device: torch.device) -> Iterator[Cache]:
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
                 replaced.append((module, name, child))
-                setattr(module, name, CachedAttention(cache))
+                setattr(module, name, CachedAttention(cache, child.scale))
     mask, model.mask = model.mask, cache.masks
     try:
         yield cache

@@ -13,8 +13,8 @@ from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 from titan.estimate.fit import USABLE
-from titan.estimate.memory import GIB
 from titan.estimate.overhead import PROCESS_GIB
+from titan.estimate.rank_sizes import GIB
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout
 from titan.precision.schema import Precision

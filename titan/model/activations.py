@@ -21,6 +21,7 @@ class RankPart:
         sequence: whether sequence parallelism shards the residual stream.
         fused: whether a norm is one kernel, as on GPUs; else autograd saves two float32 tensors of each.
         compiled: whether a compiler fuses elementwise operations and recomputes them instead of saving their results.
+        expert: ranks that share experts; each computes as many rows as it has, if the load is even.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class RankPart:
     sequence: bool = True
     fused: bool = True
     compiled: bool = False
+    expert: int = 1
 
     @property
     def between(self) -> float:
@@ -62,6 +64,8 @@ class ContextBytes(NamedTuple):
 
 
 NO_CONTEXT = ContextBytes()
+INDEX_BYTES = 8
+"""Bytes of the number of an expert, or of a row: int64."""
 
 
 class Block(NamedTuple):
@@ -73,6 +77,10 @@ class Block(NamedTuple):
         selective: everything that selective checkpointing saves, input included.
         backward: the peak of its backward pass beyond what is saved.
         outputs: gradients of the outputs of its linear layers, from which weight gradients are computed.
+        routing: the peak of its backward pass before there is a gradient of a weight, with experts; beyond what is
+            saved.
+        received: what grows with the rows that the rank's experts compute.
+        routed: all that is saved for the experts of tokens.
     """
 
     input: float
@@ -80,6 +88,9 @@ class Block(NamedTuple):
     selective: float
     backward: float
     outputs: float
+    routing: float = 0.0
+    received: float = 0.0
+    routed: float = 0.0
 
 
 READ, READ_KEPT = 4, 2
@@ -103,48 +114,132 @@ class Head(NamedTuple):
     norm: float
 
 
-def block(
+class Part(NamedTuple):
+    """Bytes of a part of a block, without the norm before it.
+
+    Attributes:
+        kept: saved without checkpointing.
+        selective: saved with selective checkpointing.
+        outputs: gradients of the outputs of its linear layers.
+    """
+
+    kept: float
+    selective: float
+    outputs: float
+
+
+def attention(
     share: RankPart,
     dim: int,
     queries: int,
     keys: int,
     heads: int,
-    ffn: int,
     head_norms: bool = False,
     context: ContextBytes = NO_CONTEXT,
-) -> Block:
-    """Return the activation memory of a pre-norm block of attention and SwiGLU.
-
-    Saved per token: of each norm `Share.norm` and its output, which tensor-parallel ranks all-gather; rotated queries
-    and keys, values, attention's output and log-sum-exp; of SwiGLU both projections, the gate's activation and the
-    input of the last projection. A compiler recomputes the gate's activation.
+) -> Part:
+    """Return the activation memory of attention: rotated queries and keys, values, the output and its log-sum-exp.
 
     Args:
         share: the part that the rank computes.
         dim: D.
         queries, keys: width of all queries, and of all keys.
         heads: query heads.
-        ffn: F.
         head_norms: whether queries and keys are normalised.
         context: what context parallelism adds.
     """
-    c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
-    q, k, f = queries / t, keys / t, ffn / t
-    norms = 2 * share.norm(dim) * s
-    inputs = 2 * c * dim * n
-    attention = (c * (2 * q + 2 * k) + 4 * heads / t + context.kept) * n
+    c, n, t = share.bytes, share.tokens, share.tensor
+    q, k = queries / t, keys / t
+    kept = (c * (2 * q + 2 * k) + 4 * heads / t + context.kept) * n
     if head_norms:
-        attention += n * (share.norm(q) + share.norm(k))
-    feed_forward = (3 if share.compiled else 4) * c * f * n
-    selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t + context.selective) * n
-    if t > 1:  # the reduce-scatter after each of the two rowwise-sharded linear layers
-        selective += 2 * c * dim * s
-    gradient = c * dim * s
-    swiglu = c * n * max(2 * f, f + (dim if t > 1 and share.sequence else 0))
-    norm = share.norm_backward(dim) * s - feed_forward
-    backward = gradient + max(swiglu, norm, c * dim * n)
-    outputs = c * (q + 2 * k + 2 * f + 2 * dim) * n
-    return Block(gradient, norms + inputs + attention + feed_forward, selective, backward, outputs)
+        kept += n * (share.norm(q) + share.norm(k))
+    selective = (c * (q + k + q) + 4 * heads / t + context.selective) * n + _reduced(share, dim)
+    return Part(kept, selective, c * (q + 2 * k + dim) * n)
+
+
+def swiglu(share: RankPart, dim: int, ffn: int) -> Part:
+    """Return the activation memory of SwiGLU: both projections, the gate's activation, the last projection's input.
+
+    A compiler recomputes the gate's activation.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        ffn: F.
+    """
+    c, n, f = share.bytes, share.tokens, ffn / share.tensor
+    kept = (3 if share.compiled else 4) * c * f * n
+    return Part(kept, c * f * n + _reduced(share, dim), c * (2 * f + dim) * n)
+
+
+def _reduced(share: RankPart, dim: int) -> float:
+    """Return the bytes of the reduce-scatter after a rowwise-sharded linear layer."""
+    return share.bytes * dim * share.between if share.tensor > 1 else 0.0
+
+
+def block(share: RankPart, dim: int, attention: Part, ffn: int) -> Block:
+    """Return the activation memory of a pre-norm block of attention and SwiGLU.
+
+    In addition to its parts it saves `RankPart.norm` of each norm, and its output, which tensor ranks all-gather.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        attention: the block's attention.
+        ffn: F.
+    """
+    c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
+    feed_forward, gradient = swiglu(share, dim, ffn), c * dim * s
+    norms = 2 * share.norm(dim) * s + 2 * c * dim * n
+    gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and share.sequence else 0))
+    norm = share.norm_backward(dim) * s - feed_forward.kept
+    return Block(
+        gradient,
+        norms + attention.kept + feed_forward.kept,
+        gradient + attention.selective + feed_forward.selective,
+        gradient + max(gates, norm, c * dim * n),
+        attention.outputs + feed_forward.outputs,
+    )
+
+
+def moe_block(
+    share: RankPart, dim: int, attention: Part, *, experts: int, chosen: int, width: int, shared: int = 0
+) -> Block:
+    """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
+
+    Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
+    input, scores, the experts in order of their scores, and the weights of the chosen ones; per chosen expert: the
+    places before and after sorting, the sorted row, what SwiGLU saves, and the output in float32, which the gradient of
+    its weight needs.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        attention: the block's attention.
+        experts: E.
+        chosen: K.
+        width: F of an expert.
+        shared: F of the experts that compute every token, together.
+    """
+    c, s = share.bytes, share.between
+    rows, gradient = chosen * s, c * dim * s
+    norms = 2 * share.norm(dim) * s + c * dim * share.tokens
+    router = ((c if share.compiled else 4) * dim + 4 * experts + INDEX_BYTES * experts + 8 * chosen + 4) * s
+    weighed = (c if share.compiled else 4) * dim * rows
+    gates = (3 if share.compiled else 4) * c * width * rows
+    places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
+    kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed
+    exchanged = 2 * c * dim * rows if share.expert > 1 else 0.0
+    selective = gradient + attention.selective + 4 * experts * s + exchanged
+    of_sum = (0 if c == 4 else 4) * dim * s
+    routing = gradient + of_sum + (c * dim if share.compiled else 8 * dim) * rows
+    backward = gradient + c * (2 * width + dim) * rows - weighed
+    outputs = attention.outputs + c * (2 * width + dim) * rows + 4 * experts * s
+    if shared:
+        each = swiglu(share, dim, shared)
+        kept, selective, outputs = kept + each.kept, selective + each.selective, outputs + each.outputs
+    received = c * dim * rows + gates
+    routed = received + places + weighed
+    return Block(gradient, kept, selective, backward, outputs, routing, received + exchanged, routed)
 
 
 def head(

@@ -103,7 +103,7 @@ def set_kernels(model: Any, choice: str, device: torch.device, blocks: bool) -> 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                setattr(module, name, FlexAttention()) if blocks else _allow(child, allowed)
+                setattr(module, name, FlexAttention(child.scale)) if blocks else _allow(child, allowed)
 
 
 def _allow(core: CausalAttention, allowed: Kernels) -> None:
@@ -219,17 +219,23 @@ def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FlexAttention(nn.Module):
-    """Attention that skips the blocks of keys that a block mask hides."""
+    """Attention that skips the blocks of keys that a block mask hides; scores have the factor `scale`."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
         """Map q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
-        out: Tensor = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True)
+        out: Tensor = _flex(q)(q, k, v, block_mask=seen, scale=self.scale, enable_gqa=True)
         return out
 
 
-def flex_with_lse(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> tuple[Tensor, Tensor]:
+def flex_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, seen: BlockMask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the same, and the log-sum-exp of the scores, float32 [B, H, T]: minus infinity without a visible key."""
-    out, more = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, more = _flex(q)(q, k, v, block_mask=seen, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, more.lse
 
 

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
             loss_terms.apply(self.head, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
-        self.register_buffer("inv_freq", torch.empty(config.head_size // 2), persistent=False)
+        self.register_buffer("inv_freq", torch.empty(config.rotary_size // 2), persistent=False)
         self.init_buffers(self.inv_freq.device)
 
     def block(self) -> nn.Module:
@@ -105,13 +105,21 @@ class Decoder(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary frequencies on the CPU, so that they are equal everywhere, and move them to `device`."""
-        c = self.config
-        frequencies = inverse_frequencies(c.head_size, c.rope_theta)
-        if c.rope_factor != 1:
-            frequencies = stretch_frequencies(frequencies, c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
-        self.inv_freq = frequencies.to(device)
+        self.inv_freq = self.frequencies().to(device)
         for router in self.routers().values():
             router.init_buffers(device)
+
+    def frequencies(self) -> Tensor:
+        """Return the rotary frequencies, float32 on the CPU; a family that scales them otherwise overrides it."""
+        c = self.config
+        frequencies = inverse_frequencies(c.rotary_size, c.rope_theta)
+        if c.rope_factor == 1:
+            return frequencies
+        return stretch_frequencies(frequencies, c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of each position's angles; see `titan.model.layers.rotation`."""
+        return rotation(self.inv_freq, positions)
 
     def forward(
         self,
@@ -137,7 +145,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         positions = positions.view(-1, positions.shape[-1])
-        cos, sin = rotation(self.inv_freq, positions)
+        cos, sin = self.rotation(positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         seen = self.masks(document_ids, positions, hidden.dtype)
         if self.losses or valid is not None:

@@ -18,6 +18,9 @@ from titan.model import balance
 from titan.model.grouped import grouped_product
 from titan.model.layers import Block, FeedForward, Use, cast
 
+TINY = 1e-20
+"""Added to a sum of scores by which they are divided: sigmoids may all be zero."""
+
 
 class Route(NamedTuple):
     """Where tokens go.
@@ -98,7 +101,7 @@ class Router(nn.Module):
         experts = largest(self._preferred(scores.detach()), self.chosen)
         weights = scores.gather(-1, experts)
         if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return Route(experts, weights * self.scale, scores, logits)
 
     def _preferred(self, scores: Tensor) -> Tensor:
@@ -161,7 +164,7 @@ def dispatch(x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor
         Their results [N * K, D], token by token; zero where no expert computes it.
     """
     order = experts.flatten().argsort(stable=True)
-    return compute(x[order // experts.shape[-1]], ends_of(experts.flatten(), count))[inverse(order)]
+    return permute(compute(spread(x, order), ends_of(experts.flatten(), count)), inverse(order))
 
 
 def ends_of(experts: Tensor, count: int) -> Tensor:
@@ -173,6 +176,52 @@ def inverse(order: Tensor) -> Tensor:
     """Return the inverse of a permutation [N]."""
     places = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
+
+
+class _Spread(torch.autograd.Function):
+    """Gradients are added token by token in one order; those of indexing are added wherever they come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = order.shape[0] // x.shape[0]
+        return x[order[:rows] // ctx.copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (order,), (grad,) = ctx.saved_tensors, grads
+        rest = grad.new_zeros(order.shape[0] - grad.shape[0], grad.shape[1])
+        each = torch.cat([grad, rest])[inverse(order)]
+        return each.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
+
+
+def spread(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
+    """Return a copy of its token for each choice, in some order.
+
+    Args:
+        x: tokens [N, D].
+        order: the choices, token by token, as a permutation [N * K].
+        rows: how many of them; None: all.
+    """
+    out: Tensor = _Spread.apply(x, order, order.shape[0] if rows is None else rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][inverse(ctx.saved_tensors[0])], None
+
+
+def permute(x: Tensor, order: Tensor) -> Tensor:
+    """Return rows [N, D] in the order of a permutation [N]."""
+    out: Tensor = _Permute.apply(x, order)  # type: ignore[no-untyped-call]
+    return out
 
 
 class MixtureOfExperts(nn.Module):
@@ -241,8 +290,9 @@ class MoeBlock(Block):
         """Create the modules of a schema with experts, such as `titan.model.schema_moe.Qwen3Moe`."""
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
-        router = Router(c.dim, c.experts, c.chosen_experts, normalise=c.normalise_chosen, biased=c.biased)
-        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router)
+        router = Router(c.dim, c.experts, c.chosen_experts, **c.routing())
+        how = {"shared": c.shared_ffn, "scale_inputs": c.scale_inputs}
+        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, **how)
         self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None, valid: Tensor | None = None) -> Any:

@@ -203,6 +203,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of x [B, T, H, d] in float32; the result has their first members first.
+
+    So scores of queries and keys that are rotated by it are those of pairs which keep their places.
+    """
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
+
+
 def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
     """Return the additive attention mask [B, 1, T - first, T]: 0 for keys of the same document at or before the query.
 
@@ -238,6 +246,7 @@ def attend(
     seen: Tensor | None,
     kernels: Kernels = (),
     by: Callable[..., Tensor] = F.scaled_dot_product_attention,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute attention by one of torch's kernels.
 
@@ -247,24 +256,30 @@ def attend(
         seen: mask [B, 1, t, s], added to scores; None: causal.
         kernels: the allowed kernels.
         by: the function to call; another than torch's to query its choice.
+        scale: factor of scores; None: d ** -0.5.
 
     Returns:
         [B, H, t, d].
     """
     with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
-        return by(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
+        return by(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True, scale=scale)
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention without weights; a module, so that other implementations can replace it."""
+    """Softmax attention without weights; a module, so that other implementations can replace it.
 
-    def __init__(self) -> None:
+    Attributes:
+        scale: factor of scores, which other implementations take over; None: d ** -0.5.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
         super().__init__()
         self.kernels: Kernels = ()
+        self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Map q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or with a `document_mask`."""
-        return attend(q, k, v, seen, self.kernels)
+        return attend(q, k, v, seen, self.kernels, scale=self.scale)
 
 
 class Attention(nn.Module):
@@ -325,7 +340,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(dim, eps)
-        self.attention = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
+        self.attention: nn.Module = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward: nn.Module = FeedForward(dim, ffn)
 

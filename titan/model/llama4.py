@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.balance import Balance
 from titan.model.decoder import Placement
-from titan.model.experts import MixtureOfExperts, MoeBlock, Router
-from titan.model.layers import Attention, Block
+from titan.model.experts import MoeBlock
+from titan.model.layers import Attention, Block, rotate_neighbours
 from titan.model.llama import Llama
 from titan.model.masks import Masks
 from titan.model.moe import MoeDecoder
@@ -34,13 +33,6 @@ def temperature(positions: Tensor, floor: int, strength: float) -> Tensor:
     """Return the scales of queries at positions [1 or B, T], float32 [1 or B, T, 1, 1] (arXiv:2501.19399)."""
     scale = 1 + strength * torch.log1p(((positions.float() + 1) / floor).floor())
     return scale[..., None, None]
-
-
-def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of x [B, T, H, d] in float32."""
-    first, second = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.flatten(-2).to(x.dtype)
 
 
 class Llama4Attention(Attention):
@@ -67,15 +59,6 @@ class Llama4Attention(Attention):
 
     def _normed(self, x: Tensor) -> Tensor:
         return x if self.norm_eps is None else F.rms_norm(x, (x.shape[-1],), eps=self.norm_eps)
-
-
-def experts(config: Any) -> MixtureOfExperts:
-    """Return the experts of a block, whose inputs are scaled by sigmoids, and a shared one of the same width."""
-    c = config
-    router = Router(c.dim, c.experts, c.chosen_experts, normalise=c.normalise_chosen, sigmoid=True, biased=c.biased)
-    layer = MixtureOfExperts(c.dim, c.expert_ffn, router, shared=c.expert_ffn, scale_inputs=True)
-    layer.balance = Balance(c.experts, tuple(c.balance_losses()), c.capacity)
-    return layer
 
 
 class Llama4(MoeDecoder):
@@ -116,7 +99,6 @@ class Llama4(MoeDecoder):
         c = self.config
         if c.routes(layer):
             block: Block = MoeBlock(c)
-            block.feed_forward = experts(c)
         else:
             block = Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)
         block.attention = Llama4Attention(c, c.rotary(layer))

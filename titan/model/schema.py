@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
+from titan.console.numbers import parameters
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, block, head
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, Part, RankPart, attention, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -37,6 +38,16 @@ class Matmul(NamedTuple):
             (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
         )
         return Matmul(inputs, outputs, self.rowwise)
+
+
+class WholeMatmul(Matmul):
+    """A matmul whose weight each tensor-parallel rank has as a whole."""
+
+    __slots__ = ()
+
+    def part(self, tensor: int) -> Matmul:
+        """Return the matmul itself."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,11 @@ class Decoder:
         """Width of a head: `head_dim`, or dim / heads."""
         return self.head_dim if self.head_dim is not None else self.dim // self.heads
 
+    @property
+    def rotary_size(self) -> int:
+        """Width of the part of a head that RoPE rotates."""
+        return self.head_size
+
     @abstractmethod
     def build(self) -> DecoderModule:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
@@ -88,6 +104,14 @@ class Decoder:
         Raises:
             ConfigError: with the first such setting, its value and what to change.
         """
+        self.check_heads()
+        if self.rope_factor != 1 and self.rope_high < self.rope_low:
+            raise ConfigError(
+                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
+            )
+
+    def check_heads(self) -> None:
+        """Raise ConfigError for heads that the family's attention does not have."""
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}; "
@@ -102,10 +126,6 @@ class Decoder:
             raise ConfigError(
                 f"model.head_dim={self.head_size}: must be even, because rotary embedding rotates pairs; "
                 f"set model.head_dim={self.head_size + self.head_size % 2 or 2}."
-            )
-        if self.rope_factor != 1 and self.rope_high < self.rope_low:
-            raise ConfigError(
-                f"model.rope_high={self.rope_high:g}: must be at least model.rope_low={self.rope_low:g}; raise it."
             )
 
     def check_tensor_plan(self, degree: int) -> None:
@@ -175,6 +195,10 @@ class Decoder:
         """Return the exact number of parameters of one block."""
         return self.block_matmul_parameters(layer) + 2 * self.dim
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {}
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them; they are a part of its matrices."""
         return 0
@@ -214,6 +238,10 @@ class Decoder:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
         return self.parameters() - int(self.total(self.expert_parameters) - self.total(self.active_expert_parameters))
 
+    def describe_size(self) -> str:
+        """Return in words how many parameters there are, and how many compute a token if these are fewer."""
+        return parameters(self.parameters(), self.active_parameters())
+
     def block_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""
         idle = self.expert_parameters(layer) - self.active_expert_parameters(layer)
@@ -238,8 +266,12 @@ class Decoder:
 
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
+        return block(share, self.dim, self.attention_activations(share, context), self.ffn)
+
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Part:
+        """Return the activation memory of a block's attention; see `titan.model.activations.attention`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
+        return attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
 
     def head_activations(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
@@ -21,6 +21,8 @@ class Llama4(Moe):
     Every nope_every-th block attends to the whole document, without rotary embedding. A block with experts has a shared
     expert of the same width as well; scores are sigmoids and scale the inputs of experts.
     """
+
+    scale_inputs: ClassVar[bool] = True
 
     ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
@@ -57,6 +59,15 @@ class Llama4(Moe):
                 f"model.moe_every={self.moe_every}: none of model.layers={self.layers} blocks would have experts; give "
                 f"at most {self.layers}."
             )
+
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the expert that computes every token."""
+        return self.expert_ffn
+
+    def routing(self) -> dict[str, Any]:
+        """Return the options of the router."""
+        return {**super().routing(), "sigmoid": True}
 
     def routes(self, layer: int) -> bool:
         """Return whether a block has experts."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart, moe_block
 from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class Moe(Decoder):
     """Shape of a decoder with a mixture of experts in its blocks."""
 
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
+    scale_inputs: ClassVar[bool] = False
+    """Whether scores scale the inputs of experts, not their outputs."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     chosen_experts: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
@@ -55,6 +58,15 @@ class Moe(Decoder):
         """Whether a bias is added to the scores where experts are chosen."""
         return self.bias_rate is not None
 
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the experts that compute every token, together; None: there are none."""
+        return None
+
+    def routing(self) -> dict[str, Any]:
+        """Return the options of the router; see `titan.model.experts.Router`."""
+        return {"normalise": self.normalise_chosen, "biased": self.biased}
+
     def balance_losses(self) -> dict[str, float]:
         """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
         return {name: getattr(self, name) for name in BALANCING if getattr(self, name)}
@@ -77,6 +89,14 @@ class Moe(Decoder):
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
         return attention + self.dim * self.experts + self.expert_parameters(layer)
 
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {
+            "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
+            "feed_forward.experts.w2": Matmul(self.expert_ffn, self.dim, rowwise=True),
+            "feed_forward.experts.w3": Matmul(self.dim, self.expert_ffn),
+        }
+
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them."""
         return 3 * self.dim * self.expert_ffn * self.experts
@@ -84,6 +104,12 @@ class Moe(Decoder):
     def active_expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts that compute a token."""
         return 3 * self.dim * self.expert_ffn * self.chosen_experts
+
+    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
+        """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
+        found = self.attention_activations(share, context)
+        shape = {"experts": self.experts, "chosen": self.chosen_experts, "width": self.expert_ffn}
+        return moe_block(share, self.dim, found, **shape)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""

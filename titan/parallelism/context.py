@@ -50,16 +50,16 @@ class _CausalTail(torch.autograd.Function):
     """Causal attention of the last t of s tokens: one block on the diagonal, one over all earlier keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, kernel: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, kernel: str, scale: float | None) -> Tensor:
         before = kv.shape[3] - q.shape[2]
-        diagonal = context_kernels.forward(kernel, q, kv[:, :, :, before:], KeyMask(causal=True))
+        diagonal = context_kernels.forward(kernel, q, kv[:, :, :, before:], KeyMask(causal=True), scale)
         out, lse = context_kernels.begin(*diagonal)
         if before:
-            past = context_kernels.forward(kernel, q, kv[:, :, :, :before], KeyMask(causal=False))
+            past = context_kernels.forward(kernel, q, kv[:, :, :, :before], KeyMask(causal=False), scale)
             context_kernels.merge(out, lse, *past)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.scale = kernel, scale
         return out
 
     @staticmethod
@@ -68,19 +68,20 @@ class _CausalTail(torch.autograd.Function):
         before, queries = kv.shape[3] - q.shape[2], (grads[0].contiguous(), q, out, lse)
         dkv, own = torch.empty_like(kv), kv[:, :, :, before:]
         dq, dkv[0, :, :, before:], dkv[1, :, :, before:] = context_kernels.backward(
-            ctx.kernel, queries, own, KeyMask(causal=True)
+            ctx.kernel, queries, own, KeyMask(causal=True), ctx.scale
         )
         if before:
-            past = context_kernels.backward(ctx.kernel, queries, kv[:, :, :, :before], KeyMask(causal=False))
+            earlier = kv[:, :, :, :before]
+            past = context_kernels.backward(ctx.kernel, queries, earlier, KeyMask(causal=False), ctx.scale)
             dq, dkv[0, :, :, :before], dkv[1, :, :, :before] = dq.float() + past[0], *past[1:]
-        return dq.to(q.dtype), dkv, None
+        return dq.to(q.dtype), dkv, None, None
 
 
 def _attend_tail(q: Tensor, kv: Tensor, mask: Tensor | None, core: ContextAttention) -> Tensor:
     """Return the attention of the last t of s tokens, causal or with a `document_mask`: [B, H, t, d]."""
     if mask is not None:
-        return attend(q, kv[0], kv[1], mask, core.kernels)
-    out: Tensor = _CausalTail.apply(q, kv, core.kernel)  # type: ignore[no-untyped-call]
+        return attend(q, kv[0], kv[1], mask, core.kernels, scale=core.scale)
+    out: Tensor = _CausalTail.apply(q, kv, core.kernel, core.scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -146,7 +147,8 @@ def _attend_ulysses(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mas
     heads, key_heads = q.shape[1] // size, k.shape[1] // size
     rows = context_chunks.join(all_to_all(torch.cat(by_rank, 2), group), -2, core.balance)
     q, k, v = rows.tensor_split((heads, heads + key_heads), 1)
-    out = core.flex(q, k, v, mask) if core.kernel == "flex" else attend(q, k, v, mask, core.kernels)
+    flex = core.kernel == "flex"
+    out = core.flex(q, k, v, mask) if flex else attend(q, k, v, mask, core.kernels, scale=core.scale)
     return all_to_all(context_chunks.split(out, size, -2, core.balance), group).transpose(0, 1).flatten(1, 2)
 
 
@@ -162,7 +164,7 @@ def _mask_ulysses(core: ContextAttention, ids: Tensor | None, positions: Tensor,
 
 
 def _attend_ring(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    return ring_attention(q, k, v, mask, core.group, core.balance, core.kernel)
+    return ring_attention(q, k, v, mask, core.group, core.balance, core.kernel, core.scale)
 
 
 def _mask_ring(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
@@ -183,7 +185,13 @@ class ContextAttention(nn.Module):
     """`CausalAttention` for ranks that have parts of each row."""
 
     def __init__(
-        self, method: str, group: dist.ProcessGroup, balance: bool, allowed: Kernels = (), kernel: str = "flash"
+        self,
+        method: str,
+        group: dist.ProcessGroup,
+        balance: bool,
+        allowed: Kernels = (),
+        kernel: str = "flash",
+        scale: float | None = None,
     ) -> None:
         """Attend over the ranks of `group`.
 
@@ -193,6 +201,7 @@ class ContextAttention(nn.Module):
             balance: see `titan.parallelism.context_chunks`.
             allowed: torch's kernels for attention that is not merged from blocks: to whole rows, and with a dense mask.
             kernel: of attention to blocks of keys, see `titan.parallelism.context_kernels.choose`; "flex": everywhere.
+            scale: factor of scores; None: d ** -0.5.
 
         Raises:
             ValueError: when there is no such method.
@@ -201,8 +210,8 @@ class ContextAttention(nn.Module):
         if method not in get_args(Method):
             raise ValueError(f"method {method!r}: must be one of {', '.join(get_args(Method))}")
         self.method, self.group, self.balance = method, group, balance
-        self.kernels, self.kernel = allowed, kernel
-        self.flex = FlexAttention()
+        self.kernels, self.kernel, self.scale = allowed, kernel, scale
+        self.flex = FlexAttention(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return the attention of this rank's tokens to all tokens of the row that they may see.
@@ -256,6 +265,6 @@ def apply(model: Any, method: str, group: dist.ProcessGroup, balance: bool, kern
         for name, child in module.named_children():
             if isinstance(child, CausalAttention | FlexAttention) and not isinstance(module, ContextAttention):
                 allowed = getattr(child, "kernels", ())
-                core = ContextAttention(method, group, balance, allowed, kernel)
+                core = ContextAttention(method, group, balance, allowed, kernel, child.scale)
                 setattr(module, name, core)
                 model.mask = core.mask

@@ -76,7 +76,7 @@ def choose(choice: str, shape: tuple[int, int, int], dtype: torch.dtype, device:
     return "math" if padded else name
 
 
-def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask) -> Results:
+def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | None = None) -> Results:
     """Return the attention of queries to the keys of a block.
 
     Args:
@@ -84,27 +84,28 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask) -> Results:
         q: [B, H, t, d].
         kv: keys and values, [2, B, K, s, d].
         mask: which keys each query sees.
+        scale: factor of scores; None: d ** -0.5.
     """
     k, v = kv.unbind()
     if kernel == "flex":
-        return attention.flex_with_lse(q, k, v, _blocks(mask))
+        return attention.flex_with_lse(q, k, v, _blocks(mask), scale)
     if kernel == "math" or mask.ids is not None:
-        tiles = [_formula(q[:, :, rows], k, v, _visible(rows, k, mask)) for rows in _tiles(q, k)]
+        tiles = [_formula(q[:, :, rows], k, v, _visible(rows, k, mask), scale) for rows in _tiles(q, k)]
         out, lse = (torch.cat(part, 2) for part in zip(*tiles, strict=True))
         return out, lse
     attend, _ = KERNELS[_on_device(kernel, q)]
-    return attend(q, k, v, mask.causal)
+    return attend(q, k, v, mask.causal, scale)
 
 
-def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask) -> Gradients:
+def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask, scale: float | None = None) -> Gradients:
     """Return a block's part of the gradients of q, k and v; for the arguments see `forward`."""
     k, v = kv.unbind()
     if kernel == "flex":
-        return _flex_backward(queries, k, v, _blocks(mask))
+        return _flex_backward(queries, k, v, _blocks(mask), scale)
     if kernel == "math" or mask.ids is not None:
-        return _tiled_backward(queries, k, v, mask)
+        return _tiled_backward(queries, k, v, mask, scale)
     _, gradients = KERNELS[_on_device(kernel, queries[1])]
-    return gradients(queries, k, v, mask.causal)
+    return gradients(queries, k, v, mask.causal, scale)
 
 
 def _on_device(kernel: str, q: Tensor) -> str:
@@ -132,28 +133,32 @@ def slice_queries(queries: QueryState, rows: slice) -> QueryState:
 # --- torch's kernels
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
-    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
-def _cpu_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool) -> Gradients:
+def _cpu_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = queries
-    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
     return dq, dk, dv
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
-    out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+    out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     return out, lse
 
 
-def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool) -> Gradients:
+def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = queries
     # without dropout the random state is not read; the kernel assumes that lse is contiguous
     seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
     rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
-    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse.contiguous(), *rest)
+    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), *rest, scale=scale
+    )
     return dq, dk, dv
 
 
@@ -161,34 +166,36 @@ def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool) -> 
 # its gradient: with other strides than at the first call the gradients are silently wrong. So all are contiguous.
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+    out, lse = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.view(q.shape[:3])  # from [B, H, t, 1]
 
 
-def _cudnn_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool) -> Gradients:
+def _cudnn_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = (x.contiguous() for x in queries)
     seed, offset = _no_dropout(q)
     rest = (None, None, None, q.shape[2], k.shape[2], 0.0, causal)
     dq, dk, dv = _ATEN._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k.contiguous(), v.contiguous(), out, lse.unsqueeze(-1), seed, offset, *rest
+        grad, q, k.contiguous(), v.contiguous(), out, lse.unsqueeze(-1), seed, offset, *rest, scale=scale
     )
     return dq, dk, dv
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
     k, v = _repeated(k, q), _repeated(v, q)
-    out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+    out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.narrow(2, 0, q.shape[2])
 
 
-def _efficient_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool) -> Gradients:
+def _efficient_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = queries
     lse = F.pad(lse, (0, -q.shape[2] % PADDED), value=torch.inf)
     rest = (*_no_dropout(q), 0.0, [True, True, True, False], causal)
     whole = (_repeated(k, q), _repeated(v, q))
-    dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(grad, q, *whole, None, out, lse, *rest)
+    dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
+        grad, q, *whole, None, out, lse, *rest, scale=scale
+    )
     return dq, _grouped(dk, k).sum(2), _grouped(dv, v).sum(2)
 
 
@@ -221,7 +228,7 @@ def _blocks(mask: KeyMask) -> BlockMask:
     return mask.blocks
 
 
-def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask) -> Gradients:
+def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> Gradients:
     """Recompute the block, since FlexAttention's backward pass takes only its own output and lse.
 
     With P the block's attention weights and w = exp(its lse - lse) its weight in the whole, the gradients of scores are
@@ -231,7 +238,7 @@ def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask) -
     grad, q, out, lse = queries
     with torch.enable_grad():
         own_q, own_k, own_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own_out, own_lse = attention.flex_with_lse(own_q, own_k, own_v, mask)
+        own_out, own_lse = attention.flex_with_lse(own_q, own_k, own_v, mask, scale)
     weight = (own_lse.detach() - lse).exp()
     grad_lse = weight * (grad.float() * (own_out.detach().float() - out.float())).sum(-1)
     grad_out = (weight.unsqueeze(-1) * grad).to(own_out.dtype)
@@ -262,35 +269,40 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+def _factor(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) -> Tensor:
     """Return the scores, float32 [B, K, H / K, t, s], minus infinity where a query does not see a key."""
-    scores = torch.einsum("bkgtd,bksd->bkgts", _grouped(q.float() * q.shape[-1] ** -0.5, k), k.float())
+    scores = torch.einsum("bkgtd,bksd->bkgts", _grouped(q.float() * _factor(q, scale), k), k.float())
     return scores.masked_fill(~visible[:, None, None], -torch.inf)
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Results:
+def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Results:
     """Return output and lse of a block by the explicit formula, in float32."""
-    scores = _scores(q, k, visible)
+    scores = _scores(q, k, visible, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
     return torch.einsum("bkgts,bksd->bkgtd", weights, v.float()).flatten(1, 2), lse.flatten(1, 2)
 
 
-def _formula_backward(queries: QueryState, k: Tensor, v: Tensor, visible: Tensor) -> Gradients:
+def _formula_backward(queries: QueryState, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Gradients:
     """Return a block's gradients by the explicit formula, in float32 (FlashAttention-2, arXiv:2307.08691, alg. 2)."""
     grad, q, out, lse = (_grouped(x.float(), k) for x in queries)
-    weights = (_scores(queries[1], k, visible) - lse[..., None]).exp()
+    weights = (_scores(queries[1], k, visible, scale) - lse[..., None]).exp()
     grad_scores = torch.einsum("bkgtd,bksd->bkgts", grad, v.float()) - (grad * out).sum(-1, keepdim=True)
-    grad_scores = weights * grad_scores * q.shape[-1] ** -0.5
+    grad_scores = weights * grad_scores * _factor(q, scale)
     dq = torch.einsum("bkgts,bksd->bkgtd", grad_scores, k.float()).flatten(1, 2)
     return dq, torch.einsum("bkgts,bkgtd->bksd", grad_scores, q), torch.einsum("bkgts,bkgtd->bksd", weights, grad)
 
 
-def _tiled_backward(queries: QueryState, k: Tensor, v: Tensor, mask: KeyMask) -> Gradients:
+def _tiled_backward(queries: QueryState, k: Tensor, v: Tensor, mask: KeyMask, scale: float | None) -> Gradients:
     dqs = []
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     for rows in _tiles(queries[1], k):
-        dq, more_k, more_v = _formula_backward(slice_queries(queries, rows), k, v, _visible(rows, k, mask))
+        some = slice_queries(queries, rows)
+        dq, more_k, more_v = _formula_backward(some, k, v, _visible(rows, k, mask), scale)
         dqs.append(dq)
         dk, dv = dk + more_k, dv + more_v
     return torch.cat(dqs, 2), dk, dv

@@ -38,6 +38,7 @@ def ring_attention(
     group: dist.ProcessGroup,
     balance: bool,
     kernel: str,
+    scale: float | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks: [B, H, t, d].
 
@@ -48,8 +49,9 @@ def ring_attention(
         group: the ranks.
         balance: see `titan.parallelism.context_chunks`.
         kernel: see `titan.parallelism.context_kernels.choose`.
+        scale: factor of scores; None: d ** -0.5.
     """
-    ring = (group.group_name, group.rank(), group.size(), balance, kernel)
+    ring = (group.group_name, group.rank(), group.size(), balance, kernel, scale)
     out: Tensor = torch.ops.titan.ring_attention(q, torch.stack((k, v)), list(mask or ()), *ring)[0]
     return out
 
@@ -88,6 +90,7 @@ class _Ring(NamedTuple):
     size: int
     balance: bool
     kernel: str
+    scale: float | None
 
 
 def _hop(x: Tensor, ring: _Ring) -> Tensor:
@@ -152,7 +155,7 @@ def _block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> Bl
 def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Results:
     """Return the output in q's type, and lse; the next keys and values are sent while a block is computed."""
     length, pending = q.shape[2], _hop(kv, ring)
-    out, lse = context_kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, mask), ring.kernel))
+    out, lse = context_kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, mask), ring))
     for step in range(1, ring.size):
         kv, source = wait(pending), (ring.rank - step) % ring.size
         if step < ring.size - 1:
@@ -160,15 +163,16 @@ def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Res
         block = _block(ring, source, length, mask)
         if block is not None:
             rows = block.queries
-            context_kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring.kernel))
+            context_kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring))
     return out.to(q.dtype), lse
 
 
-def _attend(q: Tensor, kv: Tensor, block: _Block | None, kernel: str) -> Results:
+def _attend(q: Tensor, kv: Tensor, block: _Block | None, ring: _Ring) -> Results:
     """Return the output and lse of a block's queries and keys; a rank always attends to its own keys."""
     if block is None:
         raise RuntimeError("a rank that sees none of its own keys")
-    return context_kernels.forward(kernel, q[:, :, block.queries], kv[:, :, :, block.keys], block.mask)
+    some, keys = q[:, :, block.queries], kv[:, :, :, block.keys]
+    return context_kernels.forward(ring.kernel, some, keys, block.mask, ring.scale)
 
 
 def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring) -> tuple[Tensor, Tensor]:
@@ -196,7 +200,7 @@ def _accumulate(dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor],
     block = _block(ring, source, dq.shape[2], mask)
     if block is not None:
         some, keys = context_kernels.slice_queries(queries, block.queries), block.keys
-        part = context_kernels.backward(ring.kernel, some, kv[:, :, :, keys], block.mask)
+        part = context_kernels.backward(ring.kernel, some, kv[:, :, :, keys], block.mask, ring.scale)
         dq[:, :, block.queries] += part[0]
         dkv[0, :, :, keys], dkv[1, :, :, keys] = part[1:]
     return dkv
@@ -217,7 +221,15 @@ def _unpack(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(
-    q: Tensor, kv: Tensor, mask: list[Tensor], name: str, rank: int, size: int, balance: bool, kernel: str
+    q: Tensor,
+    kv: Tensor,
+    mask: list[Tensor],
+    name: str,
+    rank: int,
+    size: int,
+    balance: bool,
+    kernel: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of this rank's queries while keys and values go round.
 
@@ -228,12 +240,12 @@ def _round(
         name: of the process group.
         rank: of this rank in the group.
         size: of the group.
-        balance, kernel: see `ring_attention`.
+        balance, kernel, scale: see `ring_attention`.
 
     Returns:
         The output [B, H, t, d], and lse, float32 [B, H, t], which has no gradient.
     """
-    out, lse = _ring_forward(q, kv.contiguous(), mask, _Ring(name, rank, size, balance, kernel))
+    out, lse = _ring_forward(q, kv.contiguous(), mask, _Ring(name, rank, size, balance, kernel, scale))
     return out.contiguous(), lse.contiguous()
 
 
@@ -253,9 +265,10 @@ def _round_backward(
     size: int,
     balance: bool,
     kernel: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of q and kv from that of the output."""
-    ring = _Ring(name, rank, size, balance, kernel)
+    ring = _Ring(name, rank, size, balance, kernel, scale)
     dq, dkv = _ring_backward((grad.contiguous(), q, out, lse), kv.contiguous(), mask, ring)
     return dq.contiguous(), dkv.contiguous()
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan.model.balance import tally
-from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts, inverse
+from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts, inverse, permute, spread
 from titan.parallelism import collectives
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
@@ -74,13 +74,13 @@ class Exchange:
         sent = tally(flat, count).view(ranks, -1)
         received = collectives.all_to_all(sent, self.group)
         sending, receiving = _sizes(sent, received, len(flat))
-        rows = x[order[: sum(sending)] // experts.shape[-1]]
+        rows = spread(x, order, sum(sending))
         rows = collectives.exchange(rows, sending, receiving, self.group)
         by_expert = _owners(received, sum(receiving)).argsort(stable=True)
-        out = compute(rows[by_expert], received.sum(0).cumsum(0).to(torch.int32))
-        out = collectives.exchange(out[inverse(by_expert)], receiving, sending, self.group)
+        out = compute(permute(rows, by_expert), received.sum(0).cumsum(0).to(torch.int32))
+        out = collectives.exchange(permute(out, inverse(by_expert)), receiving, sending, self.group)
         dropped = out.new_zeros(len(flat) - len(out), out.shape[-1])
-        return torch.cat([out, dropped])[inverse(order)]
+        return permute(torch.cat([out, dropped]), inverse(order))
 
 
 def _sizes(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -129,8 +129,12 @@ class Parallelism:
     context: int | str = _degree("ranks that each sequence is split over")
     tensor: int | str = _degree("ranks that each weight matrix is split over")
     pipeline: int | str = _degree("stages of the pipeline")
-    expert: int = setting(
-        1, "ranks of shard, context and tensor that share the experts of each layer; -1: all of them", at_least=-1
+    expert: int | str = setting(
+        1,
+        "ranks of shard, context and tensor that share the experts of each layer; -1: all of them; auto: as many of a "
+        "node as divide the experts",
+        words=("auto",),
+        at_least=-1,
     )
     microbatches: int | str = setting(
         "auto",
@@ -184,6 +188,10 @@ class Parallelism:
         for name in DIMENSIONS:
             if getattr(self, name) == 0:
                 raise ConfigError(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
+        if self.expert == 0:
+            raise ConfigError(
+                "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
+            )
 
     def reshards(self, layout: Layout) -> bool | int:
         """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks."""
@@ -214,11 +222,10 @@ class Parallelism:
         degrees: dict[str, int | str] = {name: getattr(self, name) for name in DIMENSIONS}
         if devices is None:
             fewest = {-1: 2} | {name: math.gcd(2, limits.get(name, 2)) for name in DIMENSIONS}
-            return self._with_experts(
-                Layout(
-                    **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
-                )
+            layout = Layout(
+                **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
             )
+            return self._with_experts(layout, limits)
         if degrees["shard"] == "auto" and -1 not in degrees.values():
             degrees["shard"] = -1
         left = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
@@ -238,11 +245,15 @@ class Parallelism:
                 f"{_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
                 f"cluster.devices={layout.devices}."
             )
-        return self._with_experts(layout)
+        return self._with_experts(layout, limits)
 
-    def _with_experts(self, layout: Layout) -> Layout:
+    def _with_experts(self, layout: Layout, limits: dict[str, int]) -> Layout:
         """Return a layout with the degree of expert parallelism."""
-        return replace(layout, expert=layout.sharded * layout.tensor if self.expert == -1 else self.expert)
+        ranks = layout.sharded * layout.tensor
+        whole = layout.tensor > 1 and not self.sequence_parallel
+        auto = 1 if whole else math.gcd(ranks, limits.get("expert", 1))
+        found: dict[int | str, int] = {-1: ranks, "auto": auto}
+        return replace(layout, expert=found.get(self.expert) or int(self.expert))
 
 
 def key_repeats(heads: int, size: int) -> int:

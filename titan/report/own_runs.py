@@ -15,8 +15,8 @@ from titan.config.modules import trusted
 from titan.config.settings import build
 from titan.errors import ConfigError
 from titan.estimate import refine
-from titan.estimate.memory import GIB
 from titan.estimate.plan import hardware_of, plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import Errors, Refinement, Sample
 from titan.parallelism.schema import Layout
 from titan.report import sharing, speed

@@ -12,6 +12,7 @@ from titan.config.settings import show
 from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
@@ -19,7 +20,14 @@ from titan.run.schema import Recipe
 from titan.schedule import schema as schedule
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe, "llama4": Llama4, "base": Decoder},
+    "model": {
+        "llama": Llama,
+        "qwen3": Qwen3,
+        "qwen3_moe": Qwen3Moe,
+        "deepseek_v3": DeepseekV3,
+        "llama4": Llama4,
+        "base": Decoder,
+    },
     "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
     "schedule": {**schedule.KINDS, "base": schedule.Schedule},

@@ -267,8 +267,6 @@ def _check_experts(run: Run) -> None:
     """Reject expert parallelism that experts or ranks can't be divided for."""
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     given, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
-    if run.parallelism.expert == 0:
-        raise ConfigError("parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor.")
     if degree == 1:
         return
     if not experts:

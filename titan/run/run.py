@@ -14,7 +14,7 @@ from titan.cluster.devices import Machine
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
-from titan.estimate.memory import rank_rows, weight_sharding
+from titan.estimate.rank_sizes import rank_rows, weight_sharding
 from titan.hooks.schema import Hook
 from titan.parallelism.schema import Layout, StagePlan
 from titan.precision.schema import WeightSharding

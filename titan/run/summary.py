@@ -29,7 +29,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
         {
             "run": f"{short(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
-            "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
+            "model": f"{chosen.get('model', '')}: {run.model.describe_size()}, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",
             **_data(run, mix),

@@ -34,6 +34,7 @@ SHARD_BYTES = 5 * 10**9
 """Hugging Face's usual maximum size of a file."""
 _SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNED = 8
+ROUNDED_NEVER = "router.bias"
 _COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 """Matrices that Meta shards by columns."""
 
@@ -65,8 +66,11 @@ def check_export(model: Any, format: Format, meta_ranks: int = 1) -> None:
 
 
 def stored(weights: Weights, name: str, dtype: str) -> torch.dtype:
-    """Return the dtype to write a tensor in; `dtype` is fp32, bf16, fp16 or keep."""
-    return weights.dtypes[name] if dtype == "keep" else DTYPES[dtype]
+    """Return the dtype to write a tensor in; `dtype` is fp32, bf16, fp16 or keep.
+
+    Biases of routers, which move in small steps and are added to float32 scores, are never rounded.
+    """
+    return weights.dtypes[name] if dtype == "keep" or name.endswith(ROUNDED_NEVER) else DTYPES[dtype]
 
 
 def size_of(weights: Weights, name: str, dtype: str) -> int:

@@ -26,6 +26,7 @@ _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _HEAD = "lm_head.weight"
 _TEXT, _VISION = "language_model.", ("vision_model.", "multi_modal_projector.")
 """Prefixes of the names of a text model that is a part of one with vision, and of the other parts."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class HuggingFace:
@@ -84,6 +85,8 @@ class HuggingFace:
                     raise ConfigError(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
                 found[name], self._stored[name] = file, stored
         spare = {name for name in found if _COMPUTED.fullmatch(name) or name.startswith(_VISION)}
+        if self.config.get("num_nextn_predict_layers"):
+            spare |= {name for name in found if (of := _LAYER.match(name)) and int(of[1]) >= self.model.layers}
         spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
         return {name: file for name, file in found.items() if name not in spare}
 

@@ -9,15 +9,18 @@ from typing import Any
 from titan.config.settings import show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
-from titan.weights import hf_llama4, model_config
+from titan.weights import hf_deepseek, hf_llama4, model_config
 
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     hf_llama4.TEXT: Llama4,
+    "DeepseekV3ForCausalLM": DeepseekV3,
+    "DeepseekV2ForCausalLM": DeepseekV3,
 }
 FIELDS = {
     "hidden_size": "dim",
@@ -83,29 +86,43 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     """
     config = hf_llama4.text_part(config)
     family = _family(config, label)
-    fields, optional = _fields(family), _OPTIONAL
+    fields = _fields(family)
     if family is Llama4:
-        config, optional = hf_llama4.plain(config, label), {**_OPTIONAL, **hf_llama4.OPTIONAL}
+        config = hf_llama4.plain(config, label)
     if "num_experts" in fields and "num_local_experts" in config:  # the name of transformers 5
         config = {"num_experts": config["num_local_experts"], **config}
         config.pop("num_local_experts")
-    _check_plain({key: value for key, value in config.items() if key not in fields}, label)
+    name = str(config["architectures"][0])
+    only = hf_deepseek.ONLY.get(name, {})
+    _check_plain({key: value for key, value in config.items() if key not in fields or key in only}, label, only)
     given = {key: config[key] for key in fields if config.get(key) is not None}
-    given = {**optional, "head_dim": 128 if family is Qwen3 else None, **given}
+    given = {**_OPTIONAL, **_defaults(family), **given}
     for key in fields:
         if key not in given:
             raise ConfigError(f"{label}: its config.json has no {key}; fetch it again, or add it.")
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     shape = {fields[key]: value for key, value in given.items()}
-    found = model_config.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
+    shape |= {**_rotary(config, family, label), **hf_deepseek.DECIDED.get(name, {})}
+    found = model_config.model(family, shape, f"{label}: its config.json")
     follows = family is Llama and found.head_size * found.heads == found.dim
     return replace(found, head_dim=None) if follows else found  # the default, as in Meta's format
 
 
 def _fields(family: type[Decoder]) -> dict[str, str]:
     """Return Hugging Face's names of a family's fields."""
+    if issubclass(family, DeepseekV3):
+        return {key: field for key, field in FIELDS.items() if key != "head_dim"} | hf_deepseek.FIELDS
     return {**FIELDS, **FURTHER_FIELDS.get(family, {})}
+
+
+def _defaults(family: type[Decoder]) -> Mapping[str, Any]:
+    """Return the values of a family's keys that a config.json may lack."""
+    if issubclass(family, DeepseekV3):
+        return hf_deepseek.OPTIONAL
+    if issubclass(family, Llama4):
+        return {"head_dim": None, **hf_llama4.OPTIONAL}
+    return {"head_dim": 128 if family is Qwen3 else None}
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
@@ -119,11 +136,11 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     return FAMILIES[str(name)]
 
 
-def _check_plain(config: Mapping[str, Any], label: str) -> None:
-    """Raise ConfigError when a setting is not supported by titan's decoders."""
+def _check_plain(config: Mapping[str, Any], label: str, only: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ConfigError when a setting is not supported by titan's decoders; `only`: what a family supports."""
     given = {key: value for key, value in {**config, **_rope(config)}.items() if value is not None}
     windows = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
-    odd = {key: given[key] for key, plain in _ONLY.items() if key in given and given[key] not in plain}
+    odd = {key: given[key] for key, plain in {**_ONLY, **only}.items() if key in given and given[key] not in plain}
     if windows:
         odd["layer_types"] = windows[0]
     if "sliding_window" in given and "use_sliding_window" not in given:  # use_sliding_window=false disables it
@@ -135,7 +152,7 @@ def _check_plain(config: Mapping[str, Any], label: str) -> None:
         )
 
 
-def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+def _rotary(config: Mapping[str, Any], family: type[Decoder], label: str) -> dict[str, Any]:
     """Return the rotary embedding's fields from `rope_scaling` and `rope_theta` or `rope_parameters`."""
     rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -143,11 +160,14 @@ def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     settings = {"rope_theta": _THETA if theta is None else theta}
     if kind == "default":
         return settings
-    if kind != "llama3":
+    supported = "yarn" if issubclass(family, DeepseekV3) else "llama3"
+    if kind != supported:
         raise ConfigError(
-            f"{label}: its config.json scales RoPE with rope_type={show(kind)}, and titan supports only llama3; "
+            f"{label}: its config.json scales RoPE with rope_type={show(kind)}, and titan supports only {supported}; "
             "give other weights."
         )
+    if kind == "yarn":
+        return settings | hf_deepseek.yarn(rope, label)
     for key, name in _ROPE_SCALING.items():
         if rope.get(key) is None:
             raise ConfigError(f"{label}: its config.json has rope_type=llama3 but no {key}; add it.")
@@ -170,7 +190,7 @@ def config_of(
     """Return a config.json from which transformers 4 and 5 build the same model.
 
     Args:
-        model: a Llama or a Qwen3.
+        model: one of `FAMILIES`.
         dtype: torch's name of the weights' dtype, such as bfloat16.
         bos, eos: the ids that begin and end a document.
         positions: max_position_embeddings, which has no effect on results; None: that of the family's releases.
@@ -179,6 +199,8 @@ def config_of(
         ConfigError: when Hugging Face has no such architecture.
     """
     name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
+    if isinstance(model, DeepseekV3):
+        name = hf_deepseek.architecture(model)
     if name is None:
         known = ", ".join(family.__name__ for family in FAMILIES.values())
         raise ConfigError(f"format=hf: Hugging Face has no {type(model).__name__} (it has {known}); give format=titan.")
@@ -194,18 +216,17 @@ def config_of(
                 "format=titan."
             )
     fields = _fields(type(model))
-    values = {**{key: getattr(model, field) for key, field in fields.items()}, "head_dim": model.head_size}
+    values = {key: getattr(model, field) for key, field in fields.items()}
+    values |= {"head_dim": model.head_size} if "head_dim" in fields else {}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if model.rope_factor != 1:
-        rope = {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _ROPE_SCALING.items()}}
+    rope = {"rope_type": "default"} if model.rope_factor == 1 else _rope_of(model)
     # The names of transformers 4 and of 5.
     return {
         "architectures": [name],
-        "model_type": _MODEL_TYPES[type(model)],
+        "model_type": hf_deepseek.MODEL_TYPES.get(name) or _MODEL_TYPES[type(model)],
         **values,
         **theirs,
-        **_family_values(model),
+        **_written(model),
         "rope_theta": model.rope_theta,
         "rope_scaling": rope if model.rope_factor != 1 else None,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
@@ -219,8 +240,17 @@ def config_of(
     }
 
 
-def _family_values(model: Decoder) -> dict[str, Any]:
-    """Return what only the config.json of a model's family has."""
+def _rope_of(model: Decoder) -> dict[str, Any]:
+    """Return `rope_scaling` of a model that scales RoPE."""
+    if isinstance(model, DeepseekV3):
+        return hf_deepseek.rope_of(model)
+    return {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _ROPE_SCALING.items()}}
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    """Return the keys that a family has beside its fields."""
+    if isinstance(model, DeepseekV3):
+        return hf_deepseek.written(model)
     if isinstance(model, Llama4):
         return hf_llama4.lists(model)
     return {"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}
@@ -228,6 +258,8 @@ def _family_values(model: Decoder) -> dict[str, Any]:
 
 def _positions(model: Decoder) -> int:
     """Return the sequence length of the releases: with Llama 3.1's RoPE scaling it is 16 times the original one."""
+    if isinstance(model, DeepseekV3):
+        return int(model.rope_factor * model.rope_original)
     if model.rope_factor != 1:
         return 16 * model.rope_original
     return 40_960 if isinstance(model, Qwen3) else 8192

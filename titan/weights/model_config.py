@@ -13,7 +13,7 @@ from titan.errors import ConfigError
 from titan.model.schema import Decoder
 
 D = TypeVar("D", bound=Decoder)
-_ROPE_SCALING = ("rope_low", "rope_high", "rope_original")
+_ROPE_SCALING = ("rope_low", "rope_high", "rope_original", "rope_mscale", "rope_mscale_all")
 
 
 def load(path: Path, label: str) -> dict[str, Any]:

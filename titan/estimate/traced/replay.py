@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from titan.estimate import operations
+from titan.estimate.block_time import LAUNCHES, Parts
 from titan.estimate.operations import Speeds
-from titan.estimate.step_time import CONTENTION, LAUNCHES, Parts, StepModel, StepTime, on_all_nodes
+from titan.estimate.step_time import CONTENTION, StepModel, StepTime, on_all_nodes
 from titan.estimate.traced.events import COMPUTE, Event, Trace
 from titan.parallelism.pipeline.schedules import Action, timetable
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan.estimate.memory import GIB
 from titan.estimate.operations import Speeds
 from titan.estimate.overhead import CONTEXT_GIB
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.step_time import StepTime
 from titan.estimate.traced import allocator, memory, replay
 from titan.estimate.traced.allocator import Reserved

@@ -114,7 +114,9 @@ def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) 
         return arithmetic.explicit(model.layers, count, parallelism.starts)
     if parallelism.split == "layers":
         return arithmetic.by_layers(model.layers, count)
-    return arithmetic.split([model.block_flops(seq_len)] * model.layers, count, last=model.head_flops())
+    kinds = {kind: model.block_flops(seq_len, layers[0]) for kind, layers in model.kinds().items()}
+    costs = [kinds[model.kind(layer)] for layer in range(model.layers)]
+    return arithmetic.split(costs, count, last=model.head_flops())
 
 
 def _custom(parallelism: Parallelism) -> bool:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 ROW, TOP = 26.0, 6.0
 """Height of a row of the waterfall, and the room above charts of rows."""
 GROUPS = {
-    "computation": ("c1", ("matmuls", "attention", "memory-bound")),
+    "computation": ("c1", ("matmuls", "attention", "experts", "memory-bound")),
     "recomputation": ("c6", ("recomputation",)),
     "communication": (
-        "c2", ("tensor parallelism", "context parallelism", "weights and gradients", "pipeline transfers"),
+        "c2",
+        (
+            "tensor parallelism", "context parallelism", "expert parallelism", "weights and gradients",
+            "pipeline transfers",
+        ),
     ),
     "idle": ("rest", ("pipeline idle",)),
     "optimizer and host": ("c3", ("optimizer", "host")),

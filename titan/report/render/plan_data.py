@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import plural, rounded
-from titan.estimate.memory import GIB
 from titan.estimate.plan import SECONDS_PER_DAY, Figure, Plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Found, Result, override_of
 from titan.estimate.step_time import StepTime
 

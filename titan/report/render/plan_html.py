@@ -10,9 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from titan.console.numbers import billions, plural, rounded
-from titan.estimate.memory import GIB
+from titan.console.numbers import plural, rounded
 from titan.estimate.plan import Figure, Plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.report.render import plan_charts, plan_memory
 from titan.report.render.bars import Bar, bar_chart
@@ -55,8 +55,7 @@ def page(outcome: Outcome, rank: int, steps: Steps, made: str = "") -> str:
     ]
     return _render(
         title=f"Plan of {run.describe()}",
-        question=f"{billions(run.model.parameters())} parameters on {plan.step.devices} x {run.machine.name}. "
-        f"{outcome.layout}.",
+        question=f"{run.model.describe_size()} on {plan.step.devices} x {run.machine.name}. {outcome.layout}.",
         lead=_lead(outcome),
         cards=_cards(plan),
         command=outcome.command(),

@@ -7,8 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import rounded, tick
-from titan.estimate.memory import GIB, Usage
+from titan.estimate.memory import Usage
 from titan.estimate.plan import Plan
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult
@@ -35,6 +36,7 @@ CATEGORIES = {
     "logits": ("c6", "logits and loss"),
     "kernels": ("c9", "kernels' own memory"),
     "checkpoint": ("c0", "copy for the checkpoint"),
+    "imbalance": ("rest", "imbalance: rows of experts beyond an even load"),
     "allocator": ("rest", "allocator: reserved, not usable"),
 }
 """The colour and the name of each category, in the order of the stack."""

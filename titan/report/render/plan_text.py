@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.numbers import billions, plural, rounded
-from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan, parts_of
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult, Traced
@@ -30,8 +30,8 @@ STAGES = 16
 def text(outcome: Outcome) -> str:
     """Return the plan of one run, which fits one screen, and the results of a search."""
     run, plan = outcome.run, outcome.plan
-    size = billions(run.model.parameters())
-    lines = [f"{run.describe()}: {size} parameters on {plan.step.devices} x {run.machine.name}"]
+    size = run.model.describe_size()
+    lines = [f"{run.describe()}: {size} on {plan.step.devices} x {run.machine.name}"]
     lines += [f"layout       {outcome.layout}", "", *_memory(plan), "", *_step(plan), "", *_speed(outcome)]
     if outcome.changes:
         lines += ["", "faster with", *(f"  {line}" for line in _changes(outcome))]

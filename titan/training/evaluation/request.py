@@ -19,6 +19,9 @@ from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama, Qwen3
+from titan.model.schema_deepseek import DeepseekV3
+from titan.model.schema_llama4 import Llama4
+from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.directory import RUN
@@ -132,7 +135,13 @@ def _command(weights: Weights) -> list[str]:
     Raises:
         ConfigError: for a model that no choice of the model axis has.
     """
-    choices = {Llama: "debug", Qwen3: "qwen3_debug"}
+    choices = {
+        Llama: "debug",
+        Qwen3: "qwen3_debug",
+        Qwen3Moe: "qwen3_moe_debug",
+        DeepseekV3: "deepseek_v3_debug",
+        Llama4: "llama4_debug",
+    }
     if type(weights.model) not in choices:
         raise ConfigError(f"from={weights.path}: is a model of another package; give from=RUN, the run that made it.")
     longest = int(getattr(weights, "config", {}).get("max_position_embeddings") or LONGEST)

@@ -52,11 +52,11 @@ def rank_trace(run: Run, rank: int, *, whole: bool = False) -> Trace:
 def _repeats(run: Run) -> bool:
     """Whether blocks do the same one after another.
 
-    They do not where weights are gathered further ahead than the next block's, where DDP sums buckets of several
-    blocks' gradients, where a schedule separates backward for weights, which torch computes for one after another, and
-    where some blocks are sharded in another way.
+    They do not where they are of several kinds, where weights are gathered further ahead than the next block's, where
+    DDP sums buckets of several blocks' gradients, where a schedule separates backward for weights, which torch computes
+    for one after another, and where some blocks are sharded in another way.
     """
-    alike = blocks_are_alike(run.model.parameter_names(), run.parallelism.groups or {})
+    alike = len(run.model.kinds()) == 1 and blocks_are_alike(run.model.parameter_names(), run.parallelism.groups or {})
     differ = run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
     return alike and not differ
 

@@ -1,0 +1,81 @@
+"""The memory estimate of models with experts, and with blocks of two kinds, against traces of real steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.estimate.test_memory import CLOSE, traced
+from tests.support.two_kinds import with_two_kinds
+from titan.estimate import memory
+from titan.run.compose import composed
+from titan.run.run import Run
+
+SHAPES = {
+    "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",
+    "experts": "model.vocab=512 model.dim=512 model.expert_ffn=512 model.experts=32 model.chosen_experts=4 "
+    "training.seq_len=512 training.global_batch=2048",
+    "wide": "model.vocab=512 model.dim=512 model.expert_ffn=2048 training.seq_len=512 training.global_batch=8192",
+}
+"""Models and batches whose peak is in the activations of experts, their weights and gradients, or both."""
+
+
+def run(shape: str, *more: str) -> Run:
+    """A composed run on any number of ranks."""
+    common = ("model=qwen3_moe_debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
+    return composed([*common, *SHAPES[shape].split(), *more])
+
+
+def both(one: Run, rank: int = 0) -> tuple[float, float]:
+    """Bytes that are estimated for a rank, and its traced peak."""
+    stage = one.layout.coordinates(rank)["pipeline"]
+    return memory.peaks(one, one.layout, one.microbatches, "cpu")[stage].bytes, traced(one, rank).bytes
+
+
+CASES = [
+    ("tokens", "precision=bf16", True),
+    ("tokens", "precision=fp32", False),
+    ("tokens", "precision=bf16 memory=full parallelism.microbatches=4", False),
+    ("tokens", "precision=bf16 memory=selective", False),
+    ("tokens", "precision=bf16 parallelism=tp", True),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false", False),
+    ("tokens", "precision=bf16 parallelism=cp", False),
+    ("tokens", "precision=bf16 parallelism=hsdp memory=selective", False),
+    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full", False),
+    ("experts", "precision=bf16", False),
+    ("experts", "precision=bf16 parallelism=fsdp memory=full parallelism.microbatches=2", True),
+    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full", False),
+    ("wide", "precision=bf16 parallelism=fsdp", False),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full", True),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full", False),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 cluster.devices=4", False),
+    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective", False),
+    ("tokens", "precision=bf16 parallelism=fsdp_tp parallelism.expert=4 memory=full", False),
+    ("tokens", "precision=bf16 parallelism=hsdp parallelism.expert=2", False),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.expert=2", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        pytest.param(shape, more, id=f"{shape}-{more.replace(' ', '-')}", marks=() if quick else pytest.mark.full)
+        for shape, more, quick in CASES
+    ],
+)
+def test_experts(shape: str, more: str) -> None:
+    estimated, found = both(run(shape, *more.split()))
+    assert estimated == pytest.approx(found, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense", "more"),
+    [
+        pytest.param("tokens", 1, "precision=bf16", id="saved", marks=pytest.mark.full),
+        pytest.param("experts", 1, "precision=bf16 parallelism=fsdp memory=full", id="gathered"),
+        pytest.param("experts", 3, "precision=bf16 parallelism=fsdp", id="gathered-once", marks=pytest.mark.full),
+        pytest.param("tokens", 2, "precision=bf16 memory=every_n", id="every-second", marks=pytest.mark.full),
+    ],
+)
+def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
+    estimated, found = both(with_two_kinds(run(shape, *more.split()), dense))
+    assert estimated == pytest.approx(found, rel=CLOSE)

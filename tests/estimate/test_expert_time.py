@@ -1,0 +1,87 @@
+"""The cost model of blocks with experts, of two kinds of blocks, and of expert-parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.estimate.test_step_time import speeds
+from tests.support.two_kinds import with_two_kinds
+from titan.estimate import operations
+from titan.estimate import plan as planning
+from titan.estimate.operations import collective
+from titan.estimate.step_time import CAUSES, StepTime, step_time
+from titan.parallelism.pipeline.stage_plan import stage_layers
+from titan.run.compose import composed
+from titan.run.run import Run
+
+BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "checkpoint=off", "cluster=h100",
+        "cluster.memory_gib=1e6", "compile=block", "training.seq_len=4096", "training.global_batch=262144",
+        "cluster.devices=8")  # fmt: skip
+
+
+def run(*more: str) -> Run:
+    return composed([*BASE, "parallelism=fsdp", *more], elsewhere=True)
+
+
+def predicted(one: Run) -> StepTime:
+    return step_time(one, one.layout, one.microbatches, speeds())
+
+
+def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
+    one = run()
+    step = predicted(one)
+    assert set(step.parts) <= set(CAUSES) and "expert parallelism" not in step.parts
+    flops = one.model.flops_per_token(4096) * one.training.global_batch / 8 / 989e12
+    assert flops < step.seconds < 8 * flops
+    idle = 6 * (one.model.parameters() - one.model.active_parameters()) * one.training.global_batch / 8 / 989e12
+    assert step.seconds < idle
+
+
+def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
+    without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
+    one = run("parallelism.expert=8", "parallelism.microbatches=1")
+    size = one.model.chosen_experts * one.training.global_batch / 8 * one.model.dim * 2
+    exchanges = 4 * one.model.layers * collective("all-to-all", size, 8, 1, speeds())
+    assert divided.parts["expert parallelism"] == pytest.approx(exchanges)
+    assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]
+
+
+def test_checkpointing_exchanges_rows_again() -> None:
+    full, none = (predicted(run("parallelism.expert=8", f"memory={mode}")) for mode in ("full", "none"))
+    assert full.parts["recomputation"] > none.parts["expert parallelism"] / 2 + none.parts["experts"] / 3
+
+
+def test_an_all_to_all_between_nodes_uses_one_adapter_for_each_rank() -> None:
+    device = speeds(link_microseconds=1e-6, network_microseconds=1e-6)
+    assert collective("all-to-all", 42.5e9, 16, 1, device) == pytest.approx(1 / 2, rel=1e-3)
+    assert collective("all-to-all", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
+
+
+def test_small_experts_are_slower_than_one_matmul() -> None:
+    device = speeds()
+    whole, many = (operations.matmul(8192 / n, 768, 2048, device, count=n) for n in (1, 128))
+    assert many >= whole > operations.matmul(8192, 768, 2048, device)
+
+
+def test_blocks_of_two_kinds_take_the_sum_of_their_times() -> None:
+    one = run("memory=full", "parallelism.microbatches=2")
+    dense, mixed, sparse = (predicted(with_two_kinds(one, n)).parts for n in (48, 12, 0))
+    for cause in ("matmuls", "experts", "memory-bound", "recomputation"):
+        each = [parts.get(cause, 0.0) for parts in (dense, mixed, sparse)]
+        assert each[1] == pytest.approx((12 * each[0] + 36 * each[2]) / 48, rel=0.001)
+
+
+def test_stages_have_equal_cost_where_blocks_differ() -> None:
+    one = run("parallelism.pipeline=4", "parallelism.microbatches=8", "training.global_batch=1048576")
+    wide = with_two_kinds(dataclasses.replace(one, model=dataclasses.replace(one.model, ffn=100_000)), 8)
+    placed = stage_layers(wide.parallelism, wide.layout, wide.model, 4096)
+    flops = [sum(wide.model.block_flops(4096, layer) for layer in layers) for _, layers in placed]
+    assert len(placed[0][1]) < 8 and max(flops) < 1.5 * sum(flops) / 4
+
+
+def test_a_plan_states_that_experts_are_not_fitted() -> None:
+    one = run()
+    plan = planning.plan(one, one.layout, one.microbatches, one.machine)
+    assert plan.error == planning.EXPERTS_ERROR and "experts" in plan.intervals

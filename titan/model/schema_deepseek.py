@@ -1,0 +1,226 @@
+"""Schema of DeepSeek-V2 and V3: latent attention, dense blocks, and after them blocks of experts. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from titan.config.settings import setting
+from titan.errors import ConfigError
+from titan.model.schema import WIDEST, Matmul, WholeMatmul
+from titan.model.schema_moe import Moe
+
+if TYPE_CHECKING:
+    from titan.model.deepseek_v3 import DeepseekV3 as DeepseekV3Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3(Moe):
+    """Shape of a DeepSeek-V3 decoder (arXiv:2412.19437), and of DeepSeek-V2-Lite and Moonlight.
+
+    Attention is to keys and values that are computed from a latent, for each head its own. RoPE is scaled by YaRN
+    (arXiv:2309.00071), where `rope_low` and `rope_high` are its numbers of rotations beta_slow and beta_fast.
+    """
+
+    FREE: ClassVar[tuple[str, ...]] = (*Moe.FREE, "head_dim")
+
+    kv_heads: int = setting(4, "as many as heads: each has its own keys and values", at_least=1, cap=WIDEST)
+    head_dim: int | None = setting(
+        None, "null: the width of a head is qk_nope_head_dim + qk_rope_head_dim", at_least=2, cap=WIDEST
+    )
+    q_lora_rank: int | None = setting(
+        None, "width of the latent of queries; null: they have none", at_least=1, cap=WIDEST
+    )
+    kv_lora_rank: int = setting(512, "width of the latent of keys and values", at_least=1, cap=WIDEST)
+    qk_nope_head_dim: int = setting(
+        128, "width of the part of a head's queries and keys without position", at_least=1, cap=WIDEST
+    )
+    qk_rope_head_dim: int = setting(
+        64, "width of their part that RoPE rotates, whose keys all heads share", at_least=2, cap=WIDEST
+    )
+    v_head_dim: int = setting(128, "width of a head's values", at_least=1, cap=WIDEST)
+    rope_theta: float = setting(10000.0, "base of the rotary (RoPE) frequencies", above=0, cap=1e12)
+    rope_factor: float = setting(1.0, "scaling factor of long rotary wavelengths (YaRN); 1: none", at_least=1, cap=1e6)
+    rope_high: float = setting(32.0, "wavelengths below rope_original / rope_high are not scaled", above=0)
+    rope_original: int = setting(4096, "sequence length before RoPE scaling", at_least=1, cap=10**9)
+    rope_mscale: float = setting(
+        1.0, "YaRN's weight of the magnitude of rotated queries and keys, relative to rope_mscale_all", above=0
+    )
+    rope_mscale_all: float = setting(0.0, "YaRN's weight of the magnitude of all of queries and keys", at_least=0)
+    norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm, but in the latents'", above=0, cap=1)
+    first_dense: int = setting(1, "first blocks without experts, of width ffn", at_least=0, cap=10_000)
+    experts: int = setting(64, "experts of each later block", at_least=1, cap=10_000)
+    chosen_experts: int = setting(6, "experts that compute each token", at_least=1, cap=10_000)
+    expert_ffn: int = setting(1408, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
+    shared_experts: int = setting(
+        2, "experts that compute every token: one feed-forward layer of their width together", at_least=0, cap=10_000
+    )
+    scores: Literal["sigmoid", "softmax"] = setting(
+        "sigmoid", "how logits of the router give scores: of each expert alone, or over all experts"
+    )
+    groups: int = setting(1, "groups of consecutive experts; tokens go to experts of some of them", at_least=1)
+    chosen_groups: int = setting(
+        1, "groups of a token: those whose two largest scores have the largest sum", at_least=1
+    )
+    routed_scale: float = setting(1.0, "factor of the chosen experts' weights", above=0, cap=1e3)
+    bias_rate: float | None = setting(
+        0.001,
+        "change per step of a bias by which experts with little load are chosen more often; 0: the bias stays; null: "
+        "there is no bias",
+        at_least=0,
+        cap=1,
+    )
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head's queries and keys, to which its values are padded."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Width of the part of a head that RoPE rotates."""
+        return self.qk_rope_head_dim
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of attention scores; None: head_size ** -0.5."""
+        if self.rope_factor == 1 or self.rope_mscale_all == 0:
+            return None
+        return float(self.head_size**-0.5 * self._magnitude(self.rope_mscale_all) ** 2)
+
+    @property
+    def rotated_scale(self) -> float:
+        """YaRN's factor of rotated queries and keys."""
+        return self._magnitude(self.rope_mscale) / self._magnitude(self.rope_mscale_all)
+
+    def _magnitude(self, weight: float) -> float:
+        """Return YaRN's factor of magnitudes (arXiv:2309.00071, eq. 22)."""
+        return 0.1 * weight * math.log(self.rope_factor) + 1.0
+
+    def build(self) -> DeepseekV3Module:
+        """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
+        from titan.model.deepseek_v3 import DeepseekV3 as DeepseekV3Module
+
+        return DeepseekV3Module(self)
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
+        super().check()
+        self._check_groups()
+        if self.first_dense > self.layers:
+            raise ConfigError(
+                f"model.first_dense={self.first_dense}: must be at most model.layers={self.layers}; give fewer."
+            )
+
+    def check_heads(self) -> None:
+        """Raise ConfigError for heads that latent attention does not have."""
+        if self.kv_heads != self.heads:
+            raise ConfigError(
+                f"model.kv_heads={self.kv_heads}: latent attention has keys and values for each head; "
+                f"give model.kv_heads={self.heads}."
+            )
+        if self.head_dim is not None:
+            raise ConfigError(
+                f"model.head_dim={self.head_dim}: latent attention has heads of width model.qk_nope_head_dim + "
+                "model.qk_rope_head_dim; give model.head_dim=null and these."
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"model.qk_rope_head_dim={self.qk_rope_head_dim}: must be even, because rotary embedding rotates "
+                f"pairs; give {self.qk_rope_head_dim + 1}."
+            )
+        if self.v_head_dim > self.head_size:
+            raise ConfigError(
+                f"model.v_head_dim={self.v_head_dim}: must be at most model.qk_nope_head_dim + model.qk_rope_head_dim, "
+                f"{self.head_size}; give less."
+            )
+
+    def _check_groups(self) -> None:
+        """Raise ConfigError for groups that are unequal, too small, or too few for the experts of a token."""
+        each = self.experts // self.groups
+        if self.experts % self.groups or (self.groups > 1 and each < 2):
+            raise ConfigError(
+                f"model.groups={self.groups}: must divide model.experts={self.experts} into groups of at least 2; "
+                "give another number, such as 1."
+            )
+        if self.chosen_groups > self.groups:
+            raise ConfigError(
+                f"model.chosen_groups={self.chosen_groups}: must be at most model.groups={self.groups}; give fewer."
+            )
+        if self.chosen_groups * each < self.chosen_experts:
+            raise ConfigError(
+                f"model.chosen_groups={self.chosen_groups}: so many groups have {self.chosen_groups * each} experts, "
+                f"fewer than model.chosen_experts={self.chosen_experts}; give more groups or fewer experts."
+            )
+
+    def kind(self, layer: int) -> str:
+        """Return "dense" or "experts"."""
+        return "dense" if layer < self.first_dense else "experts"
+
+    def routing(self) -> dict[str, Any]:
+        """Return the options of the router."""
+        groups = {"groups": self.groups, "chosen_groups": self.chosen_groups}
+        return {**super().routing(), **groups, "sigmoid": self.scores == "sigmoid", "scale": self.routed_scale}
+
+    @property
+    def shared_ffn(self) -> int | None:
+        """Width of the shared experts together; None: there are none."""
+        return self.shared_experts * self.expert_ffn or None
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of a block by the name of their module in it; experts of tokens are none of them."""
+        return self._attention_matmuls() | self._feed_forward_matmuls(layer)
+
+    def _attention_matmuls(self) -> dict[str, Matmul]:
+        queries, values, rank = self.heads * self.head_size, self.heads * self.v_head_dim, self.q_lora_rank
+        keys = {
+            "attention.wkv_a": WholeMatmul(self.dim, self.kv_lora_rank + self.qk_rope_head_dim),
+            "attention.wkv_b": Matmul(self.kv_lora_rank, self.heads * self.qk_nope_head_dim + values),
+            "attention.wo": Matmul(values, self.dim, rowwise=True),
+        }
+        if rank is None:
+            return {"attention.wq": Matmul(self.dim, queries), **keys}
+        return {"attention.wq_a": WholeMatmul(self.dim, rank), "attention.wq_b": Matmul(rank, queries), **keys}
+
+    def _feed_forward_matmuls(self, layer: int) -> dict[str, Matmul]:
+        if self.kind(layer) == "dense":
+            return {
+                "feed_forward.w1": Matmul(self.dim, self.ffn),
+                "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
+                "feed_forward.w3": Matmul(self.dim, self.ffn),
+            }
+        width = self.shared_ffn
+        shapes = {} if width is None else {"w1": (self.dim, width), "w2": (width, self.dim), "w3": (self.dim, width)}
+        return {f"feed_forward.shared.{name}": WholeMatmul(*shape) for name, shape in shapes.items()}
+
+    def block_matmul_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of one block's matrices: attention, the router, all experts, or SwiGLU."""
+        dense = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
+        router = 0 if self.kind(layer) == "dense" else self.dim * self.experts
+        return dense + router + self.expert_parameters(layer)
+
+    def block_parameters(self, layer: int = 0) -> int:
+        """Return the exact number of parameters of one block, including the norms of latents."""
+        return super().block_parameters(layer) + (self.q_lora_rank or 0) + self.kv_lora_rank
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts, all of them but the shared ones."""
+        return 0 if self.kind(layer) == "dense" else super().expert_parameters(layer)
+
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token, without the shared ones."""
+        return 0 if self.kind(layer) == "dense" else super().active_expert_parameters(layer)
+
+    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of a block's attention scores and values, forward and backward."""
+        return float(6 * self.heads * (self.head_size + self.v_head_dim) * seq_len)
+
+    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
+        """Return the names of a block's modules with a weight, in order."""
+        queries = ("wq",) if self.q_lora_rank is None else ("wq_a", "q_norm", "wq_b")
+        attention = (f"attention.{name}" for name in (*queries, "wkv_a", "kv_norm", "wkv_b", "wo"))
+        inner = ("router", *(f"experts.{name}" for name in ("w1", "w2", "w3")))
+        shared = () if self.shared_ffn is None else tuple(f"shared.{name}" for name in ("w1", "w2", "w3"))
+        feed_forward = ("w1", "w2", "w3") if self.kind(layer) == "dense" else (*inner, *shared)
+        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in feed_forward))

@@ -1,0 +1,117 @@
+"""What Hugging Face's config.json has of DeepSeek-V2 and V3 only. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan.config.settings import show
+from titan.errors import ConfigError
+from titan.model.schema_deepseek import DeepseekV3
+
+FIELDS = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "first_k_dense_replace": "first_dense",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "chosen_experts",
+    "moe_intermediate_size": "expert_ffn",
+    "n_shared_experts": "shared_experts",
+    "n_group": "groups",
+    "topk_group": "chosen_groups",
+    "routed_scaling_factor": "routed_scale",
+    "norm_topk_prob": "normalise_chosen",
+}
+"""Hugging Face's names of the fields that other schemas lack."""
+OPTIONAL: Mapping[str, Any] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+MODEL_TYPES = {V2: "deepseek_v2", V3: "deepseek_v3"}
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+    "attention_factor": (),
+    "truncate": (True,),
+}
+ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    V2: {**_BOTH, "scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False,)},
+    V3: {**_BOTH, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+}
+"""Settings for which titan's models support only these values, by architecture."""
+DECIDED: Mapping[str, Mapping[str, Any]] = {
+    V2: {"scores": "softmax", "bias_rate": None, "normalise_chosen": False},
+    V3: {"scores": "sigmoid"},
+}
+"""The schema's fields that the architecture decides."""
+_YARN = {
+    "factor": "rope_factor",
+    "beta_slow": "rope_low",
+    "beta_fast": "rope_high",
+    "original_max_position_embeddings": "rope_original",
+}
+_MAGNITUDES = {"mscale": "rope_mscale", "mscale_all_dim": "rope_mscale_all"}
+
+
+def yarn(rope: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Return the schema's fields of a `rope_scaling` of the type yarn.
+
+    Raises:
+        ConfigError: when a setting is missing.
+    """
+    rope = {"beta_slow": 1, "beta_fast": 32, **rope}
+    magnitudes = {key for key in _MAGNITUDES if rope.get(key)}
+    for key in (*_YARN, *(_MAGNITUDES if magnitudes else ())):  # with one of them programs differ
+        if not rope.get(key):
+            raise ConfigError(f"{label}: its config.json has rope_type=yarn but no {key}; add it.")
+    return {field: float(rope[key]) for key, field in _MAGNITUDES.items() if magnitudes} | {
+        field: rope[key] if key.startswith("original") else float(rope[key]) for key, field in _YARN.items()
+    }
+
+
+def rope_of(model: DeepseekV3) -> dict[str, Any]:
+    """Return the `rope_scaling` of a model with YaRN."""
+    keys = _YARN | (_MAGNITUDES if model.rope_mscale_all else {})
+    return {"rope_type": "yarn", "type": "yarn", **{key: getattr(model, field) for key, field in keys.items()}}
+
+
+def architecture(model: DeepseekV3) -> str:
+    """Return the architecture of a model.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    name = V3 if model.scores == "sigmoid" else V2
+    wrong = next((key for key, fits in _fits(model, name).items() if not fits), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"format=hf: Hugging Face's {name} has no model.{wrong}={show(getattr(model, wrong))}; give format=titan."
+        )
+    return name
+
+
+def _fits(model: DeepseekV3, name: str) -> dict[str, bool]:
+    """Return whether an architecture has a model's settings, those that it may lack."""
+    both = {
+        "shared_experts": model.shared_experts > 0,
+        "rope_mscale": model.rope_factor == 1 or model.rope_mscale_all > 0 or model.rope_mscale == 1,
+    }
+    if name == V3:
+        return {**both, "bias_rate": model.biased}
+    return {
+        **both,
+        "bias_rate": not model.biased,
+        "groups": model.groups == 1,
+        "normalise_chosen": not model.normalise_chosen,
+    }
+
+
+def written(model: DeepseekV3) -> dict[str, Any]:
+    """Return further keys of a config.json, which DeepSeek's own code reads."""
+    return {
+        "moe_layer_freq": 1,
+        "scoring_func": model.scores,
+        "topk_method": "noaux_tc" if model.scores == "sigmoid" else "greedy",
+        "num_nextn_predict_layers": 0,
+    }
