@@ -84,9 +84,9 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
     monkeypatch.setattr(speed, "_run_process", started)
     monkeypatch.setattr(command.compose, "composed", lambda overrides: None)
     found = command._host_syncs(gpu_cases(), [])
-    assert len(asked) == len(found) == 6
+    assert len(asked) == len(found) == 8
     assert (
-        sum("compile=block" in each for each in asked) == 4 and sum("precision=float8" in each for each in asked) == 2
+        sum("compile=block" in each for each in asked) == 5 and sum("precision=float8" in each for each in asked) == 2
     )
     assert found["llama1b, bf16, compile off"] == {"location": "", "failure": "CUDA out of memory"}
 

@@ -254,7 +254,7 @@ def _base(suite: str) -> list[str]:
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
     if suite == "checkpoint":
         return [*saving.SHAPE]
-    return [] if suite in ("cpu", "modes", "data", "generate", "features", "experts") else [*long, "cluster.device=cuda"]
+    return [*long, "cluster.device=cuda"] if suite == "gpu" else []
 
 
 def _ceilings(run: Run) -> dict[str, float]:

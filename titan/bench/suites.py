@@ -42,8 +42,7 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """Return the 1B model in each precision and scope, one with experts, and the 8B model in the modes that fit one device
-    of 141 GB.
+    """Return the 1B model in each precision and scope, one with experts, and the 8B model as it fits in 141 GB.
 
     With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
     """

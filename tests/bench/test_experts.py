@@ -1,0 +1,66 @@
+"""What experts cost: both sides of each ratio compute the same, or differ in what the title says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan.bench import command, experts
+from titan.model import grouped
+from titan.run.compose import composed
+
+
+@pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.PRODUCTS[:2]])
+def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.Product) -> None:
+    x, weight, grad, ends = experts._tensors(product, "cpu")
+    torch.testing.assert_close(grouped.kernel_product(x, weight, ends), grouped.loop_product(x, weight, ends))
+    both = (grouped.kernel_weight_grad(x, grad, ends), grouped.loop_weight_grad(x, grad, ends))
+    torch.testing.assert_close(*both)
+    assert ends[-1] == product.rows == len(x) and ends.unique().numel() > 1
+
+
+def test_sides_of_steps_differ_in_the_experts() -> None:
+    dense, moe = (composed([*side, "name=x"]) for side in experts.steps_of().pop("step, experts / dense"))
+    routers = moe.model.layers * moe.model.dim * moe.model.experts
+    assert moe.model.active_parameters() - routers == dense.model.parameters()
+    assert (moe.training, moe.layout) == (dense.training, dense.layout)
+
+
+def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
+    found = {title: sides for title, sides in experts.steps_of().items() if "ranks" in title}
+    for (ranks, degree), sides in zip(experts.DEGREES, found.values(), strict=True):
+        first, second = (composed([*side, "name=x"]) for side in sides)
+        assert (first.layout.expert, second.layout.expert) == (1, degree)
+        assert first.layout.shard == second.layout.shard == ranks == second.layout.devices
+        assert first.model == second.model
+
+
+def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    case = experts.PRODUCTS[0].title
+    options = ["--suite", "experts", "--rounds", "3", "--steps", "1", "--json", str(out), "--case", case]
+    assert command.main([*options, "cluster.device=cpu"]) == 0
+    (found,) = json.loads(out.read_text())
+    assert len(found["ratios"]) == 3 and min(found["ratios"]) > 0 and found["seconds"] > 0
+    assert case in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.ranks
+def test_steps_of_two_sets_of_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    options = ["--suite", "experts", "--rounds", "2", "--steps", "1", "--json", str(out), "--case", "2 ranks, expert 2"]
+    small = [
+        "model.layers=1",
+        "model.vocab=256",
+        "training.seq_len=32",
+        "training.global_batch=64",
+        "dataset=synthetic",
+    ]
+    assert command.main([*options, *small, "compile=off", "cluster.device=cpu"]) == 0
+    (found,) = json.loads(out.read_text())
+    assert len(found["ratios"]) == 2 and min(found["ratios"]) > 0
