@@ -36,6 +36,7 @@ MODELS = {
 }  # fmt: skip
 """The models, with all that balances experts, so large that their gradients count."""
 LAYOUTS = {
+    "ddp": ("parallelism=ddp",),
     "fsdp": ("parallelism=fsdp",),
     "tp": ("parallelism=tp",),
     "cp": ("parallelism=cp",),
