@@ -153,7 +153,7 @@ def latent(config: DeepseekV3, rope: dict[str, Any]) -> torch.nn.Module:
 
 
 def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their parameters or gradients by the names of files, in which each expert has tensors of its own."""
+    """Their parameters or gradients by the names of files, in which each expert has separate tensors."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")

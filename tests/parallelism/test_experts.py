@@ -124,3 +124,23 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) ->
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     layout = composed(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
+    assert layout.groups("expert") == [range(4), range(4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expert"),
+    [
+        pytest.param(("parallelism=ep",), 2, id="cpu"),
+        pytest.param(("parallelism=ep", "model=debug"), 1, id="no-experts"),
+        pytest.param(("parallelism=ep", "cluster=h100", "cluster.devices=64", "model.experts=48"), 8, id="a-node"),
+        pytest.param(("parallelism=ep", "cluster=h100", "cluster.devices=64", "model.experts=12"), 4, id="divides"),
+        pytest.param(("parallelism=tp", "parallelism.expert=auto"), 2, id="tensor"),
+        pytest.param(
+            ("parallelism=tp", "parallelism.expert=auto", "parallelism.sequence_parallel=false"),
+            1,
+            id="whole-sequences",
+        ),
+    ],
+)
+def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...], expert: int) -> None:
+    assert composed(["model=qwen3_moe_debug", *settings], elsewhere=True).layout.expert == expert

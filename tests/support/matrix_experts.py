@@ -36,6 +36,7 @@ MODELS = {
 }  # fmt: skip
 """The models, with all that balances experts, so large that their gradients count."""
 LAYOUTS = {
+    "ddp": ("parallelism=ddp",),
     "fsdp": ("parallelism=fsdp",),
     "tp": ("parallelism=tp",),
     "cp": ("parallelism=cp",),
@@ -81,11 +82,23 @@ def special() -> Iterator[Case]:
     for name, science in SCIENCE.items():
         for place in PLACES:
             yield Case(f"{name}-{place}", LAYOUTS[place], model=(*MODELS["qwen3_moe"], *science))
+    eight = ("parallelism=fsdp", "cluster.devices=8", "parallelism.expert=4")
+    for name, settings, counts in (("ep", LAYOUTS["ep"], (1, 2, 4)), ("ep_eight", eight, (1, 2))):
+        for count in counts:
+            more = f"parallelism.microbatches={count}"
+            yield Case(f"loaded-{name}-{count}", (*settings, more), model=(*MODELS["qwen3_moe"], "model.aux_loss=5"))
 
 
 def before(case: Case) -> Callable[[Trainer], None] | None:
     """Return what is done to a trainer before it trains."""
-    return skew if case.name.startswith("skewed") else None
+    return {"skewed": skew, "loaded": preload}.get(case.name.partition("-")[0])
+
+
+def preload(trainer: Trainer) -> None:
+    """Set an uneven load, so that the gradient of the first step has that of the load-balancing loss."""
+    for stage in trainer.train_step.stages:
+        for router in stage.model.routers().values():
+            router.load.copy_(torch.arange(1.0, len(router.load) + 1) / sum(range(1, len(router.load) + 1)))
 
 
 def skew(trainer: Trainer) -> None:

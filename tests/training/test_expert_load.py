@@ -79,7 +79,7 @@ def test_figures_of_the_load() -> None:
 
 def test_a_collapsed_router_is_reported_once() -> None:
     load, _ = load_of([6, 2, 4, 0, 0, 0, 0, 0])
-    told = [load.collapsed([9, 1, 0, 0, 0, 0, 0, 0, 0]) for _ in range(2 * STEPS)]
-    assert [i for i, lines in enumerate(told, 1) if lines] == [STEPS]
-    assert "the router of layer 0 has collapsed" in told[STEPS - 1][0]
+    reported = [load.collapsed([9, 1, 0, 0, 0, 0, 0, 0, 0]) for _ in range(2 * STEPS)]
+    assert [i for i, lines in enumerate(reported, 1) if lines] == [STEPS]
+    assert "the router of layer 0 has collapsed" in reported[STEPS - 1][0]
     assert [load.collapsed([2, 2, 2, 1, 1, 0, 0, 0, 0]) for _ in range(2 * STEPS)] == [[]] * 2 * STEPS

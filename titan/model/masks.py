@@ -1,6 +1,6 @@
 """Masks of a micro-batch, for blocks with full attention and for blocks with attention in chunks.
 
-In chunked attention a token attends to earlier tokens of its own chunk only: a document's tokens at positions
+In chunked attention a token attends to earlier tokens of its chunk only: a document's tokens at positions
 [n * chunk, (n + 1) * chunk). So a chunk is masked like a document, by an id of document and chunk together, and two
 masks serve all blocks.
 """

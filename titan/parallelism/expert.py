@@ -34,9 +34,16 @@ EXPERTS = "feed_forward.experts"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSharding(Strategy):
-    """How FSDP shards the experts of a rank: over the ranks that have the same ones."""
+    """How FSDP shards the experts of a rank: over the ranks that have the same ones.
+
+    Attributes:
+        experts: of a layer.
+        ranks: that share them.
+    """
 
     match: tuple[str, ...] = (f"layers.*.{EXPERTS}",)
+    experts: int = 1
+    ranks: int = 1
 
     def shards(self, layout: Layout) -> int:
         """See `Strategy.shards`."""
@@ -57,6 +64,11 @@ class ExpertSharding(Strategy):
             return Shard(1 if experts % ranks and not width % ranks else 0)
 
         super().wrap(modules, mesh, {**options, "shard_placement_fn": placement})
+
+    def describe(self, mesh: DeviceMesh) -> str:
+        """See `Strategy.describe`."""
+        _, _, sharded = super().describe(mesh).partition(", ")
+        return f"{self.experts // self.ranks} of {self.experts} on each of {self.ranks} ranks, {sharded}"
 
 
 class Exchange:

@@ -72,7 +72,9 @@ class Layout:
         return found
 
     def groups(self, name: str) -> list[range]:
-        """Return the ranks that communicate along a dimension, group by group."""
+        """Return the ranks that communicate along a dimension, or share experts, group by group."""
+        if name == "expert":
+            return [range(first, first + self.expert) for first in range(0, self.devices, self.expert)]
         names = list(self.degrees())
         step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
         width = step * getattr(self, name)

@@ -87,6 +87,7 @@ PURPOSES = {
     "shard": "all-gather weights, reduce-scatter gradients",
     "context": "split rows, and exchange keys and values",
     "tensor": "split each matmul",
+    "expert": "have different experts, and exchange tokens",
 }
 """What ranks along each dimension communicate."""
 
@@ -94,7 +95,7 @@ PURPOSES = {
 def _dimensions(run: Run) -> dict[str, str]:
     """Return one line per mesh dimension: its groups of ranks, and what they communicate."""
     lines = {}
-    for name, degree in run.layout.degrees().items():
+    for name, degree in {**run.layout.degrees(), "expert": run.layout.expert}.items():
         if degree > 1:
             groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.groups(name)]
             lines[f"  {name} {degree}"] = f"ranks {' | '.join(_few(groups))} {PURPOSES[name]}"

@@ -86,8 +86,11 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
 
 def _groups(run: Run) -> dict[str, Strategy]:
     """Return how modules are sharded that are not as all others: experts, and the user's groups, by name."""
-    experts = {"experts": expert.ExpertSharding()} if run.layout.expert > 1 else {}
-    return {**experts, **(run.parallelism.groups or {})}
+    groups: dict[str, Strategy] = dict(run.parallelism.groups or {})
+    if (ranks := run.layout.expert) > 1:
+        model: Any = run.model
+        groups = {"experts": expert.ExpertSharding(experts=model.experts, ranks=ranks), **groups}
+    return groups
 
 
 def _optimizer(run: Run, stages: dict[int, Stage]) -> torch.optim.Optimizer:

@@ -108,7 +108,7 @@ def _fits(model: DeepseekV3, name: str) -> dict[str, bool]:
 
 
 def written(model: DeepseekV3) -> dict[str, Any]:
-    """Return further keys of a config.json, which DeepSeek's own code reads."""
+    """Return further keys of a config.json, which DeepSeek's code reads."""
     return {
         "moe_layer_freq": 1,
         "scoring_func": model.scores,
