@@ -169,6 +169,17 @@ class Decoder:
         order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
         return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
 
+    def matmuls(self) -> dict[str, Matmul]:
+        """Return linear layers and experts, by the name of the module that has one or all of a block's experts."""
+        experts = {
+            f"layers.{layer}.{name}": WholeMatmul(*matmul)
+            for layer in range(self.layers)
+            if self.expert_parameters(layer)
+            for name, matmul in self.expert_matmuls(layer).items()
+        }
+        linear = self.linear_layers()
+        return {name: linear[name] for name in linear if name != "head"} | experts | {"head": linear["head"]}
+
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of a block by the name of their module in it."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
