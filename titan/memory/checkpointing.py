@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from titan.memory.schema import Memory
+from titan.model.experts import Router
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
@@ -78,7 +79,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 
 
 def _count_matmuls(block: nn.Module) -> int:
     """Return the number of matmuls in a forward pass of a block."""
-    return sum(isinstance(module, nn.Linear) for module in block.modules())
+    return sum(isinstance(module, nn.Linear | Router) for module in block.modules())
 
 
 def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:

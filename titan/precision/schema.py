@@ -171,7 +171,7 @@ class Precision:
         return tuple(name for name in taken if layers[name].part(cut.tensor).outputs % cut.sharded == 0)
 
     def used_bytes(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> int:
-        """Return the bytes of the weights as used, beside the stored ones: as FSDP gathers them, or as casts.
+        """Return the bytes of a tensor rank's weights as used, beside the stored ones: as FSDP gathers them, or casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
@@ -179,7 +179,7 @@ class Precision:
         cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
         at_once = taken if self.matmuls == "float8" and cut.sharded == 1 else set()
         each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in layers}
-        return sum(each[name] * layer.inputs * layer.outputs for name, layer in layers.items())
+        return sum(each[name] * layer.part(cut.tensor).size for name, layer in layers.items())
 
     def _why_not(self, name: str, layer: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""
