@@ -91,6 +91,8 @@ class Moe(Decoder):
 
     def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        if not self.expert_parameters(layer):
+            return {}
         return {
             "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
             "feed_forward.experts.w2": Matmul(self.expert_ffn, self.dim, rowwise=True),
