@@ -73,6 +73,8 @@ class Published:
         """Peak learning rate, warm-up and steps, which follow from the model."""
         return {
             "llama8b": (3e-4, 200, 1000), "llama70b": (1.5e-4, 200, 1000), "llama405b": (8e-5, 600, 3000),
+            "deepseek_v2_lite": (2.2e-4, 200, 1000), "deepseek_v3_671b": (2.2e-4, 100, 200),
+            "llama4_17b_16e": (4e-3, 600, 3000), "llama4_17b_128e": (4e-3, 600, 3000),
         }[self.model]  # fmt: skip
 
 
@@ -96,6 +98,21 @@ PUBLISHED = {
     "shipped_8b": Published("llama8b", Layout(shard=8), 1, memory="selective", compile="off"),
     "shipped_70b": Published("llama70b", Layout(shard=8, tensor=8), 8, compile="off"),
     "shipped_405b": Published("llama405b", Layout(shard=64, tensor=8), 2, overlapped=True, precision="float8"),
+    "shipped_deepseek_16b": Published(
+        "deepseek_v2_lite", Layout(shard=32, expert=8), 4, 4096, memory="selective", compile="off"
+    ),
+    "bench_deepseek_671b_512": Published(
+        "deepseek_v3_671b",
+        Layout(pipeline=8, shard=64, expert=32),
+        16,
+        4096,
+        microbatches=16,
+        schedule="Interleaved1F1B",
+    ),
+    "shipped_llama4_17b_16e": Published("llama4_17b_16e", Layout(shard=8, tensor=8, expert=8), 8, compile="off"),
+    "shipped_llama4_17b_128e": Published(
+        "llama4_17b_128e", Layout(pipeline=4, shard=8, tensor=8, expert=64), 4, microbatches=4, compile="off"
+    ),
     **{
         f"bench_8b_long_{name}": Published(
             "llama8b", Layout(shard=shard, context=context), 1, length, precision="float8"
@@ -135,12 +152,19 @@ def test_a_published_recipe_is_what_was_published(name: str) -> None:
 
 
 def check_what_all_share(run: Run) -> None:
-    """What holds of every published recipe."""
-    optimizer = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    """What holds of every published recipe of a family, and of all."""
+    family = run.choices["model"].partition("_")[0]
+    eps, schedule = {"llama4": (1e-15, "linear"), "deepseek": (1e-8, "cosine")}.get(family, (1e-8, "linear"))
+    optimizer = {"betas": (0.9, 0.95), "eps": eps, "weight_decay": 0.1}
     assert {key: getattr(run.optimizer, key) for key in optimizer} == optimizer
-    assert (run.training.clip_norm, run.choices["schedule"]) == (1.0, "linear")
-    assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
+    assert (run.training.clip_norm, run.choices["schedule"]) == (1.0, schedule)
     assert run.evaluation.tokens == run.metrics.sample_tokens == 0
+    if run.model.expert_parameters(run.model.layers - 1):
+        assert (run.model.bias_rate, run.model.balance_losses(), run.schedule.final_lr) == (0.001, {}, 0.1)
+        assert run.dataset.mask_documents is (family == "deepseek")
+        assert family != "deepseek" or run.model.rope_factor == 1
+    else:
+        assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def test_shipped_shape_counts(name: str) -> None:
     assert config.parameters() == counted == PUBLISHED.get(name, counted)
     assert config.parameter_names() == tuple(name for name, _ in on_meta(config).named_parameters())
     assert name.endswith("_debug") or config.active_parameters() == ACTIVE.get(name, counted)
+    for layer, *_ in config.kinds().values():
+        expert = sum(matmul.inputs * matmul.outputs for matmul in config.expert_matmuls(layer).values())
+        assert expert * getattr(config, "experts", 0) == config.expert_parameters(layer)
 
 
 def test_every_published_shape_is_shipped() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MOE = ("model=qwen3_moe_debug",)
 DENSE = ("model=qwen3_debug", "model.layers=4", "model.head_dim=64", "model.ffn=640", "model.tied=false")
 """The model without experts that computes each token with as many parameters as `MOE`, but for its routers."""
+Sides = tuple[tuple[str, ...], tuple[str, ...]]
+"""Overrides of two runs."""
 DEGREES = ((2, 2), (4, 2), (4, 4))
 """Ranks, and how many of them share the experts."""
 HEADER = f"{'ratio of times':<36} {'ms':>8} {'ratio':>7} (quartiles)"
@@ -47,9 +49,9 @@ PRODUCTS = (Product(4096, 8, 256, 320), Product(4096, 128, 256, 64), Product(409
 """Of qwen3_moe_debug; of many small experts; of qwen3_30b_a3b on each of 8 ranks that share its experts."""
 
 
-def steps_of() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+def steps_of() -> dict[str, Sides]:
     """Return settings of the runs whose steps are compared by title: those of the divisor, and of the dividend."""
-    found = {"step, experts / dense": (DENSE, MOE)}
+    found: dict[str, Sides] = {"step, experts / dense": (DENSE, MOE)}
     for ranks, degree in DEGREES:
         sharded = (*MOE, "parallelism=fsdp", f"cluster.devices={ranks}")
         found[f"step, {ranks} ranks, expert {degree} / 1"] = (sharded, (*sharded, f"parallelism.expert={degree}"))

@@ -1,0 +1,47 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.machines import detector
+from tests.support.runs import TINY
+from titan.cluster import devices
+from titan.console.numbers import billions
+from titan.dataset import corpora
+from titan.run import attempts, identity, summary
+from titan.run.compose import composed
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "layout"),
+    [
+        pytest.param(
+            ("model=qwen3_moe_debug", "parallelism=fsdp", "cluster.devices=4", "parallelism.expert=2"),
+            "qwen3_moe_debug: {} parameters, {} active, 2 layers",
+            ["fsdp: shard 4 x expert 2", "ranks 0 1 | 2 3 have different experts"],
+            id="experts",
+        ),
+        pytest.param(("model=debug",), "debug: {} parameters, 2 layers", ["single: one device"], id="dense"),
+    ],
+)
+def test_the_model_and_the_layout(
+    settings: tuple[str, ...],
+    model: str,
+    layout: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+    run = composed([*TINY, *settings, "name=x", "training.global_batch=256"])
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
+    summary.show_run(run, attempts.Attempt(1, "id", identity.ids(run, {}), {}, None, 0, 0, "start"), mix, ())
+    shown = " ".join(capsys.readouterr().out.split())
+    counts = map(billions, (run.model.parameters(), run.model.active_parameters()))
+    assert model.format(*counts) in shown
+    assert all(part in shown for part in layout)
+    assert ("expert" in shown.partition("layout")[2]) == ("parallelism.expert=2" in settings)
