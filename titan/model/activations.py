@@ -202,7 +202,15 @@ def block(share: RankPart, dim: int, attention: Part, ffn: int) -> Block:
 
 
 def moe_block(
-    share: RankPart, dim: int, attention: Part, *, experts: int, chosen: int, width: int, shared: int = 0
+    share: RankPart,
+    dim: int,
+    attention: Part,
+    *,
+    experts: int,
+    chosen: int,
+    width: int,
+    shared: int = 0,
+    before: int = 4,
 ) -> Block:
     """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
 
@@ -219,6 +227,7 @@ def moe_block(
         chosen: K.
         width: F of an expert.
         shared: F of the experts that compute every token, together.
+        before: matmuls of attention; of all matmuls in order selective checkpointing saves every other one.
     """
     c, s = share.bytes, share.between
     rows, gradient = chosen * s, c * dim * s
@@ -229,7 +238,8 @@ def moe_block(
     places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
     kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed
     exchanged = 2 * c * dim * rows if share.expert > 1 else 0.0
-    selective = gradient + attention.selective + 4 * experts * s + exchanged
+    selective = gradient + attention.selective + c * width * rows + exchanged
+    selective += 4 * experts * s if before % 2 == 0 else c * dim * rows if shared else 0.0
     of_sum = (0 if c == 4 else 4) * dim * s
     routing = gradient + of_sum + (c * dim if share.compiled else 8 * dim) * rows
     backward = gradient + c * (2 * width + dim) * rows - weighed

@@ -107,6 +107,7 @@ class Moe(Decoder):
         """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
         found = self.attention_activations(share, context)
         shape = {"experts": self.experts, "chosen": self.chosen_experts, "width": self.expert_ffn}
+        shape["before"] = sum(name.startswith("attention.") for name in self.block_matmuls(layer))
         return moe_block(share, self.dim, found, **shape)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
