@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import difference, same, steps, tiny, train
+from titan.model.experts import ExpertLinear
 from titan.model.grouped import grouped_product
 from titan.model.schema_moe import Qwen3Moe
 from titan.precision import grouped
+from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 
 MOE = (
@@ -104,6 +106,11 @@ def test_experts_are_chosen_as_linear_layers(settings: Any, tensor: int, taken: 
     assert {n.removeprefix(name) for n in choice.quantized if n.startswith(name)} == taken
     assert {choice.kept[n] for n in choice.kept if n.startswith(name)} == ({why} if why else set())
     assert not any("router" in n for n in choice.quantized)
+    with torch.device("meta"):
+        module = model.build()
+    set_compute_dtype(module, Precision("bf16", matmuls="float8", **settings), choice.quantized)
+    experts = {n for n, m in module.named_modules() if isinstance(m, ExpertLinear) and m.product is not grouped_product}
+    assert {n.removeprefix(name) for n in experts} == taken
 
 
 @pytest.fixture(scope="module")

@@ -315,8 +315,9 @@ def moe_block(
     kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed + each.kept
     exchanged = 2 * c * dim * rows if share.expert > 1 else 0.0
     scores = 4 * experts.total * s
-    saved_scores = scores * (attention.matmuls % 2 == 0)
-    selective = gradient + attention.selective + saved_scores + exchanged + each.selective
+    # every other matmul, of the router, w1, w3, w2 and the shared experts in this order
+    saved = scores if attention.matmuls % 2 == 0 else c * dim * rows if shared is not None else 0.0
+    selective = gradient + attention.selective + saved + c * width * rows + exchanged + each.selective
     done = gradient * (shared is not None) - each.kept
     of_sum = (0 if c == 4 else 4) * dim * s
     of_rows = (c * dim if share.compiled or inputs else 8 * dim) * rows
