@@ -19,9 +19,9 @@ SHAPES = {
 """Models and batches whose peak is in the activations of experts, their weights and gradients, or both."""
 
 
-def run(shape: str, *more: str) -> Run:
+def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
     """A composed run on any number of ranks."""
-    common = ("model=qwen3_moe_debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
+    common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
     return composed([*common, *SHAPES[shape].split(), *more])
 
 
@@ -64,6 +64,46 @@ CASES = [
 )
 def test_experts(shape: str, more: str) -> None:
     estimated, found = both(run(shape, *more.split()))
+    assert estimated == pytest.approx(found, rel=CLOSE)
+
+
+FAMILIES = ("deepseek_v3_debug", "llama4_debug")
+FAMILY_CASES = [
+    ("tokens", "precision=bf16"),
+    ("tokens", "precision=fp32"),
+    ("tokens", "precision=bf16 memory=full"),
+    ("tokens", "precision=bf16 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=tp"),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false"),
+    ("tokens", "precision=bf16 parallelism=cp"),
+    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full"),
+    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=fsdp dataset.mask_documents=true"),
+    ("experts", "precision=bf16 parallelism=fsdp memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
+]
+FAMILY_QUICK = {
+    ("deepseek_v3_debug", "precision=bf16 parallelism=tp"),
+    ("llama4_debug", "precision=bf16 memory=selective"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "more"),
+    [
+        pytest.param(
+            model, shape, more,
+            id=f"{model}-{shape}-{more.replace(' ', '-')}",
+            marks=() if (model, more) in FAMILY_QUICK else pytest.mark.full,
+        )
+        for model in FAMILIES
+        for shape, more in FAMILY_CASES
+    ],
+)  # fmt: skip
+def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
+    chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
+    estimated, found = both(run(shape, *chosen, *more.split(), model=model))
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
