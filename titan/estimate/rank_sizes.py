@@ -431,7 +431,7 @@ class RankSizes:
         return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
 
     def _reduction_of_experts(self, layer: int) -> tuple[float, float]:
-        """Return the bytes of gradients and of buffers while gradients of a block's experts are reduced, with the output.
+        """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
 
         On a single rank FSDP divides the input into a copy, when only one of the weights' gradients is left.
         """
