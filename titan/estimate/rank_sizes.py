@@ -430,9 +430,15 @@ class RankSizes:
         """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
         return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
 
-    def _reduced_experts(self, layer: int) -> float:
-        """Return the bytes of the output when the gradients of a block's experts are reduced: few ranks share them."""
-        return REDUCE_BYTES * self.of(layer).experts / self._shards_of_experts(layer)
+    def _reduction_of_experts(self, layer: int) -> tuple[float, float]:
+        """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
+
+        On a single rank FSDP divides the input into a copy, when only one of the weights' gradients is left.
+        """
+        experts, shards = self.of(layer).experts, self._shards_of_experts(layer)
+        unreduced, buffer = self._unreduced(experts), self._reduce_buffer(experts)
+        alone = shards == 1 and buffer > 0
+        return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * (1 + alone)
 
     def _unreduced(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
