@@ -100,7 +100,14 @@ class Case:
     def overrides(self, cluster: Sequence[str]) -> list[str]:
         """Return the command line."""
         length = (f"training.seq_len={self.length}", f"training.global_batch={TOKENS}")
-        return [*BASE, *MODELS[self.model], *length, *f"parallelism={self.layout}".split(), f"memory={self.mode}", *cluster]
+        return [
+            *BASE,
+            *MODELS[self.model],
+            *length,
+            *f"parallelism={self.layout}".split(),
+            f"memory={self.mode}",
+            *cluster,
+        ]
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,11 @@ HEADER = f"{'case':<32}{'step seconds':>17} {'error':>7} {'peak GiB':>15} {'erro
 
 
 def matrix() -> Iterator[Case]:
-    """Yield the cases: every layout with every dense model and length, each memory mode once per layout and model, and
-    models with experts."""
+    """Yield the cases.
+
+    Every layout has every dense model and length; each memory mode comes once per layout and model; models with
+    experts come last.
+    """
     layouts = (*TWO, *FOUR)
     for model, length, layout in itertools.product(DENSE, LENGTHS, layouts):
         yield Case(model, length, layout, "none")
