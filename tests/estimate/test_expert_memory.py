@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.estimate.test_memory import CLOSE, traced
+from tests.support.ranks import run_ranks
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
+from titan.estimate.traced.memory import peak
 from titan.run.compose import composed
 from titan.run.run import Run
+from titan.training.trace.ranks import rank_trace
 
 SHAPES = {
     "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",
@@ -123,3 +126,14 @@ def test_norms_as_gpus_compute_them(model: str) -> None:
 def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
     estimated, found = both(with_two_kinds(run(shape, *more.split()), dense))
     assert estimated == pytest.approx(found, rel=CLOSE)
+
+
+def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
+    common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
+    one = composed([*common, "parallelism=single"], elsewhere=True)
+    assert one.training.attention == "flex"
+    assert run_ranks(_traces, 1, one, joined=False, timeout=120) == [True]
+
+
+def _traces(_: int, __: int, one: Run) -> bool:
+    return peak(rank_trace(one, 0).events).bytes > 0
