@@ -215,9 +215,8 @@ def moe_block(
     """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
 
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
-    input, scores, the experts in order of their scores, and the weights of the chosen ones; per chosen expert: the
-    places before and after sorting, the sorted row, what SwiGLU saves, and the output in float32, which the gradient of
-    its weight needs.
+    input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
+    sorted row, what SwiGLU saves, and the output, which the gradient of its weight needs.
 
     Args:
         share: the part that the rank computes.
@@ -232,8 +231,8 @@ def moe_block(
     c, s = share.bytes, share.between
     rows, gradient = chosen * s, c * dim * s
     norms = 2 * share.norm(dim) * s + c * dim * share.tokens
-    router = ((c if share.compiled else 4) * dim + 4 * experts + INDEX_BYTES * experts + 8 * chosen + 4) * s
-    weighed = (c if share.compiled else 4) * dim * rows
+    router = ((c if share.compiled else 4) * dim + 4 * experts + (INDEX_BYTES + 8) * chosen + 4) * s
+    weighed = c * dim * rows
     gates = (3 if share.compiled else 4) * c * width * rows
     places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
     kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed
