@@ -124,3 +124,14 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) ->
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     layout = composed(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [(), LAYOUTS["ep"]], ids=["single", "ep"])
+def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
+    losses = []
+    for name, how in (("eager", ("compile=off",)), ("compiled", ("compile=block", "compile.backend=aot_eager"))):
+        run = tiny(tmp_path / name, *MODELS["qwen3_moe"], *layout, *how, "checkpoint=off")
+        train(run)
+        losses.append([line["loss"] for line in steps(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
