@@ -133,3 +133,17 @@ def test_a_capacity_drops_later_tokens_and_choices() -> None:
     assert counted[-1] == sum(max(0, n - 15) for n in places.values()) > 0
     layer.balance = Balance(8, (), capacity=8.0)
     torch.testing.assert_close(layer(x)[0], mixture()(x)[0])
+
+
+def test_no_whole_order_and_no_copy_in_float32_is_saved() -> None:
+    layer, saved = mixture(), list[tuple[torch.dtype, int]]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append((tensor.dtype, tensor.untyped_storage().nbytes() // tensor.element_size()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(1, 40, 16, dtype=torch.bfloat16, requires_grad=True))
+    assert max(size for dtype, size in saved if dtype == torch.int64) == 40 * 3
+    assert (torch.float32, 40 * 3 * 16) not in saved
+    assert (torch.bfloat16, 40 * 3 * 16) in saved

@@ -144,3 +144,14 @@ def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
 )
 def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...], expert: int) -> None:
     assert composed(["model=qwen3_moe_debug", *settings], elsewhere=True).layout.expert == expert
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [(), LAYOUTS["ep"]], ids=["single", "ep"])
+def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
+    losses = []
+    for name, how in (("eager", ("compile=off",)), ("compiled", ("compile=block", "compile.backend=aot_eager"))):
+        run = tiny(tmp_path / name, *MODELS["qwen3_moe"], *layout, *how, "checkpoint=off")
+        train(run)
+        losses.append([line["loss"] for line in steps(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -290,10 +290,9 @@ def moe_block(
     """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
 
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
-    input, scores, the experts in order of their scores, and the weights of the chosen ones; per chosen expert: the
-    places before and after sorting, the sorted row, what SwiGLU saves, and the output in float32, which the gradient of
-    its weight needs; the gradient of a score that scales inputs needs these instead. Backward computes shared experts
-    first.
+    input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
+    sorted row, what SwiGLU saves, and the output, which the gradient of its weight needs; the gradient of a score that
+    scales inputs needs these instead. Backward computes shared experts first.
 
     Args:
         share: the part that the rank computes.
@@ -306,10 +305,10 @@ def moe_block(
     rows, gradient = experts.chosen * s, c * dim * s
     each = Part(0.0, 0.0, 0.0, 0) if shared is None else shared.part(share, dim)
     norms = 2 * share.norm(dim) * s + c * dim * share.tokens
-    router = ((c if share.compiled else 4) * dim + (4 + INDEX_BYTES) * experts.total + 8 * experts.chosen + 4) * s
+    router = ((c if share.compiled else 4) * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.chosen + 4) * s
     if c < 4 and not share.compiled and (inputs or (shared is not None and not shared.gathers(share))):
         router += c * dim * s  # the input, not only in float32
-    weighed = 0.0 if inputs else (c if share.compiled else 4) * dim * rows
+    weighed = 0.0 if inputs else c * dim * rows
     gates = (3 if share.compiled else 4) * c * width * rows
     places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
     kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed + each.kept

@@ -40,7 +40,8 @@ class Route(NamedTuple):
 
 def largest(scores: Tensor, count: int) -> Tensor:
     """Return the indices [..., count] of the largest of [..., E], the smaller index first where they are equal."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()  # a view, which autograd saves, would keep the whole order
 
 
 class Router(nn.Module):
@@ -277,8 +278,27 @@ class MixtureOfExperts(nn.Module):
         shape = *weights.shape, x.shape[-1]
         if self.scale_inputs:
             x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.reshape(-1, 1)
-        each = self.dispatch(x, experts, self.router.experts, self.experts).view(shape).float()
-        return (each if self.scale_inputs else each * weights[..., None]).sum(-2).to(x.dtype)
+        each = self.dispatch(x, experts, self.router.experts, self.experts).view(shape)
+        if self.scale_inputs:
+            return each.float().sum(-2).to(x.dtype)
+        out: Tensor = _WeightedSum.apply(each, weights)  # type: ignore[no-untyped-call]
+        return out.to(x.dtype)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Sums [N, K, D] times weights float32 [N, K] in float32, and saves them as they are, not in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, each: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(each, weights)
+        return (each.float() * weights[..., None]).sum(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        each, weights = ctx.saved_tensors
+        grad = grads[0][:, None]
+        of_weights = (grad * each.float()).sum(-1)  # first, while its float32 copies are the only ones
+        return (grad * weights[..., None]).to(each.dtype), of_weights
 
 
 class MoeBlock(Block):

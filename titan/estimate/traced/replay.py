@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 STREAMS = {
     "tensor": "tensor parallelism", "context": "context parallelism", "pipeline": "pipeline transfers",
+    "expert": "expert parallelism",
 }  # fmt: skip
 """What a wait for a stream's collective goes to; all others are weights and gradients."""
 
@@ -141,6 +142,7 @@ class Pricing:
             eight_bit = any(sides <= set(event.shape) for sides in self.eight_bit)
             m, n, k = event.shape
             seconds = operations.matmul(m, n, k, self.speeds, eight_bit=eight_bit)
+            seconds *= operations.GROUPED if "grouped" in event.name else 1.0
             if eight_bit:
                 seconds *= operations.ROWWISE if self.recipe.precision.rowwise else 1.0
                 factor = 1.0 if self.compiled else self.speeds.eager
@@ -167,6 +169,8 @@ class Pricing:
             return "recomputation"
         if not event.shape:
             return "memory-bound"
+        if "grouped" in event.name:
+            return "experts"
         return "matmuls" if len(event.shape) == MATMUL else "attention"
 
 

@@ -21,6 +21,8 @@ ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empt
 """Operations that allocate memory and compute nothing."""
 MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 """Matmuls, with the position of their first factor."""
+GROUPED = ("titan::grouped_product", "titan::low_grouped_product", "titan::grouped_weight_grad")
+"""Products of rows with the weights of their experts, and the gradients of these."""
 COLLECTIVES = {
     "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter", "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all", "broadcast": "all-gather",
@@ -201,6 +203,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.add("collective", name=kind, size=size, shape=shape)
             return -1
         stream = self.groups.get(str(ranks), "other")
+        if kind == "all-to-all" and stream != "context":
+            stream = "expert"
         issued, done = self.next_key(), self.next_key()
         self.add("record", key=issued)
         self.add("wait", key=issued, stream=stream)
@@ -233,6 +237,12 @@ def _shape(name: str, args: Any) -> tuple[int, ...]:
         a, b = args[MATMULS[name]], args[MATMULS[name] + 1]
         batch = a.shape[0] if a.dim() == 3 else 1
         return (batch * a.shape[-2], b.shape[-1], a.shape[-1])
+    if name in GROUPED:
+        x, other = args[:2]
+        return (other.shape[1], x.shape[1], x.shape[0]) if other.dim() == 2 else (x.shape[0], *other.shape[1:])
+    if name == "titan::low_grouped_grads":  # both gradients
+        x, weight = args[:2]
+        return (2 * x.shape[0], *weight.shape[1:])
     if "attention" in name:
         four = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim() >= 4]
         backward = "backward" in name
