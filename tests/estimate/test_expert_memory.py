@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.estimate.test_memory import CLOSE, traced
+from tests.support.ranks import run_ranks
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
+from titan.estimate.traced.memory import peak
 from titan.run.compose import composed
 from titan.run.run import Run
+from titan.training.trace.ranks import rank_trace
 
 SHAPES = {
     "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",
@@ -19,16 +22,16 @@ SHAPES = {
 """Models and batches whose peak is in the activations of experts, their weights and gradients, or both."""
 
 
-def run(shape: str, *more: str) -> Run:
+def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
     """A composed run on any number of ranks."""
-    common = ("model=qwen3_moe_debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
+    common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
     return composed([*common, *SHAPES[shape].split(), *more])
 
 
-def both(one: Run, rank: int = 0) -> tuple[float, float]:
+def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
     """Bytes that are estimated for a rank, and its traced peak."""
     stage = one.layout.coordinates(rank)["pipeline"]
-    return memory.peaks(one, one.layout, one.microbatches, "cpu")[stage].bytes, traced(one, rank).bytes
+    return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device).bytes
 
 
 CASES = [
@@ -67,6 +70,50 @@ def test_experts(shape: str, more: str) -> None:
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
+FAMILIES = ("deepseek_v3_debug", "llama4_debug")
+FAMILY_CASES = [
+    ("tokens", "precision=bf16"),
+    ("tokens", "precision=fp32"),
+    ("tokens", "precision=bf16 memory=full"),
+    ("tokens", "precision=bf16 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=tp"),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false"),
+    ("tokens", "precision=bf16 parallelism=cp"),
+    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full"),
+    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=fsdp dataset.mask_documents=true"),
+    ("experts", "precision=bf16 parallelism=fsdp memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
+]
+FAMILY_QUICK = ("deepseek_v3_debug", "precision=bf16 parallelism=tp")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "more"),
+    [
+        pytest.param(
+            model, shape, more,
+            id=f"{model}-{shape}-{more.replace(' ', '-')}",
+            marks=() if (model, more) == FAMILY_QUICK else pytest.mark.full,
+        )
+        for model in FAMILIES
+        for shape, more in FAMILY_CASES
+    ],
+)  # fmt: skip
+def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
+    chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
+    estimated, found = both(run(shape, *chosen, *more.split(), model=model))
+    assert estimated == pytest.approx(found, rel=CLOSE)
+
+
+@pytest.mark.parametrize("model", [pytest.param(FAMILIES[0], marks=pytest.mark.full), FAMILIES[1]])
+def test_norms_as_gpus_compute_them(model: str) -> None:
+    chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
+    estimated, found = both(run("tokens", "precision=bf16", *chosen, model=model), device="cuda")
+    assert estimated == pytest.approx(found, rel=CLOSE)
+
+
 @pytest.mark.parametrize(
     ("shape", "dense", "more"),
     [
@@ -79,3 +126,14 @@ def test_experts(shape: str, more: str) -> None:
 def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
     estimated, found = both(with_two_kinds(run(shape, *more.split()), dense))
     assert estimated == pytest.approx(found, rel=CLOSE)
+
+
+def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
+    common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
+    one = composed([*common, "parallelism=single"], elsewhere=True)
+    assert one.training.attention == "flex"
+    assert run_ranks(_traces, 1, one, joined=False, timeout=120) == [True]
+
+
+def _traces(_: int, __: int, one: Run) -> bool:
+    return peak(rank_trace(one, 0).events).bytes > 0

@@ -21,7 +21,8 @@ from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy,
 from titan.memory.schema import Memory
 from titan.model import init_weights
 from titan.model.activations import RankPart
-from titan.model.schema import Llama
+from titan.model.schema import Decoder, Llama
+from titan.model.schema_moe import Qwen3Moe
 from titan.parallelism import tensor
 from titan.training.train_step import Stage
 
@@ -36,9 +37,9 @@ MODES = [
 ]
 
 
-def stage(how: Memory = NONE, compute: torch.dtype = torch.float32) -> Stage:
+def stage(how: Memory = NONE, compute: torch.dtype = torch.float32, shape: Decoder = SHAPE) -> Stage:
     with torch.device("meta"):
-        model = SHAPE.build()
+        model: Any = shape.build()
     model.tok_embeddings.dtype = compute  # type: ignore[union-attr]
     checkpoint_blocks(model.blocks(), how)
     init_weights.materialise(model, model.initial(), 1, "cpu")
@@ -226,3 +227,14 @@ def test_a_budget_can_be_chosen_with_a_compiler(tmp_path: Path) -> None:
 def test_refusals(typed: str, wanted: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=wanted):
         tiny(tmp_path, typed)
+
+
+def test_every_other_matmul_of_a_block_with_experts_is_kept() -> None:
+    shape = Qwen3Moe(
+        dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=64, experts=4, chosen_experts=2, expert_ffn=24
+    )
+    loss = stage(Memory("selective"), shape=shape)(*batch())
+    with Watch() as watch:
+        loss.backward()
+    own = 2 * (2 * 5 + 1) + 2 * 3  # backward has two matmuls for each of forward; weights' of experts are another kind
+    assert watch.seen["matmuls"] - own == 2 * 4, "wk, wo, w1 and w2 are computed again"

@@ -20,13 +20,14 @@ from titan.errors import ConfigError
 from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Matmul, Qwen3
 from titan.precision import low_precision
-from titan.precision.low_precision import Scales, _product
+from titan.precision.low_precision import Scales
+from titan.precision.low_precision import product as multiplication
 from titan.precision.schema import Precision, WeightSharding
 from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
-with low_precision._quiet():  # so that ranks need not, each for itself
+with low_precision.quiet():  # so that ranks need not, each for itself
     for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
         importlib.import_module(f"torchao.{name}")
 
@@ -166,7 +167,7 @@ class TestProducts:
         x = (size * torch.randn(64, 32)).bfloat16().requires_grad_()
         w = torch.randn(96, 32, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn(64, 96).bfloat16()
-        out = _product(kind, True)(x, w)
+        out = multiplication(kind, True)(x, w)
         out.backward(g)
         for found, wanted in zip(
             (out.detach(), x.grad, w.grad), expected(kind, x.detach(), w.detach(), g), strict=True
@@ -183,7 +184,7 @@ class TestProducts:
         for emulate in (True, False):
             x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
             w = torch.randn(96, 32, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
-            out = _product(kind, emulate)(x, w)
+            out = multiplication(kind, emulate)(x, w)
             out.float().square().sum().backward()
             results.append((out, x.grad, w.grad))
         for one, other in zip(*results, strict=True):
@@ -194,7 +195,7 @@ class TestProducts:
     def test_a_compiled_product_is_the_same(self, kind: str) -> None:
         torch.manual_seed(0)
         x, w = torch.randn(2, 32, 64).bfloat16(), torch.randn(96, 64).bfloat16()
-        product: Callable[..., Tensor] = _product(kind, True)
+        product: Callable[..., Tensor] = multiplication(kind, True)
         compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
         found = []
         for function in (product, compiled):

@@ -53,7 +53,14 @@ TOKENS = 2048
 MODELS = {
     "narrow": ("model.dim=128", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.ffn=384"),
     "wide": ("model.dim=384", "model.layers=6", "model.heads=6", "model.kv_heads=2", "model.ffn=1024"),
+    "experts": ("model=qwen3_moe_debug",),
+    "latent": ("model=deepseek_v3_debug",),
 }
+DENSE = ("narrow", "wide")
+WITH_EXPERTS = (
+    ("experts", "single"), ("experts", "fsdp"), ("experts", "fsdp parallelism.expert=2"), ("latent", "single"),
+)  # fmt: skip
+"""Models with experts, and their layouts."""
 LENGTHS = (128, 256, 512)
 TWO = ("single", "ddp", "fsdp", "tp", "pp", "cp")
 FOUR = ("hsdp", "fsdp_tp", "fsdp_pp", "fsdp_cp")
@@ -93,7 +100,14 @@ class Case:
     def overrides(self, cluster: Sequence[str]) -> list[str]:
         """Return the command line."""
         length = (f"training.seq_len={self.length}", f"training.global_batch={TOKENS}")
-        return [*BASE, *MODELS[self.model], *length, f"parallelism={self.layout}", f"memory={self.mode}", *cluster]
+        return [
+            *BASE,
+            *MODELS[self.model],
+            *length,
+            *f"parallelism={self.layout}".split(),
+            f"memory={self.mode}",
+            *cluster,
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,13 +146,19 @@ HEADER = f"{'case':<32}{'step seconds':>17} {'error':>7} {'peak GiB':>15} {'erro
 
 
 def matrix() -> Iterator[Case]:
-    """Yield the cases: every layout with every model and length, and each memory mode once per layout and model."""
+    """Yield the cases.
+
+    Every layout has every dense model and length; each memory mode comes once per layout and model; models with
+    experts come last.
+    """
     layouts = (*TWO, *FOUR)
-    for model, length, layout in itertools.product(MODELS, LENGTHS, layouts):
+    for model, length, layout in itertools.product(DENSE, LENGTHS, layouts):
         yield Case(model, length, layout, "none")
     for number, (layout, mode) in enumerate(itertools.product(layouts, MODES)):
-        model = list(MODELS)[number // 2 % 2]
+        model = DENSE[number // 2 % 2]
         yield Case(model, LENGTHS[number // 4 % 3], layout, mode)
+    for model, layout in WITH_EXPERTS:
+        yield Case(model, 256, layout, "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.estimate import operations
 from titan.estimate.operations import Speeds, collective
-from titan.estimate.rank_sizes import rank_rows, weight_sharding
+from titan.estimate.rank_sizes import block_elements, rank_rows, weight_sharding
 from titan.estimate.roofline import elementwise_bytes, routing_bytes
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class RankWork:
 
     def matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
-        shape = sizes(self.tokens, layer.part(self.tensor), part)
+        tokens = self.tokens * layer.share(self.sequence_parallel_ranks())
+        shape = sizes(tokens, layer.part(self.tensor), part)
         eight = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
         seconds = operations.matmul(*shape, self.speeds, eight_bit=eight)
         if eight:
@@ -197,7 +198,7 @@ class BlockTime:
         memory, work = self.rank.recipe.memory, Parts()
         if memory.checkpointing == "none":
             return Pass(work, 0)
-        names = [name for name in self.layers if name != "feed_forward.w2"]
+        names = [name for name in self.layers if not name.endswith(".w2")]
         whole = memory.checkpointing in ("full", "every_n")
         again = names if whole else names[1::2]
         if memory.checkpointing == "budget":
@@ -208,7 +209,7 @@ class BlockTime:
             return Pass(work, 0)
         work["matmuls"] = sum(self._matmul(name, self.layers[name], "forward") for name in again)
         work["memory-bound"] = self.forward.work["memory-bound"]
-        work["experts"] = self._experts("forward")  # selective checkpointing saves none of their results
+        work["experts"] = self._experts("forward") * (1 if whole else 2 / 3)  # one of w1 and w3 is saved
         if whole:
             work["attention"] = self._attention[0]
             work["expert parallelism"] = 2 * self._exchange_rows()
@@ -241,6 +242,8 @@ class BlockTime:
     def _attention(self) -> tuple[float, float]:
         rank, model = self.rank, self.rank.model
         length, heads = rank.recipe.training.seq_len, model.heads / rank.tensor
+        if rank.recipe.training.attention == "flex":  # only it skips what a mask of chunks hides
+            length = int(model.attention_span(length, self.layer))
         return operations.attention(rank.tokens, length, heads, model.head_size, rank.speeds)
 
     def _elementwise(self, part: str) -> float:
@@ -328,8 +331,10 @@ class BlockTime:
         sharding = weight_sharding(self.rank.recipe.parallelism, layout)
         used = precision.used_bytes({f"layers.{self.layer}.{name}": m for name, m in self.stored.items()}, sharding)
         experts = self._of_experts / layout.expert
-        dense = model.block_parameters(self.layer) - self._of_experts
-        return Weights(used / layout.tensor, 4 * dense / layout.tensor, precision.bytes * experts, 4 * experts)
+        dense = block_elements(model, self.layer, layout.tensor)
+        return Weights(
+            used, 4 * (dense.matrices + dense.vectors), precision.bytes * experts, 4 * experts, 4 * dense.whole
+        )
 
     @cached_property
     def gather(self) -> float:
@@ -338,12 +343,11 @@ class BlockTime:
 
     @cached_property
     def reduce(self) -> float:
-        """The time to reduce its gradients, those of experts over tensor ranks too where these have the same ones."""
+        """The time to reduce its gradients, those of whole matrices over tensor ranks too."""
         seconds = self._collective(self.rank.reduce, self.bytes.reduced, self.bytes.experts_reduced)
-        if self.rank.layout.expert > 1 or not self.experts:
-            return seconds
-        size = self.bytes.experts_reduced / (self.rank.layout.sharded if self.rank.fsdp else 1)
-        return seconds + collective("all-reduce", size, self.rank.tensor, 1, self.rank.speeds)
+        whole = self.bytes.whole + self.bytes.experts_reduced * (self.rank.layout.expert == 1)
+        size = whole / (self.rank.layout.sharded if self.rank.fsdp else 1)
+        return seconds + (collective("all-reduce", size, self.rank.tensor, 1, self.rank.speeds) if whole else 0.0)
 
     def _collective(self, of: Callable[..., float], dense: float, experts: float) -> float:
         if not self.experts or self.rank.layout.expert == 1:
@@ -352,12 +356,14 @@ class BlockTime:
 
 
 class Weights(NamedTuple):
-    """Bytes of a block's weights as gathered and of its gradients as reduced, and the same of its experts."""
+    """Bytes of a block's weights as gathered and of its gradients as reduced, the same of its experts, and of the
+    gradients of other matrices that each tensor rank has as a whole."""
 
     gathered: float
     reduced: float
     experts_gathered: float
     experts_reduced: float
+    whole: float
 
 
 @lru_cache(256)
@@ -373,7 +379,7 @@ def _merged(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
     for first, *others in (
         ("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"),
     ):  # fmt: skip
-        if first not in merged:
+        if not merged.keys() >= {first, *others}:
             continue
         outputs = sum(merged.pop(name).outputs for name in others)
         merged[first] = merged[first]._replace(outputs=merged[first].outputs + outputs)

@@ -334,12 +334,13 @@ class _RankMemory(RankSizes):
                 )
             if block.apart:  # reduced while the rest of the block is still to come
                 again = block.whole - self._saved_by_blocks(left[-1:]) - block.activations.routed
+                computed, buffers = self._reduction_of_experts(left[-1])
                 yield base.plus(
                     f"gradients of the experts of block {left[-1]}",
                     activations=others + again + self.input,
-                    gradients=gradients + self._unreduced(block.experts) + self._reduced_experts(left[-1]),
+                    gradients=gradients + computed,
                     gathered=max(0.0, two - sum(self.of(layer).apart for layer in left[-2:])),
-                    communication=self._reduce_buffer(block.experts),
+                    communication=buffers,
                 )
             ended = base.plus(
                 f"gradients of block {left[-1]}",

@@ -104,6 +104,32 @@ def block_groups(model: Decoder, layers: range, every: int = 0) -> tuple[Group, 
     )
 
 
+class BlockElements(NamedTuple):
+    """Elements of a block's weights on a tensor-parallel rank.
+
+    Attributes:
+        matrices: in its matrices but those of experts.
+        whole: those of them that each rank has as a whole.
+        vectors: in its norms, which are whole.
+        experts: of all experts, which no tensor parallelism splits.
+    """
+
+    matrices: int
+    whole: int
+    vectors: int
+    experts: int
+
+
+@lru_cache(256)
+def block_elements(model: Decoder, layer: int, tensor: int) -> BlockElements:
+    """Return how many elements of a block's weights a tensor-parallel rank has, before FSDP shards them."""
+    matmuls, experts = model.block_matmuls(layer).values(), model.expert_parameters(layer)
+    router = model.block_matmul_parameters(layer) - sum(matmul.size for matmul in matmuls) - experts
+    whole = router + sum(matmul.size for matmul in matmuls if matmul.part(2).size == matmul.size)
+    vectors = model.block_parameters(layer) - model.block_matmul_parameters(layer)
+    return BlockElements(router + sum(m.part(tensor).size for m in matmuls), whole, vectors, experts)
+
+
 class RankSizes:
     """The sizes of one rank in bytes, after tensor parallelism, FSDP and offloading."""
 
@@ -159,16 +185,16 @@ class RankSizes:
 
     def _block_sizes(self, layer: int) -> BlockSizes:
         model, tensor = self.recipe.model, self.layout.tensor
-        whole, divided = model.expert_parameters(layer), self.layout.expert > 1
-        experts = whole / self.layout.expert
+        divided, weights = self.layout.expert > 1, block_elements(model, layer, tensor)
+        experts = weights.experts / self.layout.expert
         dense, used = _used_by_block(model, layer, self.recipe.precision, self.sharding)
         used = self.recipe.precision.bytes * experts if divided else used
         return BlockSizes(
             model.block_activations(self.share, self._context_parallel_bytes(), layer),
-            elements=(model.block_parameters(layer) - whole) / tensor + experts,
+            elements=weights.matrices + weights.vectors + experts,
             experts=experts,
-            matrices=(model.block_matmul_parameters(layer) - whole) / tensor + experts,
-            first=experts / 3 or LARGEST_WEIGHT * model.block_parameters(layer) / tensor,
+            matrices=weights.matrices + experts,
+            first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
             gathered=dense * self.fsdp + used * (self.fsdp or divided),
             casts=dense * (not self.fsdp) + used * (not self.fsdp and not divided),
             apart=used if divided else 0.0,
@@ -188,7 +214,7 @@ class RankSizes:
         model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
-        self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
+        self.head_elements = 0.0 if self._tied() or not last else model.vocab * model.dim / tensor + model.dim
         blocks = self.on_rank(lambda block: block.elements)
         self.elements = blocks + self.embedding_elements + self.head_elements
 
@@ -226,7 +252,7 @@ class RankSizes:
         matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             for name, matmul in model.block_matmuls(layer).items():
-                matrices[f"layers.{layer}.{name}"] = matmul.inputs * matmul.outputs / tensor
+                matrices[f"layers.{layer}.{name}"] = float(matmul.part(tensor).size)
             for name in (experts := model.expert_matmuls(layer)):
                 matrices[f"layers.{layer}.{name}"] = self.of(layer).experts / len(experts)
         shards = shards_of(matrices, groups, self.layout)
@@ -249,7 +275,7 @@ class RankSizes:
     def _size_ends(self) -> None:
         """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
         head = Matmul(self.recipe.model.dim, self.recipe.model.vocab)
-        used = self.recipe.precision.used_bytes({"head": head}, self.sharding) / self.layout.tensor
+        used = float(self.recipe.precision.used_bytes({"head": head}, self.sharding))
         used = used if any(stage.last for stage in self.stages.values()) else 0.0
         self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
         self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
@@ -321,13 +347,18 @@ class RankSizes:
         return ContextBytes(kept, each * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
 
     def _attention_mask(self) -> float:
-        """Return the bytes of a micro-batch's document mask [T, T]; ring attention and FlexAttention have none."""
+        """Return the bytes of a micro-batch's masks [T, T]; ring attention and FlexAttention have none.
+
+        One is of documents in each row; one of chunks too, which without documents is the same for all rows.
+        """
         recipe, layout = self.recipe, self.layout
         method = recipe.parallelism.context_method if layout.context > 1 else ""
-        if not recipe.dataset.mask_documents or recipe.training.attention == "flex" or method == "ring":
+        if recipe.training.attention == "flex" or method == "ring":
             return 0.0
-        rows = layout.context if method == "ulysses" else 1
-        return float(self.share.bytes * self.tokens * recipe.training.seq_len * rows)
+        length, ranks = recipe.training.seq_len, 1 if method == "ulysses" else layout.context
+        one = self.share.bytes * length * math.ceil(length / ranks)
+        rows = math.ceil(self.tokens * layout.context / length) if recipe.dataset.mask_documents else 0
+        return float(one * (rows + max(1, rows) * recipe.model.masked(length)))
 
     # ---- weights and gradients ----
 
@@ -399,9 +430,15 @@ class RankSizes:
         """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
         return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
 
-    def _reduced_experts(self, layer: int) -> float:
-        """Return the bytes of the output when the gradients of a block's experts are reduced: few ranks share them."""
-        return REDUCE_BYTES * self.of(layer).experts / self._shards_of_experts(layer)
+    def _reduction_of_experts(self, layer: int) -> tuple[float, float]:
+        """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
+
+        On a single rank FSDP divides the input into a copy, when only one of the weights' gradients is left.
+        """
+        experts, shards = self.of(layer).experts, self._shards_of_experts(layer)
+        unreduced, buffer = self._unreduced(experts), self._reduce_buffer(experts)
+        alone = shards == 1 and buffer > 0
+        return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * (1 + alone)
 
     def _unreduced(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
@@ -421,7 +458,7 @@ def _used_by_block(model: Decoder, layer: int, precision: Precision, sharding: W
     experts = model.expert_parameters(layer)
     router = model.block_matmul_parameters(layer) - linear - experts
     cast = precision.bytes if sharding.sharded > 1 or precision.bytes < precision.weight_bytes else 0
-    return precision.used_bytes(matmuls, sharding) / sharding.tensor + cast * router, float(cast * experts)
+    return precision.used_bytes(matmuls, sharding) + cast * router, float(cast * experts)
 
 
 @lru_cache(256)

@@ -179,7 +179,7 @@ def elementwise_bytes(
         layer: the block.
     """
     width = sum(m.outputs for name, m in model.block_matmuls(layer).items() if name.endswith(".w1"))
-    rotated = 2 * model.head_size * (model.heads + model.kv_heads)
+    rotated = model.attention_elements(layer)
     stream, gate = (8, 3) if part == "forward" else (8, 5)
     return element * (stream * model.dim / sequence + (rotated + gate * width) / tensor)
 

@@ -16,13 +16,14 @@ from torch.utils.checkpoint import (
 )
 
 from titan.memory.schema import Memory
+from titan.model.experts import ExpertLinear, Router
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-)
-"""Matmuls: selective checkpointing saves the results of every other one."""
+) | {"titan::grouped_product", "titan::low_grouped_product"}
+"""Matmuls: selective checkpointing saves the results of every other one. A product of all experts is one."""
 
 
 ATTENTION = frozenset(
@@ -78,7 +79,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 
 
 def _count_matmuls(block: nn.Module) -> int:
     """Return the number of matmuls in a forward pass of a block."""
-    return sum(isinstance(module, nn.Linear) for module in block.modules())
+    return sum(isinstance(module, nn.Linear | Router | ExpertLinear) for module in block.modules())
 
 
 def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ steps. T tokens of a micro-batch, D hidden width, F feed-forward width, V vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -24,7 +24,7 @@ class RankPart:
         expert: ranks that share experts; each computes as many rows as it has, if the load is even.
     """
 
-    tokens: int
+    tokens: float
     bytes: int
     tensor: int = 1
     sequence: bool = True
@@ -38,6 +38,11 @@ class RankPart:
         return self.tokens / self.tensor if self.sequence else self.tokens
 
     @property
+    def alone(self) -> RankPart:
+        """The part of layers that are not split over tensor ranks, which compute their tokens between regions."""
+        return replace(self, tokens=self.between, tensor=1)
+
+    @property
     def norms_fused(self) -> bool:
         """Whether no float32 copy of a norm's input is saved."""
         return self.fused or self.compiled
@@ -45,6 +50,10 @@ class RankPart:
     def norm(self, width: float) -> float:
         """Return bytes per token that autograd saves of an RMSNorm over `width` elements, without its output."""
         return (self.bytes * width if self.norms_fused else 8 * width) + 4
+
+    def unweighted_norm(self, width: float, heads: float) -> float:
+        """Return the same of norms without a weight of so many heads, which are `width` elements together."""
+        return (self.bytes if self.norms_fused else 4) * width + 4 * heads
 
     def norm_backward(self, width: float) -> float:
         """Return bytes per token that its backward pass needs in addition."""
@@ -121,11 +130,13 @@ class Part(NamedTuple):
         kept: saved without checkpointing.
         selective: saved with selective checkpointing.
         outputs: gradients of the outputs of its linear layers.
+        matmuls: so many linear layers; selective checkpointing saves every other one's results.
     """
 
     kept: float
     selective: float
     outputs: float
+    matmuls: int
 
 
 def attention(
@@ -153,7 +164,42 @@ def attention(
     if head_norms:
         kept += n * (share.norm(q) + share.norm(k))
     selective = (c * (q + k + q) + 4 * heads / t + context.selective) * n + _reduced(share, dim)
-    return Part(kept, selective, c * (q + 2 * k + dim) * n)
+    return Part(kept, selective, c * (q + 2 * k + dim) * n, 4)
+
+
+def latent_attention(
+    share: RankPart,
+    dim: int,
+    heads: int,
+    widths: tuple[int, int, int],
+    latents: tuple[int | None, int],
+    context: ContextBytes = NO_CONTEXT,
+) -> Part:
+    """Return the activation memory of latent attention (`titan.model.latent_attention`).
+
+    Saved are latents and their norms, which are whole on each tensor rank; queries, keys, values that are padded to the
+    width of keys, the output, its log-sum-exp, and the output without the padding.
+
+    Args:
+        share: the part that the rank computes.
+        dim: D.
+        heads: of queries, keys and values.
+        widths: of a head: of its part without position, of its rotated part, and of its values.
+        latents: widths of the latent of queries, None: there is none, and of that of keys and values.
+        context: what context parallelism adds.
+    """
+    c, n, own = share.bytes, share.tokens, heads / share.tensor
+    (plain, rotated, values), (rank, latent) = widths, latents
+    of_queries = 0.0 if rank is None else share.norm(rank) + c * rank
+    beside = c * rotated if share.norms_fused or c == 4 else 0.0  # the norm's input is a view of both
+    of_latents = of_queries + share.norm(latent) + c * latent + beside
+    width = plain + rotated
+    unpadded = c * values * own if values < width else 0.0
+    kept = of_latents + 4 * c * width * own + 4 * own + unpadded + context.kept
+    queries = [width * own] if rank is None else [rank, width * own]
+    linear = [*queries, latent + rotated, (plain + values) * own, dim]
+    selective = c * (sum(linear[::2]) + width * own) + 4 * own + context.selective
+    return Part(kept * n, selective * n + _reduced(share, dim), c * sum(linear) * n, len(linear))
 
 
 def swiglu(share: RankPart, dim: int, ffn: int) -> Part:
@@ -168,7 +214,28 @@ def swiglu(share: RankPart, dim: int, ffn: int) -> Part:
     """
     c, n, f = share.bytes, share.tokens, ffn / share.tensor
     kept = (3 if share.compiled else 4) * c * f * n
-    return Part(kept, c * f * n + _reduced(share, dim), c * (2 * f + dim) * n)
+    return Part(kept, c * f * n + _reduced(share, dim), c * (2 * f + dim) * n, 3)
+
+
+class SharedExperts(NamedTuple):
+    """Experts that compute every token, as one feed-forward layer.
+
+    Attributes:
+        width: their F together.
+        split: whether tensor ranks split it; else each has it as a whole, for its tokens between regions.
+    """
+
+    width: int
+    split: bool
+
+    def gathers(self, share: RankPart) -> bool:
+        """Return whether their input is gathered from tensor ranks."""
+        return self.split and share.tensor > 1 and share.sequence
+
+    def part(self, share: RankPart, dim: int) -> Part:
+        """Return their activation memory, with their input where it is gathered."""
+        found = swiglu(share if self.split else share.alone, dim, self.width)
+        return found._replace(kept=found.kept + share.bytes * dim * share.tokens * self.gathers(share))
 
 
 def _reduced(share: RankPart, dim: int) -> float:
@@ -201,44 +268,65 @@ def block(share: RankPart, dim: int, attention: Part, ffn: int) -> Block:
     )
 
 
+class RoutedExperts(NamedTuple):
+    """Experts that compute the tokens which a router sends to them.
+
+    Attributes:
+        total: E.
+        chosen: K.
+        width: F.
+        scale_inputs: whether scores scale their inputs, not their outputs.
+    """
+
+    total: int
+    chosen: int
+    width: int
+    scale_inputs: bool = False
+
+
 def moe_block(
-    share: RankPart, dim: int, attention: Part, *, experts: int, chosen: int, width: int, shared: int = 0
+    share: RankPart, dim: int, attention: Part, experts: RoutedExperts, shared: SharedExperts | None = None
 ) -> Block:
     """Return the activation memory of a pre-norm block of attention and a mixture of experts (`titan.model.experts`).
 
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
     input, scores, the experts in order of their scores, and the weights of the chosen ones; per chosen expert: the
     places before and after sorting, the sorted row, what SwiGLU saves, and the output in float32, which the gradient of
-    its weight needs.
+    its weight needs; the gradient of a score that scales inputs needs these instead. Backward computes shared experts
+    first.
 
     Args:
         share: the part that the rank computes.
         dim: D.
         attention: the block's attention.
-        experts: E.
-        chosen: K.
-        width: F of an expert.
-        shared: F of the experts that compute every token, together.
+        experts: those of some tokens.
+        shared: those of every token.
     """
-    c, s = share.bytes, share.between
-    rows, gradient = chosen * s, c * dim * s
+    c, s, width, inputs = share.bytes, share.between, experts.width, experts.scale_inputs
+    rows, gradient = experts.chosen * s, c * dim * s
+    each = Part(0.0, 0.0, 0.0, 0) if shared is None else shared.part(share, dim)
     norms = 2 * share.norm(dim) * s + c * dim * share.tokens
-    router = ((c if share.compiled else 4) * dim + 4 * experts + INDEX_BYTES * experts + 8 * chosen + 4) * s
-    weighed = (c if share.compiled else 4) * dim * rows
+    router = ((c if share.compiled else 4) * dim + (4 + INDEX_BYTES) * experts.total + 8 * experts.chosen + 4) * s
+    if c < 4 and not share.compiled and (inputs or (shared is not None and not shared.gathers(share))):
+        router += c * dim * s  # the input, not only in float32
+    weighed = 0.0 if inputs else (c if share.compiled else 4) * dim * rows
     gates = (3 if share.compiled else 4) * c * width * rows
     places = (2 if share.expert == 1 else 4) * INDEX_BYTES * rows
-    kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed
+    kept = norms + attention.kept + router + places + c * dim * rows + gates + weighed + each.kept
     exchanged = 2 * c * dim * rows if share.expert > 1 else 0.0
-    selective = gradient + attention.selective + 4 * experts * s + exchanged
+    scores = 4 * experts.total * s
+    # every other matmul, of the router, w1, w3, w2 and the shared experts in this order
+    saved = scores if attention.matmuls % 2 == 0 else c * dim * rows if shared is not None else 0.0
+    selective = gradient + attention.selective + saved + c * width * rows + exchanged + each.selective
+    done = gradient * (shared is not None) - each.kept
     of_sum = (0 if c == 4 else 4) * dim * s
-    routing = gradient + of_sum + (c * dim if share.compiled else 8 * dim) * rows
-    backward = gradient + c * (2 * width + dim) * rows - weighed
-    outputs = attention.outputs + c * (2 * width + dim) * rows + 4 * experts * s
-    if shared:
-        each = swiglu(share, dim, shared)
-        kept, selective, outputs = kept + each.kept, selective + each.selective, outputs + each.outputs
+    of_rows = (c * dim if share.compiled or inputs else 8 * dim) * rows
+    of_shared = 0.0 if shared is None else c * 2 * shared.width * s
+    routing = max(gradient + of_sum + of_rows + done, gradient + of_shared)
+    backward = gradient + c * (2 * width + dim) * rows - weighed + done
+    outputs = attention.outputs + c * (2 * width + dim) * rows + scores + each.outputs
     received = c * dim * rows + gates
-    routed = received + places + weighed
+    routed = received + places + weighed + each.kept
     return Block(gradient, kept, selective, backward, outputs, routing, received + exchanged, routed)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model import balance
-from titan.model.grouped import grouped_product
+from titan.model.grouped import GroupedProduct, grouped_product
 from titan.model.layers import Block, FeedForward, Use, cast
 
 TINY = 1e-20
@@ -122,10 +122,11 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         self.use: Use = cast
+        self.product: GroupedProduct = grouped_product
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.grouped`."""
-        return grouped_product(x, self.use(self.weight, x.dtype), ends)
+        return self.product(x, self.use(self.weight, x.dtype), ends)
 
 
 class Experts(nn.Module):

@@ -10,12 +10,17 @@ may be below N: rows beyond it are padding, and their results are zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan.model.custom_op import register
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Multiplies rows [N, I], sorted by expert, with weights [E, O, I]; the third argument is `ends`."""
+
 
 ALIGNED = 16
 """Bytes that torch's grouped matmul needs rows to be a multiple of."""
@@ -55,7 +60,7 @@ def kernel_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return `grouped_product` through a matmul per expert."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, (start, end) in enumerate(_ranges(ends)):
+    for expert, (start, end) in enumerate(ranges(ends)):
         if end > start:
             torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
     return out
@@ -74,7 +79,7 @@ def kernel_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 def loop_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the weights through a matmul per expert."""
     out = x.new_zeros(ends.shape[0], grad.shape[-1], x.shape[-1])
-    for expert, (start, end) in enumerate(_ranges(ends)):
+    for expert, (start, end) in enumerate(ranges(ends)):
         if end > start:
             torch.mm(grad[start:end].t(), x[start:end], out=out[expert])
     return out
@@ -86,7 +91,8 @@ def _has_kernel(x: Tensor, inputs: int, outputs: int) -> bool:
     return x.dtype == torch.bfloat16 and aligned and hasattr(torch.nn.functional, "grouped_mm")
 
 
-def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+def ranges(ends: Tensor) -> list[tuple[int, int]]:
+    """Return where the rows of each expert start and end."""
     last = ends.tolist()
     return list(zip([0, *last[:-1]], last, strict=True))
 

@@ -32,6 +32,11 @@ class Matmul(NamedTuple):
     outputs: int
     rowwise: bool = False
 
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
+
     def part(self, tensor: int) -> Matmul:
         """Return the matmul of one of `tensor` tensor-parallel ranks."""
         inputs, outputs = (
@@ -39,15 +44,29 @@ class Matmul(NamedTuple):
         )
         return Matmul(inputs, outputs, self.rowwise)
 
+    def share(self, sequence: int) -> float:
+        """Return the share of a row's tokens that it computes on one of `sequence` ranks with sequence parallelism."""
+        return 1.0
+
 
 class WholeMatmul(Matmul):
-    """A matmul whose weight each tensor-parallel rank has as a whole."""
+    """A matmul whose weight each tensor-parallel rank has as a whole, and applies to all tokens."""
 
     __slots__ = ()
 
     def part(self, tensor: int) -> Matmul:
         """Return the matmul itself."""
         return self
+
+
+class SequenceMatmul(WholeMatmul):
+    """A matmul whose weight each tensor-parallel rank has as a whole, for its part of the sequence."""
+
+    __slots__ = ()
+
+    def share(self, sequence: int) -> float:
+        """Return the share of a row's tokens."""
+        return 1 / sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +188,17 @@ class Decoder:
         order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
         return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
 
+    def matmuls(self) -> dict[str, Matmul]:
+        """Return linear layers and experts, by the name of the module that has one or all of a block's experts."""
+        experts = {
+            f"layers.{layer}.{name}": WholeMatmul(*matmul)
+            for layer in range(self.layers)
+            if self.expert_parameters(layer)
+            for name, matmul in self.expert_matmuls(layer).items()
+        }
+        linear = self.linear_layers()
+        return {name: linear[name] for name in linear if name != "head"} | experts | {"head": linear["head"]}
+
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of a block by the name of their module in it."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -251,6 +281,14 @@ class Decoder:
         """Return FLOPs per token of a block's attention scores and values, forward and backward."""
         return float(12 * self.heads * self.head_size * seq_len)
 
+    def attention_span(self, seq_len: float, layer: int = 0) -> float:
+        """Return the most tokens that one attends to in a block, in rows of a length."""
+        return seq_len
+
+    def attention_elements(self, layer: int = 0) -> int:
+        """Return the elements per token that attention reads and writes beside its matmuls: of rotated heads."""
+        return 2 * self.head_size * (self.heads + self.kv_heads)
+
     def head_flops(self) -> float:
         """Return FLOPs per token of the head, forward and backward."""
         return float(6 * self.vocab * self.dim)
@@ -266,9 +304,9 @@ class Decoder:
 
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
-        return block(share, self.dim, self.attention_activations(share, context), self.ffn)
+        return block(share, self.dim, self.attention_activations(share, context, layer), self.ffn)
 
-    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Part:
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
         """Return the activation memory of a block's attention; see `titan.model.activations.attention`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.schema import WIDEST, Matmul, WholeMatmul
+from titan.model.activations import NO_CONTEXT, ContextBytes, Part, RankPart, latent_attention
+from titan.model.schema import WIDEST, Matmul, SequenceMatmul, WholeMatmul
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
@@ -156,7 +157,11 @@ class DeepseekV3(Moe):
 
     def kind(self, layer: int) -> str:
         """Return "dense" or "experts"."""
-        return "dense" if layer < self.first_dense else "experts"
+        return "experts" if self.routes(layer) else "dense"
+
+    def routes(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return layer >= self.first_dense
 
     def routing(self) -> dict[str, Any]:
         """Return the options of the router."""
@@ -184,7 +189,7 @@ class DeepseekV3(Moe):
         return {"attention.wq_a": WholeMatmul(self.dim, rank), "attention.wq_b": Matmul(rank, queries), **keys}
 
     def _feed_forward_matmuls(self, layer: int) -> dict[str, Matmul]:
-        if self.kind(layer) == "dense":
+        if not self.routes(layer):
             return {
                 "feed_forward.w1": Matmul(self.dim, self.ffn),
                 "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
@@ -192,29 +197,24 @@ class DeepseekV3(Moe):
             }
         width = self.shared_ffn
         shapes = {} if width is None else {"w1": (self.dim, width), "w2": (width, self.dim), "w3": (self.dim, width)}
-        return {f"feed_forward.shared.{name}": WholeMatmul(*shape) for name, shape in shapes.items()}
-
-    def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of one block's matrices: attention, the router, all experts, or SwiGLU."""
-        dense = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
-        router = 0 if self.kind(layer) == "dense" else self.dim * self.experts
-        return dense + router + self.expert_parameters(layer)
+        return {f"feed_forward.shared.{name}": SequenceMatmul(*shape) for name, shape in shapes.items()}
 
     def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block, including the norms of latents."""
         return super().block_parameters(layer) + (self.q_lora_rank or 0) + self.kv_lora_rank
 
-    def expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts, all of them but the shared ones."""
-        return 0 if self.kind(layer) == "dense" else super().expert_parameters(layer)
-
-    def active_expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts that compute a token, without the shared ones."""
-        return 0 if self.kind(layer) == "dense" else super().active_expert_parameters(layer)
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
+        """Return the activation memory of a block's attention; see `titan.model.activations.latent_attention`."""
+        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return latent_attention(share, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context)
 
     def attention_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of a block's attention scores and values, forward and backward."""
         return float(6 * self.heads * (self.head_size + self.v_head_dim) * seq_len)
+
+    def attention_elements(self, layer: int = 0) -> int:
+        """Return the elements per token of queries and keys that are put together, and of values that are padded."""
+        return super().attention_elements(layer) + 2 * self.head_size * self.heads
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
@@ -222,5 +222,5 @@ class DeepseekV3(Moe):
         attention = (f"attention.{name}" for name in (*queries, "wkv_a", "kv_norm", "wkv_b", "wo"))
         inner = ("router", *(f"experts.{name}" for name in ("w1", "w2", "w3")))
         shared = () if self.shared_ffn is None else tuple(f"shared.{name}" for name in ("w1", "w2", "w3"))
-        feed_forward = ("w1", "w2", "w3") if self.kind(layer) == "dense" else (*inner, *shared)
+        feed_forward = (*inner, *shared) if self.routes(layer) else ("w1", "w2", "w3")
         return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in feed_forward))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.model.activations import NO_CONTEXT, ContextBytes, Part, RankPart
 from titan.model.schema import WIDEST, Matmul
 from titan.model.schema_moe import Moe
 
@@ -23,6 +24,7 @@ class Llama4(Moe):
     """
 
     scale_inputs: ClassVar[bool] = True
+    split_shared: ClassVar[bool] = True
 
     ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
@@ -96,18 +98,13 @@ class Llama4(Moe):
         }
         return super().block_matmuls(layer) | feed_forward
 
-    def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's matrices."""
-        linear = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
-        return linear + (self.dim * self.experts if self.routes(layer) else 0) + self.expert_parameters(layer)
-
-    def expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts without the shared one, which computes every token."""
-        return super().expert_parameters(layer) if self.routes(layer) else 0
-
-    def active_expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts that compute a token, without the shared one."""
-        return super().active_expert_parameters(layer) if self.routes(layer) else 0
+    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
+        """Return the activation memory of a block's attention, with the norms of rotated queries and keys."""
+        found = super().attention_activations(share, context, layer)
+        if not (self.qk_norm and self.rotary(layer)):
+            return found
+        heads = (self.heads + self.kv_heads) / share.tensor
+        return found._replace(kept=found.kept + share.tokens * share.unweighted_norm(heads * self.head_size, heads))
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
@@ -117,7 +114,15 @@ class Llama4(Moe):
         return (*super().block_modules(layer), *(f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")))
 
     def attention_flops(self, seq_len: float, layer: int = 0) -> float:
-        """Return FLOPs per token of a block's attention; in chunks the span is at most a chunk."""
-        if self.rotary(layer) and self.attention_chunk is not None:
-            seq_len = min(seq_len, self.attention_chunk)
-        return super().attention_flops(seq_len, layer)
+        """Return FLOPs per token of a block's attention; see `titan.model.schema.Decoder.attention_flops`."""
+        return super().attention_flops(self.attention_span(seq_len, layer), layer)
+
+    def attention_span(self, seq_len: float, layer: int = 0) -> float:
+        """Return the most tokens that one attends to in a block: with rotary embedding those of a chunk."""
+        chunked = self.rotary(layer) and self.attention_chunk is not None
+        return min(seq_len, self.attention_chunk or 0) if chunked else seq_len
+
+    def attention_elements(self, layer: int = 0) -> int:
+        """Return the elements per token of rotation and norms; without rotary embedding, of queries that are scaled."""
+        both = super().attention_elements(layer)
+        return (1 + self.qk_norm) * both if self.rotary(layer) else 2 * self.head_size * self.heads

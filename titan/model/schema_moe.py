@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart, moe_block
+from titan.model.activations import (
+    NO_CONTEXT,
+    Block,
+    ContextBytes,
+    RankPart,
+    RoutedExperts,
+    SharedExperts,
+    moe_block,
+)
 from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
 
 if TYPE_CHECKING:
@@ -24,6 +32,8 @@ class Moe(Decoder):
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
     scale_inputs: ClassVar[bool] = False
     """Whether scores scale the inputs of experts, not their outputs."""
+    split_shared: ClassVar[bool] = False
+    """Whether tensor ranks split the shared experts; else each computes its part of the sequence."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     chosen_experts: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
@@ -63,6 +73,10 @@ class Moe(Decoder):
         """Width of the experts that compute every token, together; None: there are none."""
         return None
 
+    def routes(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return True
+
     def routing(self) -> dict[str, Any]:
         """Return the options of the router; see `titan.model.experts.Router`."""
         return {"normalise": self.normalise_chosen, "biased": self.biased}
@@ -85,13 +99,13 @@ class Moe(Decoder):
         return {name: matmul for name, matmul in found.items() if not name.startswith("feed_forward.")}
 
     def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of one block's matrices: attention, the router, all experts."""
-        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
-        return attention + self.dim * self.experts + self.expert_parameters(layer)
+        """Return the parameters of one block's matrices: linear layers, the router, all experts."""
+        dense = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
+        return dense + self.dim * self.experts * self.routes(layer) + self.expert_parameters(layer)
 
     def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
-        if not self.expert_parameters(layer):
+        if not self.routes(layer):
             return {}
         return {
             "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
@@ -100,18 +114,20 @@ class Moe(Decoder):
         }
 
     def expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts, all of them."""
-        return 3 * self.dim * self.expert_ffn * self.experts
+        """Return the parameters of a block's experts, all of them but the shared ones."""
+        return 3 * self.dim * self.expert_ffn * self.experts * self.routes(layer)
 
     def active_expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts that compute a token."""
-        return 3 * self.dim * self.expert_ffn * self.chosen_experts
+        """Return the parameters of a block's experts that compute a token, without the shared ones."""
+        return 3 * self.dim * self.expert_ffn * self.chosen_experts * self.routes(layer)
 
     def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
-        found = self.attention_activations(share, context)
-        shape = {"experts": self.experts, "chosen": self.chosen_experts, "width": self.expert_ffn}
-        return moe_block(share, self.dim, found, **shape)
+        if not self.routes(layer):
+            return super().block_activations(share, context, layer)
+        experts = RoutedExperts(self.experts, self.chosen_experts, self.expert_ffn, self.scale_inputs)
+        shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
+        return moe_block(share, self.dim, self.attention_activations(share, context, layer), experts, shared)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from titan.precision import low_precision
+from titan.precision import grouped, low_precision
 from titan.precision.schema import Precision
 
 
@@ -16,7 +16,7 @@ def set_compute_dtype(
     Args:
         model: the model, or a stage's part of it.
         precision: the settings.
-        taken: names of the linear layers that compute in 8 bits; names of other stages' are ignored.
+        taken: names of the linear layers and experts that compute in 8 bits; names of other stages' are ignored.
         sharded: whether FSDP all-gathers the weights, in the compute type or in float8.
     """
     if precision.weights != "fp32":
@@ -25,3 +25,4 @@ def set_compute_dtype(
         model.tok_embeddings.dtype = precision.dtype
     if taken:
         low_precision.apply(model, precision, taken, sharded)
+        grouped.apply(model, precision, taken)

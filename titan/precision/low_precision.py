@@ -39,10 +39,10 @@ def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharde
         taken: names of linear layers; names that the model does not have are ignored.
         sharded: whether FSDP all-gathers weights.
     """
-    product = _product(precision.matmuls, precision.emulate)
+    multiply = product(precision.matmuls, precision.emulate)
     for name, module in model.named_modules():
         if name in taken and isinstance(module, Linear):
-            module.product = product
+            module.product = multiply
             if precision.matmuls == "float8" and not sharded:
                 module.operand = precision.weight_dtype  # quantized before any cast, as in FSDP's float8 all-gather
 
@@ -109,10 +109,17 @@ def _with_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
 
 
 @cache
-def _product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the matmul of [..., inputs] and a weight [outputs, inputs]; cached, so that layers share graphs."""
-    with _quiet():
+    with quiet():
         return _mx(emulate) if kind == "mxfp8" else _float8(RECIPES[kind], emulate)
+
+
+def parts(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return the parts of a product: torchao's function, what it takes after both operands, and whether the second one
+    is transposed."""
+    of = product.keywords
+    return (of["function"], of["how"], False) if "how" in of else (of["function"], (of["mm"], of["config"]), True)
 
 
 def _float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -154,7 +161,7 @@ def _multiply_mx(x: Tensor, weight: Tensor, function: Any, how: tuple[Any, ...])
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the warnings of torchao's import about kernels for other hardware."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

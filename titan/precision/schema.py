@@ -1,4 +1,4 @@
-"""The precision axis: the compute type, the linear layers in 8 bits, and the type of stored weights.
+"""The precision axis: the compute type, the matmuls in 8 bits, and the type of stored weights.
 
 One mechanism serves every layout. Weights, gradients and optimizer state are fp32 (or bf16, by choice). A weight is
 cast to the type of the activations where it is used, and its gradient is cast back before it is accumulated over
@@ -6,7 +6,7 @@ micro-batches or ranks. The embedding is looked up in the weight's type and then
 activations' type. FSDP all-gathers in the compute type the weights used only in it: a cast commutes with a gather, so
 the values are those of one device. Norms, rotary embedding and loss compute in fp32 internally.
 
-In addition, linear layers may compute in 8 bits, see `titan.precision.low_precision`.
+In addition, linear layers and experts may compute in 8 bits, see `titan.precision.low_precision` and `grouped`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HARDWARE = {
 
 
 class Selection(NamedTuple):
-    """The linear layers that compute in 8 bits (`quantized`), and the reason for each of the others (`kept`)."""
+    """The matmuls that are in 8 bits (`quantized`), and the reason for each of the others (`kept`)."""
 
     quantized: tuple[str, ...]
     kept: Mapping[str, str]
@@ -73,17 +73,18 @@ class Precision:
     weights: Literal["fp32", "bf16"] = setting("fp32", "type of weights and their gradients")
     matmuls: Literal["compute", "float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8"] = setting(
         "compute",
-        "type of the linear layers' matmuls; compute: as precision.compute; float8: per-tensor scaling; "
+        "type of the matmuls of linear layers and experts; compute: as precision.compute; float8: per-tensor scaling; "
         "float8_rowwise: per-row scaling; float8_rowwise_hp: the same, with weight gradients in precision.compute; "
         "mxfp8: one scale per 32 elements",
         formerly="products",
     )
     skip: tuple[str, ...] = setting(
-        ("head",), "patterns of the linear layers that stay in precision.compute, such as head, *.wk or layers.0.*"
+        ("head",),
+        "patterns of the linear layers and experts that stay in precision.compute, such as head, *.wk or layers.0.*",
     )
     min_size: int = setting(
         0,
-        "linear layers with fewer inputs or outputs on a rank stay in precision.compute",
+        "linear layers and experts with fewer inputs or outputs on a rank stay in precision.compute",
         at_least=0,
         formerly="smallest",
     )
@@ -146,10 +147,10 @@ class Precision:
         return ", ".join(words)
 
     def select(self, layers: Mapping[str, Matmul], tensor: int = 1) -> Selection:
-        """Return which linear layers compute in 8 bits.
+        """Return which matmuls are in 8 bits.
 
         Args:
-            layers: a model's linear layers, by the name of their module.
+            layers: a model's linear layers and experts, by the name of their module.
             tensor: the tensor-parallel degree.
         """
         if not self.eight_bit:
@@ -170,7 +171,7 @@ class Precision:
         return tuple(name for name in taken if layers[name].part(cut.tensor).outputs % cut.sharded == 0)
 
     def used_bytes(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> int:
-        """Return the bytes of the weights as used, beside the stored ones: as FSDP gathers them, or as casts.
+        """Return the bytes of a tensor rank's weights as used, beside the stored ones: as FSDP gathers them, or casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
@@ -178,7 +179,7 @@ class Precision:
         cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
         at_once = taken if self.matmuls == "float8" and cut.sharded == 1 else set()
         each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in layers}
-        return sum(each[name] * layer.inputs * layer.outputs for name, layer in layers.items())
+        return sum(each[name] * layer.part(cut.tensor).size for name, layer in layers.items())
 
     def _why_not(self, name: str, layer: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""

@@ -139,7 +139,7 @@ def _check_formats(run: Run) -> None:
 
 def _check_matmuls(run: Run) -> None:
     """Reject sizes that no kernel supports."""
-    how, matmuls = run.precision, run.model.linear_layers()
+    how, matmuls = run.precision, run.model.matmuls()
     for pattern in how.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(

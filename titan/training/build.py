@@ -152,7 +152,7 @@ def _stage(model: Any, run: Run, world: World) -> Stage:
 def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
     """Apply the techniques to one stage, in the one order that works."""
     model, parallelism = stage.model, run.parallelism
-    quantized = run.precision.select(run.model.linear_layers(), run.layout.tensor).quantized
+    quantized = run.precision.select(run.model.matmuls(), run.layout.tensor).quantized
     mesh, chunk = _fsdp_mesh(world), run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
@@ -356,7 +356,7 @@ def _describe_reshard(reshard: bool | int) -> str:
 
 def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
-    precision, matmuls = run.precision, run.model.linear_layers()
+    precision, matmuls = run.precision, run.model.matmuls()
     choice, gathered = precision.select(matmuls, run.layout.tensor), _gathered_in_float8(run)
     left = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
     note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{left}")

@@ -209,6 +209,6 @@ class _FusedNorm(torch.autograd.Function):
         return grads[0] * 1.0, weight * 1.0
 
 
-def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-    out: Tensor = _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+def _fused_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    out: Tensor = _FusedNorm.apply(x, x.new_ones(shape) if weight is None else weight)  # type: ignore[no-untyped-call]
     return out

@@ -62,11 +62,17 @@ def _repeats(run: Run) -> bool:
 
 
 def eager(run: Run) -> Run:
-    """Return the run without what a trace can't execute: compilation, and matmuls in eight bits."""
+    """Return the run without what a trace can't execute: compilation, matmuls in eight bits, FlexAttention.
+
+    Its masks are dense instead.
+    """
     how = dataclasses.replace(run.parallelism, async_tensor=False)
     precision = dataclasses.replace(run.precision, matmuls="compute").plain()
     compiling = dataclasses.replace(run.compile, scope="off")
-    return dataclasses.replace(run, compile=compiling, parallelism=how, precision=precision)
+    training = run.training
+    if training.attention == "flex":
+        training = dataclasses.replace(training, attention="auto")
+    return dataclasses.replace(run, compile=compiling, parallelism=how, precision=precision, training=training)
 
 
 def shortened(run: Run) -> Run:

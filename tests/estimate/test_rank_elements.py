@@ -1,0 +1,54 @@
+"""The estimate of weight elements on a rank against those of a model that is built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from tests.support.ranks import run_ranks
+from titan.estimate.rank_sizes import RankSizes, Stage
+from titan.run.compose import composed
+from titan.run.run import Run
+from titan.training.build import build
+from titan.training.trace.rank import _world
+
+LAYOUTS = {
+    "tp": "parallelism=tp",
+    "fsdp": "parallelism=fsdp",
+    "fsdp-tp": "parallelism=fsdp_tp",
+    "ep": "parallelism=fsdp parallelism.expert=2",
+    "ep-fsdp": "parallelism=fsdp parallelism.expert=2 cluster.devices=4",
+    "ep-tp": "parallelism=fsdp_tp parallelism.expert=4",
+}
+MODELS = ("qwen3_moe_debug", "deepseek_v3_debug", "llama4_debug")
+QUICK = {("deepseek_v3_debug", "tp"), ("llama4_debug", "ep-tp")}
+
+
+def elements(_: int, __: int, run: Run) -> int:
+    """The elements of all weights on the first rank."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    step = build(run, dataclasses.replace(_world(run, 0), memory=lambda: fake))
+    weights = (p.to_local() if isinstance(p, DTensor) else p for p in step.parameters())
+    found = sum(weight.numel() for weight in weights)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, id=f"{model}-{layout}", marks=() if (model, layout) in QUICK else pytest.mark.full)
+        for model in MODELS
+        for layout in LAYOUTS
+    ],
+)
+def test_weights_that_tensor_ranks_split_are_divided(model: str, layout: str) -> None:
+    common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
+    run = composed([*common, *LAYOUTS[layout].split()])
+    sizes = RankSizes(run, run.layout, 1, "cpu", {0: Stage(range(run.model.layers), True, True)})
+    found = run_ranks(elements, 1, run, joined=False, timeout=120)[0]
+    assert sizes.elements / sizes.shards == pytest.approx(found, rel=1e-3 if sizes.shards > 1 else 1e-12)
