@@ -41,7 +41,7 @@ lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m titan.bench $(ARGS)
 
-gpu: $(GPU_ENV)          ## the same on a GPU, for llama1b and 8B; RUN=python3 takes the Python that you have
+gpu: $(GPU_ENV)          ## the same on a GPU, for llama1b, 8B and experts; RUN=python3 takes the Python that you have
 	$(RUN) -m titan.bench --suite gpu $(ARGS)
 	$(RUN) -m titan.bench --suite modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
 	  training.global_batch=8192 precision=bf16 $(ARGS)
