@@ -91,6 +91,11 @@ def test_kinds_of_collectives(name: str, kind: str | None) -> None:
     assert kinds.collective(name) == kind
 
 
+@pytest.mark.parametrize("name", ["titan::grouped_product", "titan::low_grouped_grads", "aten::_grouped_mm"])
+def test_products_of_experts_are_matmuls(name: str) -> None:
+    assert kinds.operation(name) == kinds.MATMULS
+
+
 def test_every_predicted_cause_has_its_row() -> None:
     assert sorted(cause for causes in summary.PREDICTED.values() for cause in causes) == sorted(CAUSES)
 

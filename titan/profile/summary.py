@@ -24,12 +24,13 @@ from titan.profile.memory import Peak
 from titan.profile.schema import Profile
 
 PREDICTED = {
-    kinds.MATMULS: ("matmuls",),
+    kinds.MATMULS: ("matmuls", "experts"),
     kinds.ATTENTION: ("attention",),
     kinds.RECOMPUTATION: ("recomputation",),
     kinds.OTHER: ("memory-bound", "optimizer"),
     "communication": (
-        "tensor parallelism", "context parallelism", "weights and gradients", "pipeline transfers", "pipeline idle",
+        "tensor parallelism", "context parallelism", "expert parallelism", "weights and gradients",
+        "pipeline transfers", "pipeline idle",
     ),
     kinds.HOST: ("host",),
 }  # fmt: skip
