@@ -16,8 +16,8 @@ FAULTS = (
     fault(
         "experts: ties go to any expert",
         EXPERTS,
-        "scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]",
-        "scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count].neg() + scores.shape[-1] - 1",
+        "order = scores.sort(dim=-1, descending=True, stable=True).indices",
+        "order = scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices",
         f"{MODEL}::test_of_equal_scores_the_first_experts_are_chosen",
     ),
     fault(
@@ -228,7 +228,7 @@ FAULTS = (
         "titan/parallelism/mesh.py",
         'return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
         'return _regrouped(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
-        f"{GRADIENTS}[qwen3_moe-ep_4d-selective-4]",
+        f"{GRADIENTS}[muon-ep_pp]",
     ),
     fault(
         "expert parallelism: tensor ranks sum gradients of experts once more",
