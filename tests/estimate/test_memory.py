@@ -181,7 +181,9 @@ AVERAGED = "evaluation.ema=0.9"
 def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(layout: str, shards: int) -> None:
     without, one = run("state", layout), run("state", layout, AVERAGED)
     before, now = (memory.peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
-    assert now - before == pytest.approx(4 * one.model.parameters() / shards)
+    norms = (2 * one.model.layers + 1) * one.model.dim  # whole on each tensor rank
+    each = (one.model.parameters() + (one.layout.tensor - 1) * norms) / shards
+    assert now - before == pytest.approx(4 * each)
     assert sum(memory.whole_state(one)) - sum(memory.whole_state(without)) == 4 * one.model.parameters()
 
 
