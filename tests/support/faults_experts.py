@@ -121,8 +121,8 @@ FAULTS = (
     fault(
         "balancing: the bias moves towards the load",
         COUNTS,
-        "(mean - chosen[layer]).sign()",
-        "(chosen[layer] - mean).sign()",
+        "(mean - chosen).sign()",
+        "(chosen - mean).sign()",
         f"{LOAD}::test_a_bias_moves_against_the_load",
     ),
     fault(
@@ -135,8 +135,8 @@ FAULTS = (
     fault(
         "balancing: the load is never updated",
         COUNTS,
-        "router.load.copy_(torch.where(keep, router.load, chosen[layer] / total))",
-        "router.load.copy_(router.load)",
+        "torch.where(keep, torch.stack(loads), chosen / total)",
+        "torch.stack(loads)",
         f"{LOAD}::test_a_bias_moves_against_the_load",
     ),
     fault(

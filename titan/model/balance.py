@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,11 @@ class Balance:
         limit = math.ceil(self.capacity * whole.shape[1] * whole.shape[2] / self.experts)
         places = _places(whole.transpose(1, 2).flatten(1), self.experts).view(whole.transpose(1, 2).shape)
         return experts.where(self.rows.part(places.transpose(1, 2)) < limit, self.experts)
+
+
+def sees_rows(config: Any) -> bool:
+    """Return whether routers need whole rows, by the model's `titan.model.schema_moe.Moe`."""
+    return config.capacity is not None or SEQ_AUX in config.balance_losses()
 
 
 def exchange(model: nn.Module, rows: Rows) -> None:

@@ -180,6 +180,11 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, places)
 
 
+def with_zeros(x: Tensor, rows: int) -> Tensor:
+    """Return rows [N, D] with zeros behind them, `rows` in all; without a copy where there are as many already."""
+    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
 class _Spread(torch.autograd.Function):
     """Gradients are added token by token in one order; those of indexing are added wherever they come."""
 
@@ -192,8 +197,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,), (grad,) = ctx.saved_tensors, grads
-        rest = grad.new_zeros(order.shape[0] - grad.shape[0], grad.shape[1])
-        each = torch.cat([grad, rest])[inverse(order)]
+        each = with_zeros(grad, order.shape[0])[inverse(order)]
         return each.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan.model.balance import tally
-from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts, inverse, permute, spread
+from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts, inverse, permute, spread, with_zeros
 from titan.parallelism import collectives
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
@@ -91,8 +91,7 @@ class Exchange:
         by_expert = _owners(received, sum(receiving)).argsort(stable=True)
         out = compute(permute(rows, by_expert), received.sum(0).cumsum(0).to(torch.int32))
         out = collectives.exchange(permute(out, inverse(by_expert)), receiving, sending, self.group)
-        dropped = out.new_zeros(len(flat) - len(out), out.shape[-1])
-        return permute(torch.cat([out, dropped]), inverse(order))
+        return permute(with_zeros(out, len(flat)), inverse(order))
 
 
 def _sizes(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:

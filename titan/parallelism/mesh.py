@@ -31,6 +31,8 @@ from titan.parallelism.schema import Layout
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
+MODEL_PARALLEL = ("pipeline", "context", "tensor")
+"""The dimensions of the ranks that compute the same rows."""
 TIMEOUT = 1800.0
 """The default timeout of collective operations, in seconds."""
 
@@ -137,6 +139,8 @@ class World:
         All ranks call it together: along several dimensions it creates a group.
         """
         names = tuple(name for name in names if getattr(self.layout, name) > 1)
+        if self.model_parallel is not None and names == tuple(n for n in MODEL_PARALLEL if getattr(self.layout, n) > 1):
+            return self.model_parallel
         if len(names) > 1:
             return _group_along(self.layout.degrees(), names, self.timeout)
         return None if not names else self.context if names == ("context",) else self.group(names[0])
@@ -282,12 +286,7 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     context = _group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
     world = World(rank_info, layout, device, mesh, context, timeout=timeout)
     world = replace(world, experts=_expert_mesh(world) if layout.expert > 1 else None)
-    return replace(world, model_parallel=_model_parallel_group(world))
-
-
-def _model_parallel_group(world: World) -> dist.ProcessGroup | None:
-    """Return the ranks that compute the same rows as this one; along a single dimension they have a group already."""
-    return world.along("pipeline", "context", "tensor")
+    return replace(world, model_parallel=world.along(*MODEL_PARALLEL))
 
 
 def _expert_mesh(world: World) -> DeviceMesh:

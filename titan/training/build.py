@@ -136,7 +136,8 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
 def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows:
     """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
     names = ("context", "tensor") if _splits_rows(run) else ("context",)
-    if not next(iter(stages.values())).model.counted or (group := world.along(*names)) is None:
+    needed = next(iter(stages.values())).model.counted and balance.sees_rows(run.model)
+    if not needed or (group := world.along(*names)) is None:
         return balance.WholeRows()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
@@ -337,8 +338,6 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     for name, (strategy, ranks) in groups.items():
         if ranks is not None:
             note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
-    if mesh is not None:
-        return
     if layout.only_replicated:
         note(f"replicated on {_ranks(layout.replicate)}")
 

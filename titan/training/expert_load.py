@@ -47,13 +47,17 @@ class ExpertLoad:
             counts: of the global batch, float64 [size].
             skipped: whether the step leaves the weights as they were, bool [].
         """
-        chosen = counts.view(self.layers, -1)[:, :-1]
-        for layer, router in self.routers.items():
-            total, mean = chosen[layer].sum(), chosen[layer].mean()
-            keep = skipped | (total == 0)
-            router.load.copy_(torch.where(keep, router.load, chosen[layer] / total))
-            if router.bias is not None and self.rate:
-                router.bias += self.rate * torch.where(keep, 0, (mean - chosen[layer]).sign())
+        if not self.routers:
+            return
+        routers, chosen = list(self.routers.values()), counts.view(self.layers, -1)[list(self.routers), :-1]
+        total, mean = chosen.sum(-1, keepdim=True), chosen.mean(-1, keepdim=True)
+        keep = skipped | (total == 0)
+        loads = [router.load for router in routers]
+        torch._foreach_copy_(loads, list(torch.where(keep, torch.stack(loads), chosen / total).float().unbind()))
+        biases = [router.bias for router in routers if router.bias is not None]
+        if biases and self.rate:
+            moves = self.rate * torch.where(keep, 0, (mean - chosen).sign()).float()
+            torch._foreach_add_(biases, list(moves.unbind()))
 
     def record(self, counts: Sequence[float], each: bool) -> dict[str, float | list[float]]:
         """Return what the step's record says of the load; shares are relative to an even load, 1.
