@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -39,7 +40,14 @@ from titan.training.schema import LossTerm
 
 def register() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
-    store = ConfigStore.instance()
+    store = hydra_private.shared_store()
+    if "schema" not in store.repo:
+        _register_schemas(store)
+    Plugins.instance().register(ExtraConfigs)
+    _register_launchers(store)
+
+
+def _register_schemas(store: ConfigStore) -> None:
     for axis, kinds in PLUGGABLE.items():
         for kind, cls in kinds.items():
             store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
@@ -48,18 +56,22 @@ def register() -> None:
     chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
     store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.defaults(Sweep)})
     hydra_private.add_group(store, "hooks")
-    Plugins.instance().register(ExtraConfigs)
-    _register_launchers(store)
 
 
 def _register_launchers(store: ConfigStore) -> None:
     """Register titan's launchers and sweeper, in place of those of Hydra and of plugins."""
     hydra_private.clear_group(store, "hydra", "launcher")
-    for name, (cls, schema) in LAUNCHERS.items():
-        node = {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(schema)}
+    for name, node in _launchers().items():
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
     sweeper = {"_target_": GRID, "max_batch_size": None, "params": None}
     store.store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
+
+
+@cache
+def _launchers() -> dict[str, DictConfig]:
+    """Return the node of each launcher, made once: composing begins with registering them."""
+    made = {n: {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(s)} for n, (cls, s) in LAUNCHERS.items()}
+    return {name: OmegaConf.create(node) for name, node in made.items()}
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
@@ -115,17 +127,18 @@ def freeze(
         elsewhere=elsewhere,
         choices=choices,
         overrides=overrides,
-        hydra=hydra_node.files(cfg, without_hydra(cfg)),
+        hydra=hydra_node.files(cfg),
         options=hydra_node.options(cfg, str(CONF), CONFIG),
     )
 
 
 def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
-    content: Any = OmegaConf.to_container(without_hydra(cfg), resolve=True)
+    own = without_hydra(cfg)
+    content: Any = OmegaConf.to_container(own, resolve=True)
     if not isinstance(content, dict):
         raise ConfigError("the configuration is not a mapping.")
-    _warn_of_secrets(OmegaConf.to_container(without_hydra(cfg), resolve=False), redacted(content))
+    _warn_of_secrets(OmegaConf.to_container(own, resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
         ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)

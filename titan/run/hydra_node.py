@@ -25,6 +25,8 @@ LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
 KEPT = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
 """Overrides of Hydra's node that all attempts of a run share."""
+HELP = ("hydra_help", "help")
+"""Texts of --help, which Hydra leaves out of hydra.yaml."""
 ON_JOB = ("on_job_start", "on_job_end")
 
 
@@ -64,13 +66,19 @@ def _check_logging(cfg: DictConfig) -> None:
         raise ConfigError(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
 
 
-def files(cfg: DictConfig, job: DictConfig) -> dict[str, str]:
-    """Return the files of `hydra.output_subdir`, by path in the run's directory; none where that is null."""
+def files(cfg: DictConfig) -> dict[str, str]:
+    """Return the files of `hydra.output_subdir`, by path in the run's directory; none where that is null.
+
+    They have what Hydra writes, with secrets redacted and interpolations unresolved.
+    """
     subdir = cfg.hydra.output_subdir
     if subdir is None:
         return {}
-    parts = {"config": job, "hydra": hydra_private.sanitized(cfg), "overrides": cfg.hydra.overrides.task}
-    return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    node = {key: value for key, value in content["hydra"].items() if key not in HELP}
+    own = {key: value for key, value in content.items() if key != "hydra"}
+    parts = {"config": own, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
+    return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(OmegaConf.create(redacted(p))) for name, p in parts.items()}
 
 
 def without_secrets(cfg: Any) -> Any:
