@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,27 @@ from titan.parallelism.schema import Layout
 def test_a_group_beside_trainings_is_made_where_it_is_asked_for(exchange: bool, tmp_path: Path) -> None:
     def joined(rank: int, size: int) -> bool:
         place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        world = mesh.connect(place, Layout(replicate=2), "cpu", 30, exchange=exchange)
-        try:
-            return world.exchange is not None
-        finally:
-            world.close()
+        world = mesh.connect(place, Layout(replicate=2), "cpu", 300, exchange=exchange)
+        world.close()
+        return world.exchange is not None
 
     assert run_ranks(joined, 2, joined=False) == [exchange, exchange]
+
+
+def test_a_rank_that_leaves_at_once_waits_until_all_have_connected(tmp_path: Path) -> None:
+    def joined(rank: int, size: int) -> None:
+        build_world = mesh.build_world
+
+        def late(*arguments: Any) -> mesh.World:
+            if rank == 1:
+                time.sleep(0.5)  # long enough for rank 0 to leave
+            return build_world(*arguments)
+
+        mesh.build_world = late
+        layout, place = Layout(replicate=2, shard=2), RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        mesh.connect(place, layout, "cpu", 300).close()
+
+    assert run_ranks(joined, 4, joined=False) == [None] * 4
 
 
 @pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
