@@ -44,7 +44,7 @@ from titan.run.run import Run
 
 EVERY = 4
 """Steps between checkpoints."""
-LONG = 120.0
+LONG = 300.0
 """Seconds after which a run that shows no sign of life is ended."""
 EXACT = 1e-5
 """Law 3's bound in fp32."""
