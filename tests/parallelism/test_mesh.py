@@ -26,20 +26,28 @@ def test_a_group_beside_trainings_is_made_where_it_is_asked_for(exchange: bool, 
     assert run_ranks(joined, 2, joined=False) == [exchange, exchange]
 
 
-def test_a_rank_that_leaves_at_once_waits_until_all_have_connected(tmp_path: Path) -> None:
-    def joined(rank: int, size: int) -> None:
+def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
+    """It could leave, and break connections that others still make."""
+    connected = tmp_path / "connected"
+
+    def joined(rank: int, size: int) -> bool:
         build_world = mesh.build_world
 
         def late(*arguments: Any) -> mesh.World:
+            world = build_world(*arguments)
             if rank == 1:
-                time.sleep(0.5)  # long enough for rank 0 to leave
-            return build_world(*arguments)
+                time.sleep(0.5)  # long enough for rank 0 to go on
+                connected.touch()
+            return world
 
         mesh.build_world = late
-        layout, place = Layout(replicate=2, shard=2), RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        mesh.connect(place, layout, "cpu", 300).close()
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        world = mesh.connect(place, Layout(replicate=2), "cpu", 300)
+        before = connected.exists()
+        world.close()
+        return before
 
-    assert run_ranks(joined, 4, joined=False) == [None] * 4
+    assert run_ranks(joined, 2, joined=False) == [True, True]
 
 
 @pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
