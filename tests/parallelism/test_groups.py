@@ -246,7 +246,8 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
     layout = Layout(pipeline=2, shard=2, tensor=2)
 
     def joined(rank: int, size: int) -> tuple[list[float], list[float]]:
-        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 777, exchange=True)
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        world = mesh.connect(place, layout, "cpu", 777, exchange=True)
         group = world.group("pipeline")
         assert group is not None
         p2p_groups(shape("GPipe", (0, 1)), group, world.timeout)
