@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
 from tests.support import tiers
+from titan.dataset.preprocess.report import Meter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if (
@@ -19,7 +22,13 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 torch.set_num_threads(1)  # tiny tensors gain nothing from more, and ranks fork from this process
 for name, examples in (("quick", 20), ("thorough", 200)):  # the Makefile chooses
-    hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)  # a busy machine is no fault
+    hypothesis.settings.register_profile(  # the same examples in each run, and a busy machine is no fault
+        name,
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile(os.environ.get("TITAN_EXAMPLES", "quick"))
 
 
@@ -31,6 +40,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in tiers.marks_of_item(item):
             item.add_marker(mark)
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """Start each test with the same random numbers, and undo what it changes in the environment."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the lines of a preparation that takes longer than half a second."""
+    monkeypatch.setattr(Meter, "_due", lambda meter: False)
 
 
 @pytest.fixture(autouse=True, scope="session")

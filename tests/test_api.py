@@ -34,7 +34,7 @@ def python(directory: Path, *arguments: str, text: str | None = None) -> str:
     """What a fresh Python prints in a directory."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, input=text, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=directory, input=text, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

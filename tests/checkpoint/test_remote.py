@@ -156,14 +156,14 @@ def test_a_url_without_a_checkpoint_is_refused(path: str, said: str) -> None:
 
 
 def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(tmp_path: Path) -> None:
-    with socket.socket() as free:
+    pytest.importorskip("aiohttp")
+    with socket.socket() as free:  # nobody else gets its port, and nobody listens there
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
-    pytest.importorskip("aiohttp")
-    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
-        select.latest(tmp_path / "run", nobody)
-    checkpoint(tmp_path / "run", 3)
-    found, (note,) = select.latest(tmp_path / "run", nobody)
+        with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
+            select.latest(tmp_path / "run", nobody)
+        checkpoint(tmp_path / "run", 3)
+        found, (note,) = select.latest(tmp_path / "run", nobody)
     assert found is not None
     assert found.about.step == 3
     assert "can't be read" in note

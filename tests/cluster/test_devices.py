@@ -444,4 +444,4 @@ def test_the_real_machine_without_torch() -> None:
         "assert m.cores >= 1 and m.memory_gib > 0, m; assert 'torch' not in sys.modules;"
         "assert run_program(['no-such-program-here']) is None and run_program(['false']) is None"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

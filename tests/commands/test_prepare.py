@@ -12,6 +12,8 @@ from titan import prepare
 from titan.dataset.preprocess import prepare as preparation
 from titan.errors import RunError
 
+pytestmark = pytest.mark.usefixtures("without_progress")  # whole outputs are compared here
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:

@@ -40,7 +40,7 @@ output.run(lambda: errors.exit_code(work), keep_going=keep_going)
 def started(kind: str, redirect: str, folder: Path, kib: str = "unlimited") -> subprocess.CompletedProcess[str]:
     line = f'ulimit -f {kib}; {sys.executable} -c "$0" {kind} {folder} {redirect}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=300)
 
 
 @pytest.mark.parametrize(

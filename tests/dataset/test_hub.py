@@ -196,9 +196,10 @@ for kind, *about in json.loads(sys.argv[1]):
 def asked(*questions: list[Any], home: Path, **environment: str) -> list[Any]:
     """The answers of a process that knows the hub by its environment; of a refusal its sentence."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    known |= {"HF_HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
+    known |= {"HF_HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    known |= {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"} | environment
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(questions)], env=known, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM, json.dumps(questions)], env=known, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -347,7 +349,7 @@ def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch:
 
     monkeypatch.setattr(Loader, "_batch", counted)
     loader = Loader(alone(corpus), plan(2), DataShard(0, 1), Shape(1, 2, SEQ_LEN), prefetch=3)
-    assert enough.wait(10)
+    assert enough.wait(300)
     loader._thread.join(0.05)
     assert loader._thread.is_alive()
     assert len(made) == 3
@@ -360,14 +362,17 @@ def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch:
 
 
 def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, gate = Loader._batch, threading.Event()
+    clock, get = [7.0], Loader._get
 
-    def slow(self: Loader, step: int, *rows: np.ndarray) -> Batch:
-        gate.wait(0.05)
-        return original(self, step, *rows)
+    def slow(self: Loader) -> Any:
+        clock[0] += 2.5
+        return get(self)
 
-    monkeypatch.setattr(Loader, "_batch", slow)
-    assert read(alone(corpus), plan(5), DataShard(0, 1), 1)[0].wait_seconds > 0.03
+    monkeypatch.setattr(Loader, "_get", slow)
+    monkeypatch.setattr(
+        loader_module, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic)
+    )
+    assert read(alone(corpus), plan(5), DataShard(0, 1), 1)[0].wait_seconds == 2.5
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,14 +33,18 @@ def claimed(file: Path, **owner: object) -> Path:
 
 
 def dead() -> int:
-    """The number of a process that is gone."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
+    """The number of a process that is gone: none has so high a one, nor gets it meanwhile."""
+    return 2**22 + 1
+
+
+@pytest.fixture(autouse=True)
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time by which locks are judged: however long a test takes, they do not get older."""
+    monkeypatch.setattr(leases, "time", SimpleNamespace(time=lambda now=time.time(): now))
 
 
 def age(path: Path, seconds: float) -> None:
-    os.utime(path, (time.time() - seconds,) * 2)
+    os.utime(path, (leases.time.time() - seconds,) * 2)
 
 
 def test_only_one_takes_a_claim(tmp_path: Path) -> None:

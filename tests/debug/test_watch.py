@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.support.processes import alive, descendants, ended, program, until
 from tests.support.runs import TINY
 from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
-from titan.debug import rank_state, verdict
+from titan.debug import activity, rank_state, verdict
 from titan.debug.activity import COMPUTING, Activity
 from titan.debug.place import places
 from titan.debug.rank_state import Group, RankState, StateFile
@@ -28,9 +28,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 LAUNCHED = ["-m", "titan.train"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "titan.train"]
-SETTINGS = ["parallelism=fsdp", "training.steps=1000000", "debug.hang_seconds=1.5", "cluster.step_timeout=3",
-            "cluster.timeout=10", "metrics.sample_tokens=0"]  # fmt: skip
-ASYNC = ["checkpoint=async", "checkpoint.every=30"]
+SETTINGS = ["parallelism=fsdp", "training.steps=1000000", "debug.hang_seconds=3", "cluster.step_timeout=8",
+            "cluster.timeout=120", "metrics.sample_tokens=0"]  # fmt: skip
+"""Timeouts of a step that a stopped rank lets pass, and a slow one does not."""
+ASYNC = ["checkpoint=async", "checkpoint.every=100000"]
 
 
 def rank_of(pid: int) -> str:
@@ -65,15 +66,14 @@ def _command(pid: int) -> str:
 )
 def test_a_stopped_rank_is_named_before_and_at_the_timeout(command: list[str], rank: str, tmp_path: Path) -> None:
     with program(*command, *TINY, *SETTINGS, *ASYNC, f"hydra.run.dir={tmp_path}") as process:
-        pid, began = stopped(tmp_path, process.pid, rank), time.monotonic()
+        pid = stopped(tmp_path, process.pid, rank)
         code, _, errors = ended(process)
-        took = time.monotonic() - began
     said = re.findall(r"titan: (no step for \d+ s .*)", errors)
     cause = f"waiting for rank {rank} in the "
     assert code == 1 and len(said) >= 2 and all(cause in line for line in said)
     assert all(f"rank {rank}: stopped (SIGSTOP), process {pid} on" in line for line in said)
-    assert re.search("ended after cluster.(step_)?timeout=(3|10), see", said[-1]) and "ended after" not in said[0]
-    assert took < (60 if command is TORCHRUN else 20) and not alive(pid)  # torchrun waits 30 s before SIGKILL
+    assert re.search("ended after cluster.(step_)?timeout=(8|120), see", said[-1]) and "ended after" not in said[0]
+    assert not alive(pid)
     for number in range(2):
         assert "most recent call first" in (tmp_path / f"debug/stacks/rank-{number}.txt").read_text()
     assert (tmp_path / "debug/analysis.txt").read_text().startswith(said[-1])
@@ -99,16 +99,17 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert rank_state.read(tmp_path, 3, 1) is None and rank_state.read(tmp_path, 0, 2) is None
 
 
-def test_the_usual_time_leaves_out_what_comes_between_steps() -> None:
+def test_the_usual_time_leaves_out_what_comes_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [7.0]
+    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now[0]))
     what = Activity()
     for step in range(1, 5):
         what.begin_step(step)
-        time.sleep(0.01)
+        now[0] += 0.25
     what.enter("evaluating")
-    time.sleep(0.2)
+    now[0] += 9.0
     what.begin_step(5)
-    usual = what.usual()
-    assert usual is not None and 0.01 <= usual < 0.1
+    assert what.usual() == 0.25
 
 
 def test_threads_are_found_with_their_layer() -> None:
@@ -133,11 +134,11 @@ def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pyte
     what.begin_step(9)
     what.enter(COMPUTING)
     with Watch(tmp_path, RankInfo(), 1, what, 1.0):
-        until(lambda: hang_of(tmp_path), "a message", 10)
+        until(lambda: hang_of(tmp_path), "a message")
         what.begin_step(10)
-        until(lambda: not hang_of(tmp_path), "the end of the hang", 10)
+        until(lambda: not hang_of(tmp_path), "the end of the hang")
     said = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"titan: no step for 1 s: it is computing gradients \(.*\), step 9", said[0])
+    assert re.fullmatch(r"titan: no step for \d+ s: it is computing gradients \(.*\), step 9", said[0])
     assert said[-1] == "titan: the run continues with step 10"
 
 

@@ -132,7 +132,7 @@ def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
     common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
     one = composed([*common, "parallelism=single"], elsewhere=True)
     assert one.training.attention == "flex"
-    assert run_ranks(_traces, 1, one, joined=False, timeout=120) == [True]
+    assert run_ranks(_traces, 1, one, joined=False, timeout=300) == [True]
 
 
 def _traces(_: int, __: int, one: Run) -> bool:

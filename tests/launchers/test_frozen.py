@@ -103,7 +103,7 @@ def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: p
     listed.write_text(json.dumps({"points": [str(tmp_path / "a.pickle")], "tasks": "rank", "ranks_per_node": 1}))
     done = subprocess.run(
         [sys.executable, "-m", "launchers.slurm.job", str(listed), str(attempt)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     (file,) = attempt.rglob("*.error")
     error = json.loads(file.read_text())

@@ -340,7 +340,7 @@ def ran(
     env["SLURM_JOB_NUM_NODES"] = str(nodes)
     env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     script = text(shape(run), work(folder))
-    subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=30, check=False)
+    subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=300, check=False)
     return (
         json.loads(attempt.with_name(f"{attempt.name}.end").read_text())
         if attempt.with_name(f"{attempt.name}.end").exists()
@@ -350,4 +350,4 @@ def ran(
 
 def test_the_script_is_bash() -> None:
     for part in (BEFORE, AFTER):
-        assert subprocess.run(["bash", "-n"], input=part, text=True, timeout=10, check=False).returncode == 0
+        assert subprocess.run(["bash", "-n"], input=part, text=True, timeout=300, check=False).returncode == 0

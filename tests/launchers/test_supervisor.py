@@ -101,7 +101,7 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     with program("-c", PARENT, str(tmp_path), "stays", "waits") as parent:
         ranks = pids(tmp_path, 2)
         parent.kill()
-        until(lambda: not any(map(alive, ranks)), "orphans to die", seconds=5)
+        until(lambda: not any(map(alive, ranks)), "orphans to die")
 
 
 def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(

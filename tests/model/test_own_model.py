@@ -121,6 +121,7 @@ def test_a_plan_that_does_not_fit_is_rejected_before_anything_starts(
     assert command(line, lambda run: 0) == 0
 
 
+@pytest.mark.usefixtures("without_progress")
 def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,7 +157,7 @@ def errors(
 ) -> dict[str, float]:
     """The largest error of any rank, for each case; all cases on the same ranks, since these cost more than cases."""
     cases = table(*kv_heads, dtype=dtype, kernel=kernel) + table(2, dtype=dtype, kernel=kernel, chunk=CHUNK)
-    results = run_ranks(rank_errors, world, cases, strided, SETTINGS.get(kernel, {}), timeout=120)
+    results = run_ranks(rank_errors, world, cases, strided, SETTINGS.get(kernel, {}), timeout=300)
     return {str(case): max(column) for case, column in zip(cases, zip(*results, strict=True), strict=True)}
 
 
@@ -523,7 +523,7 @@ def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, fl
 
 @pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), pytest.param(COMPILED, id="compiled")])
 def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
-    for found in run_ranks(rank_wrapped_errors, 2, cases, timeout=120):
+    for found in run_ranks(rank_wrapped_errors, 2, cases, timeout=300):
         assert len(found) == len(cases)
         assert {name: e for name, e in found.items() if e > 0} == {}
 

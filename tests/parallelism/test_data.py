@@ -109,12 +109,10 @@ def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
 )
 def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) -> None:
     def joined(rank: int, size: int) -> Any:
-        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
-        try:
-            ones = world.sum(torch.ones(2))
-            return world.data_shard.rank, world.data_shard.ranks, world.is_rank0, ones.tolist(), world.gather(rank * 2)
-        finally:
-            world.close()
+        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 300)
+        ones, gathered = world.sum(torch.ones(2)), world.gather(rank * 2)
+        world.close()
+        return world.data_shard.rank, world.data_shard.ranks, world.is_rank0, ones.tolist(), gathered
 
     found = run_ranks(joined, 4, joined=False)
     assert [(share, ranks) for share, ranks, *_ in found] == [(rank, 4) for rank in range(4)]

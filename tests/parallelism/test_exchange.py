@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+from tests.support.processes import LIMIT
 from titan.parallelism.exchange import Exchange
 
 
@@ -23,7 +24,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
     return lambda: TCPStore("127.0.0.1", server.port, is_master=False)
 
 
-def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds: float = 20.0) -> list[Any]:
+def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds: float = LIMIT) -> list[Any]:
     """What `work` gives, or raises, on each of three ranks, which are threads."""
     found: list[Any] = [None] * 3
 
@@ -38,7 +39,7 @@ def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT)
     return found
 
 
@@ -84,12 +85,13 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
 
     def work(exchange: Exchange) -> Any:
         if exchange.rank != 1:
-            (late if exchange.rank else answered).wait(20)
+            (late if exchange.rank else answered).wait(LIMIT)
         try:
             exchange.gather(b"first")
             answered.set()
         except ConnectionError as error:
             late.set()
+            exchange.store.set_timeout(timedelta(seconds=LIMIT))  # what comes next does come
             missed = str(error).partition(" (")[0]
         else:
             missed = ""

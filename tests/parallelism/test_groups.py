@@ -19,10 +19,13 @@ from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.process_groups import LAYOUTS, count, now, store_traffic
+from tests.support.processes import until
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
 from titan.cluster.rank_info import RankInfo
+from titan.dataset.preprocess.writer import read_json
 from titan.errors import RunError
+from titan.files.atomic import write_json
 from titan.parallelism import mesh
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, in_direction_group, neighbours, p2p_groups
 from titan.parallelism.schema import Layout
@@ -30,8 +33,10 @@ from titan.run.compose import composed
 from titan.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-STALL = 1.8
-"""Seconds: longer than the step's time-out of the runs here."""
+STALL = 0.3
+"""Seconds that a rank stands still: the others come to where they wait for it meanwhile."""
+STEP, TIMEOUT = 200.0, 300.0
+"""Timeouts of a run in which nothing comes near them."""
 
 
 @pytest.fixture
@@ -136,7 +141,7 @@ def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.Monkey
     stores, groups = [Counting(inner) for _ in range(size)], [None] * size
 
     def join(rank: int) -> None:
-        groups[rank] = ProcessGroupGloo(dist.PrefixStore("g/", stores[rank]), rank, size, timedelta(seconds=20))
+        groups[rank] = ProcessGroupGloo(dist.PrefixStore("g/", stores[rank]), rank, size, timedelta(seconds=TIMEOUT))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -193,7 +198,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
 
         dist.batch_isend_irecv = noted
         how = shape(schedule, owners)
-        Pipeline({}, how, dist.group.WORLD, CPU, p2p_groups(how, dist.group.WORLD, 30))
+        Pipeline({}, how, dist.group.WORLD, CPU, p2p_groups(how, dist.group.WORLD, TIMEOUT))
         return sent
 
     found = run_ranks(connected, 3)
@@ -241,63 +246,112 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
     layout = Layout(pipeline=2, shard=2, tensor=2)
 
     def joined(rank: int, size: int) -> tuple[list[float], list[float]]:
-        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, exchange=True)
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        world = mesh.connect(place, layout, "cpu", 777, exchange=True)
         group = world.group("pipeline")
         assert group is not None
         p2p_groups(shape("GPipe", (0, 1)), group, world.timeout)
         before = timeouts()
-        world.set_timeout(33, barrier=True)
+        world.set_timeout(333, barrier=True)
         return before, timeouts()
 
     for before, after in run_ranks(joined, 8, joined=False):
-        assert before == [77.0] * 7  # all, 3 of the mesh, model_parallel, 2 of the pipeline
-        assert after == [33.0] * 7
+        assert before == [777.0] * 7  # all, 3 of the mesh, model_parallel, 2 of the pipeline
+        assert after == [333.0] * 7
 
 
-def stalling(places: list[str]) -> Callable[[Trainer], None]:
-    """Rank 1 hangs in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
+def stalling(places: list[str], file: Path) -> Callable[[Trainer], dict[str, list[float]]]:
+    """Rank 1 stands still in step-N, in validate-N or in save-N after it, and notes the timeouts of rank 0 then."""
+
+    def before(trainer: Trainer) -> dict[str, list[float]]:
+        seen: dict[str, list[float]] = {}
+
+        def stand_still(place: str) -> None:
+            if place in places:
+                until(lambda: (read_json(file) or [""])[0] == place, f"rank 0 in {place}")
+                time.sleep(STALL)
+                seen[place] = read_json(file)[1]
+
+        at_place = _published(file) if trainer.world.rank_info.rank == 0 else stand_still
+        for name in ("_step", "validate", "save"):
+            _before(trainer, name, at_place)
+        return seen
+
+    return before
+
+
+def _published(file: Path) -> Callable[[str], None]:
+    """Keep the place of this rank and the timeouts of its groups in a file."""
+    last, real = [""], mesh.World.set_timeout
+
+    def publish(place: str) -> None:
+        last[0] = place
+        write_json(file, [place, timeouts()])
+
+    def set_timeout(*arguments: Any, **more: Any) -> None:
+        real(*arguments, **more)
+        publish(last[0])
+
+    mesh.World.set_timeout = set_timeout  # type: ignore[method-assign]
+    return publish
+
+
+def _before(trainer: Trainer, name: str, at_place: Callable[[str], None]) -> None:
+    real = getattr(trainer, name)
+
+    def method(*arguments: Any) -> Any:
+        at_place(f"step-{trainer.step + 1}" if name == "_step" else f"{name}-{trainer.step}")
+        return real(*arguments)
+
+    setattr(trainer, name, method)
+
+
+def gone(file: Path) -> Callable[[Trainer], None]:
+    """Rank 1 stands still in step 3, and ends only when rank 0 has failed."""
 
     def before(trainer: Trainer) -> None:
-        def slow(name: str) -> None:
-            real = getattr(trainer, name)
+        close, step = trainer.close, trainer._step
 
-            def method(*arguments: Any) -> Any:
-                number = trainer.step + 1
-                here = {f"step-{number}", f"gone-{number}"} if name == "_step" else {f"{name}-{trainer.step}"}
-                for place in here & set(places):
-                    places.remove(place)
-                    time.sleep(STALL)
-                    if place.startswith("gone"):
-                        raise RunError("awake")
-                return real(*arguments)
+        def closed() -> None:
+            close()
+            file.touch()
 
-            setattr(trainer, name, method)
+        def still(*arguments: Any) -> Any:
+            if trainer.step < 2:
+                return step(*arguments)
+            until(file.exists, "rank 0 to give up")
+            raise RunError("awake")
 
-        for name in ("_step", "validate", "save") if trainer.world.rank_info.rank == 1 else ():
-            slow(name)
+        if trainer.world.rank_info.rank == 0:
+            trainer.close = closed  # type: ignore[method-assign]
+        else:
+            trainer._step = still  # type: ignore[method-assign]
 
     return before
 
 
 STEPS = (
-    "training.steps=6", "cluster.step_timeout=1", "cluster.timeout=30", "training.grow=[[384,256]]",
+    "training.steps=6", f"cluster.timeout={TIMEOUT:g}", "training.grow=[[384,256]]",
     "evaluation.tokens=64", "evaluation.every=2", "checkpoint.every=5",
 )  # fmt: skip
 
 
 def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
-    run = tiny(tmp_path / "run", *STEPS, "debug.hang_seconds=null", layout="ddp2")
-    seen = train(run, stalling(["gone-3"]))
+    run = tiny(tmp_path / "run", *STEPS, "cluster.step_timeout=5", "debug.hang_seconds=null", layout="ddp2")
+    seen = train(run, gone(tmp_path / "gone"))
     assert run.training.phase(3).step == 1
     assert seen[0].failure is not None
-    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them hangs")
+    assert seen[0].failure.startswith("waited 5 s for the other ranks: one of them hangs")
     assert "raise cluster.step_timeout" in seen[0].failure
 
 
 def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     """The first step and the first of a batch size may compile; validation, saves and the end are no steps."""
-    run = tiny(tmp_path / "run", *STEPS, "checkpoint=async", layout="ddp2")
+    settings = (*STEPS, f"cluster.step_timeout={STEP:g}", "checkpoint=async")
+    run = tiny(tmp_path / "run", *settings, layout="ddp2")
     first = run.training.phases[1].step
     assert 2 < first < 6
     places = ["step-1", f"step-{first}", "validate-2", "save-5", "validate-6"]
-    assert [rank.code for rank in train(run, stalling(places))] == [0, 0]
+    ranks = train(run, stalling(["step-2", *places], tmp_path / "seen"))
+    assert [rank.code for rank in ranks] == [0, 0]
+    assert ranks[1].extra == {"step-2": [STEP]} | {place: [TIMEOUT] for place in places}

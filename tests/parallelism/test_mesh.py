@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,35 @@ from titan.parallelism.schema import Layout
 def test_a_group_beside_trainings_is_made_where_it_is_asked_for(exchange: bool, tmp_path: Path) -> None:
     def joined(rank: int, size: int) -> bool:
         place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        world = mesh.connect(place, Layout(replicate=2), "cpu", 30, exchange=exchange)
-        try:
-            return world.exchange is not None
-        finally:
-            world.close()
+        world = mesh.connect(place, Layout(replicate=2), "cpu", 300, exchange=exchange)
+        world.close()
+        return world.exchange is not None
 
     assert run_ranks(joined, 2, joined=False) == [exchange, exchange]
+
+
+def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
+    """It could leave, and break connections that others still make."""
+    connected = tmp_path / "connected"
+
+    def joined(rank: int, size: int) -> bool:
+        build_world = mesh.build_world
+
+        def late(*arguments: Any) -> mesh.World:
+            world = build_world(*arguments)
+            if rank == 1:
+                time.sleep(0.5)  # long enough for rank 0 to go on
+                connected.touch()
+            return world
+
+        mesh.build_world = late
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
+        world = mesh.connect(place, Layout(replicate=2), "cpu", 300)
+        before = connected.exists()
+        world.close()
+        return before
+
+    assert run_ranks(joined, 2, joined=False) == [True, True]
 
 
 @pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])

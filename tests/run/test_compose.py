@@ -46,7 +46,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     """A fresh Python on this titan, in the current directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), environment.pop("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=300)
 
 
 def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -25,7 +25,7 @@ from titan.sweep.ledger import TrialState
 
 LAUNCH = ["hydra/launcher=slurm", "hydra.launcher.poll_seconds=0.5", "metrics.sample_tokens=0"]
 HARM = ["modules=[tests]", "optimizer._target_=tests.slurm.faults.Harmful"]
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 def titan(folder: Path, *arguments: str, module: str = "titan.train", env: dict[str, str] | None = None) -> Any:

@@ -114,7 +114,7 @@ class Table:
         """What a layout saves after three steps."""
         if layout not in self.saved:
             run = self._run(f"saved-{layout}", layout, f"training.steps={STEPS}")
-            states = [seen.last for seen in train(run, timeout=120)]
+            states = [seen.last for seen in train(run)]
             (folder,) = manifest.complete(Path(run.directory))
             self.saved[layout] = Saved(folder, merged(states))
         return self.saved[layout]
@@ -134,7 +134,7 @@ class Table:
         assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
-            ranks = run_ranks(_load, run.layout.devices, run, attempt, meeting, folders, timeout=240, joined=False)
+            ranks = run_ranks(_load, run.layout.devices, run, attempt, meeting, folders, timeout=600, joined=False)
         return {row: _together([rank[i] for rank in ranks]) for i, row in enumerate(rows)}
 
     def cells(self, layout: str, rows: Sequence[str]) -> dict[str, Cell]:
@@ -183,13 +183,13 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
     place = RankInfo(rank, size, rank, meeting if size > 1 else "")
     world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, exchange=True)
     trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
-    try:
-        with trainer.loader as loader:
-            batch, trainer.loader = next(loader), None  # type: ignore[assignment]
-            return [_try(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]
-    finally:
-        trainer.saving.close()
-        world.close()
+    with trainer.loader as loader:
+        batch, trainer.loader = next(loader), None  # type: ignore[assignment]
+        loaded = [_try(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]
+    world.barrier()  # before anyone leaves; one that fails leaves at once, after its error is told
+    trainer.saving.close()
+    world.close()
+    return loaded
 
 
 def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:

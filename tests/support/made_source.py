@@ -37,7 +37,7 @@ class MadeSource(Source):
             if document == "refuse":
                 raise ConfigError(f"{part.name}: no good; mend it.")
             if document == "stall" and multiprocessing.parent_process():
-                time.sleep(300)
+                time.sleep(3600)
             if document == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if document == "break":

@@ -378,7 +378,7 @@ def outcome(
     custom.write_text(custom_schedule())
     settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
     run, began = tiny(folder / "run", *RECIPE, *settings), time.monotonic()
-    return Outcome(run, train(run, before, timeout=120), time.monotonic() - began)
+    return Outcome(run, train(run, before), time.monotonic() - began)
 
 
 def custom_schedule() -> str:

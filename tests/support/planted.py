@@ -28,7 +28,7 @@ from tests.support.fault import Fault
 EXPERTS, TECHNIQUES = faults_experts.FAULTS, faults_techniques.FAULTS
 FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *TECHNIQUES, *EXPERTS)
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 300.0
+LIMIT = 1800.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""
 PASSED, FAILED = 0, 1
 """pytest's exit codes; any other means that it ran none of the tests."""

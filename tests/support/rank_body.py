@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import LIMIT, until
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run_rank
 from titan.errors import ConfigError, RunError
@@ -23,35 +24,36 @@ def hear(number: int, frame: object) -> None:
 
 
 def wait(folder: Path, rank: int, deaf: bool) -> int:
-    """Until a signal comes; give up after a minute."""
+    """Until a signal comes; give up after the test that waits for this rank."""
     if not deaf:
         signal.signal(signal.SIGTERM, hear)
     (folder / f"ready-{rank}").write_text(str(os.getpid()))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * LIMIT
     while "HEARD" not in os.environ and time.monotonic() < deadline:
         time.sleep(0.01)
     return 130
+
+
+def reported() -> list[Path]:
+    """The errors that ranks have reported to the supervisor: they lie beside this rank's payload."""
+    return list(Path(sys.argv[1]).parent.glob("*.error"))
 
 
 def stubborn(folder: Path, rank: int) -> int:
     """Hears signals and stays."""
     wait(folder, rank, deaf=False)
     (folder / f"heard-{rank}").touch()
-    time.sleep(60)
+    time.sleep(2 * LIMIT)
     return 1
 
 
 def raises(folder: Path, rank: int) -> int:
-    (folder / "raised").touch()
     raise ZeroDivisionError(f"by rank {rank}")
 
 
 def consequence(folder: Path, rank: int) -> int:
-    """Fails because another one does, a little later."""
-    deadline = time.monotonic() + 30
-    while not (folder / "raised").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    """Fails because another one does, after it."""
+    until(reported, "another rank's error")
     raise ConnectionError("another rank is gone")
 
 
@@ -59,8 +61,7 @@ def tells(folder: Path, rank: int, tell: Callable[[BaseException], int]) -> int:
     """Tells of its error before another rank fails, and ends after it."""
     error = ZeroDivisionError(f"told by rank {rank}")
     tell(error)
-    (folder / "raised").touch()
-    time.sleep(0.3)
+    until(lambda: len(reported()) > 1, "the error of another rank")
     raise error
 
 

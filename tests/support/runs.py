@@ -97,7 +97,7 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
-def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:
+def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 300) -> list[Seen]:
     """Begin an attempt of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
 
     Args:

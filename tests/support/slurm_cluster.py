@@ -27,7 +27,7 @@ SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbi
 """Where daemons are looked for: a user's PATH often leaves the latter out."""
 CPUS, GPUS, MEMORY_MB = 8, 8, 16000
 """What each node says that it has."""
-START_SECONDS = 15.0
+START_SECONDS = 120.0
 LONGEST = 107 - len("/1/node4/node4_12345678.4294967291")
 """Characters in a folder's path: the socket of a step lies that deep in it."""
 ATTEMPTS = 3
@@ -64,11 +64,11 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 JobRequeue=1
-KillWait=5
-# A node that is gone is noticed soon, and taken back as soon as it is there again.
-SlurmdTimeout=10
+# Jobs on a busy machine have the time to save, and nodes to answer; a node is taken back as soon as it is there again.
+KillWait=60
+SlurmdTimeout=300
 ReturnToService=2
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
 NODE = (
@@ -121,7 +121,7 @@ class Slurm:
                 return cls(folder / str(attempt), nodes)._started()
         return cls(folder / str(ATTEMPTS), nodes)._started()
 
-    def run(self, *argv: str, seconds: float = 60) -> str:
+    def run(self, *argv: str, seconds: float = 300) -> str:
         """What a client command writes to stdout, such as `run("sbatch", "--wrap", "hostname")`.
 
         Raises:
@@ -147,7 +147,7 @@ class Slurm:
     def kill_node(self, name: str, told: bool = True) -> None:
         """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails.
 
-        Slurm is told, and requeues the node's jobs at once; with `told` false it finds out by itself, within a minute.
+        Slurm is told, and requeues the node's jobs at once; with `told` false it finds out by itself, after minutes.
         """
         _kill_all(lambda: found(self.conf, f"SLURMD_NODENAME={name}"))
         self.daemons.pop(name).wait()

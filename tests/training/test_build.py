@@ -66,14 +66,13 @@ def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: lis
 
 
 def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
-    world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 30)
-    try:
-        train_step = build(run, world)
-        managed = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
-        assert managed == {id(p) for p in train_step.parameters()}
-        return [(n, tuple(p.shape), str(p.dtype)) for n, p in train_step.named_parameters()]
-    finally:
-        world.close()
+    world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 300)
+    train_step = build(run, world)
+    managed = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
+    assert managed == {id(p) for p in train_step.parameters()}
+    world.barrier()  # before anyone leaves: the others may connect further groups still
+    world.close()
+    return [(n, tuple(p.shape), str(p.dtype)) for n, p in train_step.named_parameters()]
 
 
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "hsdp4"])

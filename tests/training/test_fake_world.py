@@ -53,7 +53,7 @@ class Simulated:
 
 def simulate(run: Run, rank: int) -> Simulated:
     """Assemble one rank of a run and take a step, in a process of its own."""
-    return run_ranks(_simulated, 1, run, rank, joined=False, timeout=120)[0]
+    return run_ranks(_simulated, 1, run, rank, joined=False, timeout=300)[0]
 
 
 def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 
 import numpy as np
 import pytest
@@ -24,10 +24,14 @@ FAST = ("metrics.sample_tokens=0", "checkpoint=off", "compile=off", "training.st
 TENSOR = ("parallelism=tp", "cluster.devices=2", "model.kv_heads=2")
 
 
+SLEEP = 0.25
+"""Seconds: far more than a step of the model takes, also on a busy machine."""
+
+
 def asleep(trainer: Trainer) -> None:
     """Let rank 1 sleep in the forward pass of a block: all ranks' steps take longer, its own time alone is longer."""
     if trainer.world.rank_info.rank == 1:
-        trainer.train_step.stages[0].model.blocks()[0].register_forward_hook(lambda *_: time.sleep(0.1))
+        trainer.train_step.stages[0].model.blocks()[0].register_forward_hook(lambda *_: time.sleep(SLEEP))
 
 
 @pytest.mark.parametrize(
@@ -43,12 +47,12 @@ def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path
     run = tiny(tmp_path, *FAST, *settings, "profile.slow_factor=1.5", layout=layout)
     train(run, asleep)
     assert dist.Work.wait is original
-    last = steps(run)[-1]["ranks"]
-    assert last["slow"] == [1] and last["step"] < 9
-    assert last["own_seconds"]["rank"] == 1 and last["wait_seconds"]["rank"] == 0
-    assert last["own_seconds"]["max"] >= 0.1 and last["wait_seconds"]["max"] >= 0.05
-    step = last["step_seconds"]
-    assert step["max"] - step["min"] < 0.08, "all ranks' steps take equally long"
+    lines = [line["ranks"] for line in steps(run) if "ranks" in line]
+    assert lines[-1]["slow"] == [1] and lines[-1]["step"] < 9
+    own, waits, whole = ([line[f"{name}_seconds"] for line in lines] for name in ("own", "wait", "step"))
+    assert mode(times["rank"] for times in own) == 1 and mode(times["rank"] for times in waits) == 0
+    assert median(times["max"] for times in own) >= SLEEP and median(times["max"] for times in waits) >= SLEEP / 2
+    assert median(t["max"] - t["min"] for t in whole) < SLEEP / 2, "all ranks' steps take equally long"
     for rank in range(2):
         log = (tmp_path / "log" / f"rank-{rank}.log").read_text()
         assert "rank 1 is slow: its own time is" in log and "the cause is computation" in log

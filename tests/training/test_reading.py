@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
+from tests.support.processes import until
 from tests.support.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
 from titan.dataset.loader import IGNORED, row_hash
 from titan.errors import ConfigError
@@ -240,9 +241,21 @@ def command(folder: Path, *overrides: str) -> list[str]:
     own = f"window: 400\nworkers: 1\nvalidation: 0\ngate: {folder}/gate\n"
     (conf / "gated.yaml").write_text(base + own)
     data = [f"hydra.searchpath=[file://{conf.parent}]", "modules=[tests]", "dataset=gated", "model.vocab=4096"]
-    more = ["metrics.console_every=1", "checkpoint.every=2", "training.steps=12", "cluster.timeout=60"]
+    more = ["metrics.console_every=1", "checkpoint.every=2", "training.steps=12", "cluster.timeout=600"]
     shape = [setting for setting in BASE if not setting.startswith(("model.vocab", "training.steps"))]
     return [sys.executable, "-m", "titan.train", *shape, *data, *more, *overrides]
+
+
+def when_it_waits(lines: Iterable[str], act: Callable[[], object]) -> list[str]:
+    """All lines of a run's output; `act` is called once, when the run waits for more than two shards."""
+    seen: list[str] = []
+    acted = False
+    for line in lines:
+        seen.append(line)
+        if not acted and line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
+            act()
+            acted = True
+    return seen
 
 
 def run_of(folder: Path) -> Run:
@@ -256,18 +269,11 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
     live = command(tmp_path, "dataset.stream=true", f"hydra.run.dir={tmp_path}/live-run")
     with subprocess.Popen(live, env=cache, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
-                os.killpg(process.pid, signal.SIGKILL)
+        lines = when_it_waits(process.stdout, lambda: os.killpg(process.pid, signal.SIGKILL))
     assert process.returncode == -signal.SIGKILL
     assert any("so far (" in line for line in lines)
     assert len(rows_of(run_of(tmp_path / "live-run"))) == 2, "a window has three steps; the third is reported later"
-    deadline = time.monotonic() + 10
-    while _alive(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(str(tmp_path)), "what prepares ends with the training"
+    until(lambda: not _alive(str(tmp_path)), "what prepares to end with the training")
     (tmp_path / "gate").touch()
     subprocess.run([*live, "parallelism=fsdp"], env=cache, check=True, stdout=subprocess.DEVNULL)
     first = command(tmp_path, f"hydra.run.dir={tmp_path}/first-run")
@@ -286,9 +292,7 @@ def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path:
     env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
     with subprocess.Popen([*live, f"parallelism={layout}"], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
-                process.send_signal(signal.SIGINT)
+        when_it_waits(process.stdout, lambda: process.send_signal(signal.SIGINT))
     assert process.returncode == 130
     run = run_of(tmp_path / "run")
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
@@ -304,11 +308,13 @@ def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path)
     env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
     with subprocess.Popen(live, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
-                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-                spawned = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
-                os.kill(int(spawned[-1]), signal.SIGKILL)
+
+        def kill_what_prepares() -> None:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            spawned = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+            os.kill(int(spawned[-1]), signal.SIGKILL)
+
+        when_it_waits(process.stdout, kill_what_prepares)
         stderr = process.stderr.read()
     assert process.returncode == 1
     assert "the preparing process was killed by signal 9" in stderr

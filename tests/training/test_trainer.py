@@ -185,7 +185,7 @@ def test_training_needs_torch_numpy_hydra_and_tiktoken_only(tmp_path: Path) -> N
         f"hydra.run.dir={tmp_path}/run",
     ]
     env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["finished"]

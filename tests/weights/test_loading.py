@@ -64,24 +64,20 @@ def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
 
 def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[Mapping[str, Tensor], int, int]:
     """A rank's parameters, whole; how many numbers it has read, and how many it holds."""
-    world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 30)
-    try:
-        train_step = build(run, world)
-        weights = Counted(open_weights(path))
-        state = dict(train_step.named_parameters())
-        load_weights(state, weights, no_dist=size == 1)
-        if train_step.tied_weights is not None:
-            train_step.tied_weights.align(train_step.optimizer)
-        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.values())
-        aliases = {name for stage in train_step.stages for name in stage.model.aliases}
-        tied_weights = {n: p for stage in train_step.stages for n, p in stage.model.named_parameters() if n in aliases}
-        return (
-            whole(dict(state)) | {f"twin.{n}": p for n, p in whole(dict(tied_weights)).items()},
-            weights.numbers,
-            held,
-        )
-    finally:
-        world.close()
+    world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 300)
+    train_step = build(run, world)
+    weights = Counted(open_weights(path))
+    state = dict(train_step.named_parameters())
+    load_weights(state, weights, no_dist=size == 1)
+    if train_step.tied_weights is not None:
+        train_step.tied_weights.align(train_step.optimizer)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.values())
+    aliases = {name for stage in train_step.stages for name in stage.model.aliases}
+    tied_weights = {n: p for stage in train_step.stages for n, p in stage.model.named_parameters() if n in aliases}
+    found = whole(dict(state)) | {f"twin.{n}": p for n, p in whole(dict(tied_weights)).items()}
+    world.barrier()  # before anyone leaves; one that fails leaves at once, after its error is told
+    world.close()
+    return found, weights.numbers, held
 
 
 def on_ranks(run: Run, path: Path, tmp_path: Path) -> list[tuple[dict[str, Tensor], int, int]]:

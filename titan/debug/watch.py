@@ -56,8 +56,8 @@ NEIGHBOURS = 16
 """The most ranks of a host whose processes are looked at."""
 READS_PER_SECOND = 2000
 """How many states the reporting rank reads at most."""
-WAKE_SECONDS = 0.5
-"""How long a stopped rank may take to write its stacks."""
+WAKE_SECONDS = 5.0
+"""How long a stopped rank may take to write its stacks, on a busy machine."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks, also when it holds the interpreter."""
 
@@ -416,10 +416,15 @@ class Watch:
 def _wake_and_dump(pid: int, file: Path) -> None:
     """Let a stopped process run until it has written its stacks."""
     before, deadline = file.stat().st_size, time.monotonic() + WAKE_SECONDS
+    last = before
     os.kill(pid, DUMP_SIGNAL)
     os.kill(pid, signal.SIGCONT)
-    while file.stat().st_size == before and time.monotonic() < deadline:
-        time.sleep(0.002)
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        size = file.stat().st_size
+        if size == last != before:  # it has written some, and writes no more
+            break
+        last = size
     os.kill(pid, signal.SIGSTOP)
 
 

@@ -264,11 +264,12 @@ def connect(
         **rendezvous,
     )
     world = build_world(rank_info, layout, device, timeout)
-    if not exchange:
-        return world
-    patience = timedelta(seconds=timeout) + MARGIN
-    common_store = dist.distributed_c10d._get_default_store()
-    return replace(world, exchange=Exchange(common_store, rank_info.rank, rank_info.world_size, patience))
+    if exchange:
+        patience, common_store = timedelta(seconds=timeout) + MARGIN, dist.distributed_c10d._get_default_store()
+        world = replace(world, exchange=Exchange(common_store, rank_info.rank, rank_info.world_size, patience))
+    if device_type != "cuda":  # a rank of gloo returns while others connect still: if it left, their connections broke
+        world.barrier()
+    return world
 
 
 def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
