@@ -23,7 +23,7 @@ class RankFailed(Exception):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, joined: bool = True) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300, joined: bool = True) -> list[Any]:
     """Call `fn(rank, world, *args)` on `world` forked ranks and give their results, in rank order.
 
     Each rank has one thread, a gloo process group over a file and the environment RANK, LOCAL_RANK, WORLD_SIZE; with
