@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.runs import Seen, difference, same, steps, tiny, train, weights
+from tests.support.tiers import full
 from titan.dataset.loader import row_hash
 from titan.dataset.permutation import Permutation
 from titan.dataset.preprocess.prepare import prepare
@@ -157,7 +158,7 @@ def test_clipping_scales_what_is_applied_and_reports_the_norm_before(runs: Runs)
     ("one", "other"),
     [
         pytest.param(("single", ("memory=full",)), ("single", ()), id="checkpointing-changes-no-bit"),
-        pytest.param(("fsdp2", ("memory=full",)), ("fsdp2", ()), id="checkpointing-changes-no-bit-fsdp2"),
+        full(("fsdp2", ("memory=full",)), ("fsdp2", ()), id="checkpointing-changes-no-bit-fsdp2"),
         pytest.param(("fsdp2", ()), ("single", ("parallelism.microbatches=2",)), id="two-ranks-are-two-microbatches"),
         pytest.param(("fsdp2", ()), ("ddp2", ()), id="fsdp2-is-ddp2"),
         pytest.param(("fsdp2", (BF16,)), ("ddp2", (BF16,)), id="fsdp2-is-ddp2-in-bf16"),
@@ -179,7 +180,7 @@ BF16_LOSS, BF16_NORM, BF16_GRADIENTS, BF16_WEIGHTS = 1e-4, 1e-3, 2e-2, 4e-3
 """Several times what was measured (2e-5, 2e-4, 6e-3, 1e-3): a weight's gradient is rounded to 8 bits once a rank."""
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "hsdp4"])
+@pytest.mark.parametrize("layout", [full("ddp2"), "fsdp2", full("hsdp4")])
 def test_layouts_in_bf16_differ_only_by_the_order_of_sums(layout: str, runs: Runs) -> None:
     run, ranks = runs(layout, (BF16,))
     reference, (expected,) = runs.reference((BF16,))

@@ -15,6 +15,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY, save_of
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.run import attempts
@@ -444,10 +445,10 @@ def refused(run: Run, expected: str, folder: str = "runs") -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        pytest.param(["dataset.path=none.jsonl"], "dataset.path=none.jsonl|correct the path", id="no-file"),
-        pytest.param(["dataset.path=empty.jsonl"], "dataset.path=empty.jsonl|empty", id="empty-file"),
-        pytest.param(["dataset.path=bad.jsonl"], "bad.jsonl|not JSON|correct it", id="no-json"),
-        pytest.param(["dataset.path=good.jsonl", "dataset.field=body"], "'body'|dataset.field", id="no-such-key"),
+        full(["dataset.path=none.jsonl"], "dataset.path=none.jsonl|correct the path", id="no-file"),
+        full(["dataset.path=empty.jsonl"], "dataset.path=empty.jsonl|empty", id="empty-file"),
+        full(["dataset.path=bad.jsonl"], "bad.jsonl|not JSON|correct it", id="no-json"),
+        full(["dataset.path=good.jsonl", "dataset.field=body"], "'body'|dataset.field", id="no-such-key"),
         pytest.param(
             ["dataset.path=good.jsonl", "model.vocab=100"], "model.vocab=100|give model.vocab=4096", id="vocabulary"
         ),
@@ -521,9 +522,9 @@ def refused_to_begin(run: Run, expected: str) -> None:
     [
         pytest.param(["optimizer.lr=0.5"], "another experiment|optimizer.lr was 0.001, now 0.5|another name", id="lr"),
         pytest.param(["training.seed=1"], "training.seed was 0, now 1", id="seed"),
-        pytest.param(["schedule=cosine"], "schedule was wsd, now cosine", id="schedule"),
-        pytest.param(["optimizer=sgd"], "optimizer was titan.optimizer.AdamW, now titan.optimizer.SGD", id="optimizer"),
-        pytest.param(["dataset.tokens=30000"], "dataset.tokens was 20000, now 30000|data was", id="data"),
+        full(["schedule=cosine"], "schedule was wsd, now cosine", id="schedule"),
+        full(["optimizer=sgd"], "optimizer was titan.optimizer.AdamW, now titan.optimizer.SGD", id="optimizer"),
+        full(["dataset.tokens=30000"], "dataset.tokens was 20000, now 30000|data was", id="data"),
         pytest.param(["training.steps=2"], "training.steps=2|has 3|give 3 or more", id="fewer-steps"),
     ],
 )

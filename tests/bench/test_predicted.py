@@ -48,6 +48,7 @@ def test_a_file_without_hardware(text: str | None, tmp_path: Path, capsys: pytes
     assert "titan.calibrate" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", ["single", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "fsdp", "pp"))]
 )

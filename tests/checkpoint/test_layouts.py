@@ -56,6 +56,7 @@ def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device
     assert {row: cell for row, cell in cells.items() if not cell.worst <= EXACT} == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after", "tied"), MOVES)
 def test_any_layout_resumes_what_another_saved(before: str, after: str, tied: bool, tmp_path: Path) -> None:
     settings = (*MOMENTUM, *(["model.tied=true"] if tied else []))

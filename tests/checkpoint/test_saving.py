@@ -15,6 +15,7 @@ import yaml
 
 from tests.support.ranks import RankFailed
 from tests.support.runs import learned, same, saved, steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
@@ -36,7 +37,13 @@ def flip(file: Path) -> None:
 
 
 class TestAsync:
-    @pytest.mark.parametrize("layout", ["single", "fsdp2", "ddp2"])
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            full("single"),
+            "fsdp2",
+        ],
+    )
     def test_saves_what_a_save_that_waits_saves(self, layout: str, tmp_path: Path) -> None:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
         waits = tiny(tmp_path / "sync", *how, layout=layout)
@@ -119,6 +126,7 @@ def limited(bytes_: int) -> None:
 
 
 class TestFailedSaves:
+    @pytest.mark.full
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_what_counts_already_is_not_removed(
         self, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

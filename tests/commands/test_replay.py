@@ -13,6 +13,7 @@ import pytest
 from tests.support.corruption import flip
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
@@ -46,7 +47,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize(
-    "step", [1, 5, pytest.param(4, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
+    "step", [full(1), 5, pytest.param(4, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
 )
 def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
     before = files(run)
@@ -78,7 +79,6 @@ def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> N
     assert {t["row"] for t in tokens} == set(range(record["rows"][0], record["rows"][1] + 1))
 
 
-@pytest.mark.ranks
 def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
     made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
     seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), steps(made)[4]
@@ -87,8 +87,6 @@ def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.process
 @pytest.mark.parametrize("layout", ["parallelism=3d", pytest.param("parallelism=4d", marks=pytest.mark.thorough)])
 def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
     alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))

@@ -12,6 +12,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
@@ -92,8 +93,8 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        "training.steps=0", "training.step=3", "name=../x", "parallelism.pipeline=0", "schedule.warmup=50",
-        "model.heads=3", "cluster.time=x", "+dataset._target_=os.path",
+        "training.steps=0", full("training.step=3"), "name=../x", "parallelism.pipeline=0", full("schedule.warmup=50"),
+        "model.heads=3", full("cluster.time=x"), full("+dataset._target_=os.path"),
     ],
 )  # fmt: skip
 def test_all_else_is_checked_before(wrong: str) -> None:

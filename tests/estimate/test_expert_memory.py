@@ -128,6 +128,7 @@ def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
+@pytest.mark.full
 def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
     common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
     one = composed([*common, "parallelism=single"], elsewhere=True)

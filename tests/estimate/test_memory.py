@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.estimate.traced.memory import Live, peak
@@ -106,6 +107,7 @@ def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
@@ -177,7 +179,7 @@ def test_a_term_of_logits_is_in_the_trace(layout: str) -> None:
 AVERAGED = "evaluation.ema=0.9"
 
 
-@pytest.mark.parametrize(("layout", "shards"), [("single", 1), ("fsdp-8", 8), ("fsdp-tp", 4)])
+@pytest.mark.parametrize(("layout", "shards"), [("single", 1), full("fsdp-8", 8), full("fsdp-tp", 4)])
 def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(layout: str, shards: int) -> None:
     without, one = run("state", layout), run("state", layout, AVERAGED)
     before, now = (memory.peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
@@ -194,6 +196,7 @@ def test_the_moving_average_is_in_the_trace(layout: str, more: tuple[str, ...]) 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "mode"),
     [
@@ -225,9 +228,11 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
     "layout",
     [
         "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole",
-        "parallelism=pp parallelism.microbatches=8",
-        "parallelism=3d parallelism.microbatches=8 parallelism.schedule=InterleavedZeroBubble",
-        "parallelism=pp cluster.devices=4 model.layers=8 parallelism.schedule=ZBVZeroBubble parallelism.microbatches=8",
+        full("parallelism=pp parallelism.microbatches=8"),
+        full("parallelism=3d parallelism.microbatches=8 parallelism.schedule=InterleavedZeroBubble"),
+        full(
+            "parallelism=pp cluster.devices=4 model.layers=8 parallelism.schedule=ZBVZeroBubble parallelism.microbatches=8"
+        ),
         "parallelism=pp parallelism.schedule=GPipe parallelism.microbatches=16",
     ],
     ids=["fsdp", "1f1b", "zero-bubble", "v", "gpipe"],

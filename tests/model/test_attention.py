@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.machines import detector
 from tests.support.runs import tiny
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
@@ -183,6 +184,7 @@ def llama4() -> Any:
     return built
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
 @pytest.mark.parametrize("ids", [None, documents(2, 150, 0.03)], ids=["one", "documents"])
 def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +212,7 @@ CHUNKS = ["model=llama4_debug", *SMALL, "model.attention_chunk=15"]
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-@pytest.mark.parametrize("how", [plain, compiled], ids=["plain", "block"])
+@pytest.mark.parametrize("how", [plain, full(compiled)], ids=["plain", "block"])
 @pytest.mark.parametrize(
     ("choice", "flash"),
     [pytest.param("auto", True), pytest.param("flash", True), pytest.param("math", False)],
@@ -277,10 +279,10 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        pytest.param(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
-        pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
+        full(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
+        full(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
-        pytest.param([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
+        full([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
         pytest.param(
             [*RING[:2], *CHUNKS, "training.attention=flash"],
             "can't mask chunks|model.attention_chunk",
@@ -296,7 +298,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
     assert [word for word in words.split("|") if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
+@pytest.mark.parametrize("method", [full("allgather"), full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())

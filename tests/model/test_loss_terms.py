@@ -60,7 +60,6 @@ def test_figures_and_gradients(terms: tuple[Term, ...], cap: float | None, chunk
     check(terms, cap, chunk, None)
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.full), 5])
 def test_figures_and_gradients_of_one_graph(chunk: int | None) -> None:
     torch._dynamo.reset()

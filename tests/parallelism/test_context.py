@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.model.test_attention import listed, visible
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full
 from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
@@ -222,6 +223,7 @@ def test_as_on_one_rank(world: int, case: str) -> None:
     assert errors(world, (8, 4, 2, 1))[case] <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", parameters(table(2)))
 def test_as_on_one_rank_with_eight(case: str) -> None:
     assert errors(8, (2,))[case] <= EXACT
@@ -237,6 +239,7 @@ def test_the_formula_in_tiles(case: str) -> None:
     assert errors(2, (2,), kernel="math")[case] <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", parameters(table(2, kernel="flex")))
 def test_masks_of_blocks(case: str) -> None:
@@ -343,7 +346,7 @@ def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["flash", "flex"])
+@pytest.mark.parametrize("kernel", ["flash", full("flex")])
 def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
     assert run_ranks(rank_mask_uses, 2, kernel) == [dict.fromkeys(METHODS, (1, 1))] * 2
 
@@ -521,7 +524,7 @@ def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), pytest.param(COMPILED, id="compiled")])
+@pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), full(COMPILED, id="compiled")])
 def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
     for found in run_ranks(rank_wrapped_errors, 2, cases, timeout=120):
         assert len(found) == len(cases)

@@ -77,6 +77,7 @@ def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], An
     assert [str(found[rank]) for rank in waits] == [f"rank {gone} has left"] * len(waits)
 
 
+@pytest.mark.full
 def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_in_step(
     stores: Callable[[], Any],
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
     assert missed == "rank 2 sent no message" and second == [b"second"] * 3
 
 
+@pytest.mark.full
 def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:
     def work(exchange: Exchange) -> None:
         exchange.part()

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.process_groups import LAYOUTS, count, now, store_traffic
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism import mesh
@@ -129,7 +130,7 @@ class Counting(dist.Store):
         self.inner.wait(keys, *timeout)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, full(8)])
 def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     inner = dist.HashStore()  # type: ignore[attr-defined]
@@ -181,7 +182,7 @@ def test_each_direction_between_neighbours_has_a_group(fake: Callable[[int, int]
     assert p2p_groups(shape("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", [full("1F1B"), "Interleaved1F1B"])
 def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
     def connected(rank: int, size: int) -> list[tuple[str, int, int]]:
         owners, sent = (0, 1, 2) * (1 if schedule == "1F1B" else 2), []
@@ -202,7 +203,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
         assert sorted(found[rank]) == [(how, other, over) for how in ("irecv", "isend") for other in others]
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", [full("GPipe"), "ZBVZeroBubble"])
 def test_messages_between_stages_use_the_group_of_their_direction(schedule: str, tmp_path: Path) -> None:
     run = tiny(
         tmp_path / "run", "parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4",
@@ -294,6 +295,7 @@ def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None
     assert "raise cluster.step_timeout" in seen[0].failure
 
 
+@pytest.mark.full
 def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     """The first step and the first of a batch size may compile; validation, saves and the end are no steps."""
     run = tiny(tmp_path / "run", *STEPS, "checkpoint=async", layout="ddp2")

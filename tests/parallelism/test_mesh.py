@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout
@@ -26,7 +27,7 @@ def test_a_group_beside_trainings_is_made_where_it_is_asked_for(exchange: bool, 
     assert run_ranks(joined, 2, joined=False) == [exchange, exchange]
 
 
-@pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
+@pytest.mark.parametrize(("mode", "exchange"), [full("off", False), ("sync", True)])
 def test_a_run_asks_for_it_where_it_saves_or_loads(mode: str, exchange: bool, tmp_path: Path) -> None:
     save, off = tiny(tmp_path / "run", layout="ddp2"), [f"checkpoint={mode}", "training.steps=4"]
     train(save)

@@ -6,7 +6,6 @@ worst of each group.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -58,9 +57,16 @@ LAYOUTS = {
     "ep_4d": ("parallelism=3d", "parallelism.expert=4"),
     "ep_in_tp": ("parallelism=tp", "parallelism.expert=2"),
 }  # fmt: skip
-MEMORY = ("none", "full", "selective")
 STAGES = {"pp", "3d", "ep_pp", "ep_interleaved", "ep_zbv", "ep_4d"}
 """The layouts with a pipeline, which needs as many micro-batches as stages."""
+
+
+def memory(layout: str) -> tuple[tuple[str, int], ...]:
+    """How a layout keeps activations, with a number of micro-batches: few or many."""
+    fewest = 2 if layout in STAGES else 1
+    if layout == "ep_zbv":  # two backward passes, and so never selective
+        return ("none", fewest), ("full", 4)
+    return ("none", 4), ("full", fewest), *([("selective", 4)] if layout.startswith("ep") else [])
 
 
 SCIENCE = {
@@ -112,10 +118,9 @@ def cases() -> Iterator[Case]:
     """Every model on every layout, with and without recomputation and accumulation, and special recipes."""
     for model, science in MODELS.items():
         for layout, settings in LAYOUTS.items():
-            for memory, count in itertools.product(MEMORY, (2 if layout in STAGES else 1, 4)):
-                if (layout, memory) != ("ep_zbv", "selective"):  # two backward passes
-                    more = (f"memory={memory}", f"parallelism.microbatches={count}")
-                    yield Case(f"{model}-{layout}-{memory}-{count}", (*settings, *more), model=science)
+            for kept, count in memory(layout):
+                more = (f"memory={kept}", f"parallelism.microbatches={count}")
+                yield Case(f"{model}-{layout}-{kept}-{count}", (*settings, *more), model=science)
     yield from special()
 
 

@@ -60,9 +60,28 @@ def further(generate: Callable[[], Iterable[Any]], one_in: int = 1) -> list[Any]
     """
     if chosen() == "quick":
         return []
-    cases = [(case, zlib.crc32(str(case.id).encode()) % one_in == 0) for case in generate()]
-    wanted = [(case, in_sample) for case, in_sample in cases if in_sample or chosen() == "all"]
-    return [
-        pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.full if in_sample else pytest.mark.thorough])
-        for case, in_sample in wanted
-    ]
+    marked = [_further(case, zlib.crc32(str(case.id).encode()) % one_in == 0) for case in generate()]
+    return [case for case, in_sample in marked if in_sample or chosen() == "all"]
+
+
+def _further(case: Any, in_sample: bool) -> tuple[Any, bool]:
+    mark = pytest.mark.full if in_sample else pytest.mark.thorough
+    return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark]), in_sample
+
+
+def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1) -> list[Any]:
+    """Return the cases of a large table: those that `make test` runs, and in other tiers `further` ones.
+
+    Args:
+        cases: each a `pytest.param` with an id, or a text that is its own id.
+        quick: the ids of those that `make test` runs.
+        one_in: of the others, `make test-rest` runs one in so many.
+
+    Raises:
+        LookupError: where `quick` names no case, so that none is lost when cases are renamed.
+    """
+    named = [pytest.param(case, id=case) if isinstance(case, str) else case for case in cases]
+    if unknown := set(quick) - {case.id for case in named}:
+        raise LookupError(f"no such cases: {', '.join(sorted(unknown))}")
+    chosen_ones = [case for case in named if case.id in quick]
+    return [*chosen_ones, *further(lambda: [case for case in named if case.id not in quick], one_in)]

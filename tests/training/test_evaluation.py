@@ -66,7 +66,6 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(one[key] - other[key]) / max(abs(other[key]), 1e-9) for key in one)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.full] if x == "cp" else []) for x in LAYOUTS])
 def test_all_layouts_measure_the_same(tmp_path: Path, given: list[str], alone: dict[str, float], layout: str) -> None:
     found = measured(trained(tmp_path / layout, given, f"parallelism={layout}", "evaluation.ema=0.5"))

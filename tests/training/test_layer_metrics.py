@@ -24,7 +24,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=[pytest.mark.full] if n != "ddp tied" else []) for n in LAYOUTS]
 )

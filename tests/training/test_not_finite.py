@@ -108,7 +108,6 @@ def cases() -> list[Any]:
     return [pytest.param(*CASES[n], id=n, marks=[] if n in QUICK else pytest.mark.full) for n in CASES]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("settings, module, direction, rank, where", cases())
 def test_the_origin_of_a_planted_value_is_named(
     tmp_path: Path, settings: tuple[str, ...], module: str, direction: str, rank: int, where: str

@@ -88,6 +88,7 @@ def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) ->
     assert abs(ratio[moved] - 1) > 0.3
 
 
+@pytest.mark.full
 def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
     one = run("1f1b")
     found = traced(one, speeds(one))

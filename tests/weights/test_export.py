@@ -413,6 +413,7 @@ print(json.dumps({format: peak(lambda: work(format)) for format in ("hf", "titan
 """
 
 
+@pytest.mark.full
 def test_a_model_is_never_in_memory_whole(tmp_path: Path) -> None:
     """75 MB in files of 10 MB or, of Meta's, 9 MB, above what a process takes; all would be noticed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system at once

@@ -66,7 +66,6 @@ def test_a_repeated_step_has_no_figure() -> None:
     assert [bool(call(measure, step, gradients)) for step in (1, 2, 3, 3, 4)] == [False, True, True, False, True]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout",
     [

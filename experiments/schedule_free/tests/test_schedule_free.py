@@ -129,7 +129,6 @@ def validations(run: Run) -> list[float]:
 LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("3d", marks=pytest.mark.full)])
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
     evaluation = ["evaluation.tokens=64", "evaluation.every=1"]

@@ -56,7 +56,6 @@ def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
     assert run.training.global_batch == 512
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["tp", pytest.param("3d", marks=pytest.mark.full)])
 def test_layouts_learn_the_same(tmp_path: Path, layout: str) -> None:
     alone = tiny(tmp_path / "alone", CONF, *LARGE)
