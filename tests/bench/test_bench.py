@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.machines import detector
+from tests.support.tiers import table
 from titan.bench import activation_modes, command, speed
 from titan.bench.speed import SideResult
 from titan.bench.suites import Case, cpu_cases, gpu_cases
@@ -58,8 +59,18 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
 
 
+QUICK = (
+    "qwen3_30b_a3b, layers 8, experts 32, bf16, compile off",
+    "qwen3_30b_a3b, layers 8, experts 32, bf16, compile block",
+    "llama8b, bf16, compile block, memory full",
+    "llama8b, float8_rowwise, compile block, memory selective",
+    "llama8b, float8, compile block, memory full",
+    "llama8b, bf16_pure, compile block, memory none",
+)
+
+
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.title) for case in gpu_cases()])
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
     run = command.compose.composed([*command.LONG, *command._base("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)

@@ -9,11 +9,14 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
+from tests.support.tiers import table
 from titan.bench import command, features
 from titan.run.compose import composed
 
 
-@pytest.mark.parametrize("title", features.FEATURES)
+@pytest.mark.parametrize(
+    "title", table(features.FEATURES, ("layers, every 10 steps", "profile with memory of every step"))
+)
 def test_settings_of_a_feature_change_the_run(title: str) -> None:
     settings = [each.format(steps=5) for each in features.FEATURES[title]]
     off, on = (composed([*SMALL, "name=x", *features.OFF, *more]) for more in ([], settings))

@@ -66,7 +66,7 @@ def in_two_attempts(before: Run, after: Run) -> list[list[Seen]]:
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [("single", name) for name in OPTIMIZERS] + [("fsdp2", "sgd-momentum"), ("fsdp2", "adamw")],
+    [("fsdp2", "adamw"), full("fsdp2", "sgd-momentum"), *(full("single", name) for name in OPTIMIZERS)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, tmp_path: Path) -> None:
     settings = [*OPTIMIZERS[optimizer], "training.steps=6"]

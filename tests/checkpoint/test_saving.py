@@ -147,8 +147,7 @@ class TestFailedSaves:
         assert when == "before" or manifest.verify(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
         assert (tmp_path / "run/checkpoints/step-2").exists() == (when == "after")
 
-    @pytest.mark.parametrize("mode", ["sync", "async"])
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    @pytest.mark.parametrize(("layout", "mode"), [("fsdp2", "async"), full("single", "sync")])
     def test_the_run_goes_on_and_saves_when_it_can_again(
         self, mode: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -265,8 +264,7 @@ class TestOnDemand:
 class TestDamage:
     """What is only seen in the content of files, by the ranks."""
 
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
-    @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+    @pytest.mark.parametrize(("file", "layout"), [("__0_0.distcp", "fsdp2"), full(".metadata", "single")])
     def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
         self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan import plan
 from titan.console.numbers import rounded
 
@@ -125,9 +125,7 @@ def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None
 EXAMPLES = re.findall(r"^  python -m titan.plan (.*?)  ", plan.HELP, re.M)
 
 
-@pytest.mark.parametrize(
-    "example", [pytest.param(e, marks=[pytest.mark.full] if "search" in e else []) for e in EXAMPLES]
-)
+@pytest.mark.parametrize("example", table(EXAMPLES, ("model=llama8b parallelism=fsdp cluster=h100",)))
 def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert plan.main(shlex.split(example)) == 0

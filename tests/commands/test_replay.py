@@ -13,7 +13,7 @@ import pytest
 from tests.support.corruption import flip
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import steps, tiny, train
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
@@ -127,7 +127,13 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words, sentence", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    "words, sentence",
+    table(
+        [pytest.param(*case, id=name) for name, case in REFUSED.items()],
+        ("no run", "two runs", "no step", "against nothing"),
+    ),
+)
 def test_what_can_not_be_replayed_is_refused(
     run: Run, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
@@ -127,7 +127,9 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(("content", "said"), GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(
+    ("content", "said"), table([pytest.param(*case, id=name) for name, case in GRIDS.items()], ("logger", "stream"))
+)
 def test_a_grids_file_imports_nothing(
     content: object, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

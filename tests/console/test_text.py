@@ -12,7 +12,7 @@ from launchers import start, trials
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan import status
 from titan.cluster import devices
 from titan.console.text import escape, is_redacted, redact, redacted
@@ -45,7 +45,9 @@ PLAIN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "due"), REDACTED.values(), ids=REDACTED)
+@pytest.mark.parametrize(
+    ("text", "due"), table([pytest.param(*case, id=name) for name, case in REDACTED.items()], ("list",))
+)
 def test_secrets_are_redacted(text: str, due: str) -> None:
     assert redact(text) == redact(due) == due
     for sentence in (ConfigError(f"x={text}: no."), RunError(f"x={text}: no.")):

@@ -276,16 +276,19 @@ def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.
         )
 
 
+MUON, BF16_MOMENTS = "optimizer=muon", "optimizer.moments=bf16"
+
+
 @pytest.mark.parametrize(
-    ("changes", "matrices", "others"),
+    ("layout", "changes", "matrices", "others"),
     [
-        pytest.param(["optimizer.moments=bf16"], 4, 4, id="bf16"),
-        pytest.param(["optimizer=muon"], 4, 8, id="muon"),
-        pytest.param(["optimizer=muon", "optimizer.moments=bf16"], 2, 4, id="muon-bf16"),
-        pytest.param(["optimizer=sgd"], 0, 0, id="sgd"),
+        pytest.param(Layout(), [MUON, BF16_MOMENTS], 2, 4, id="one device-muon-bf16"),
+        pytest.param(Layout(shard=4), [MUON], 4, 8, id="shard 4-muon"),
+        pytest.param(Layout(tensor=2), [MUON], 4, 8, id="tensor 2-muon"),
+        full(Layout(tensor=2), [BF16_MOMENTS], 4, 4, id="tensor 2-bf16"),
+        full(Layout(tensor=2), ["optimizer=sgd"], 0, 0, id="tensor 2-sgd"),
     ],
 )
-@pytest.mark.parametrize("layout", [Layout(), Layout(shard=4), Layout(tensor=2)], ids=str)
 def test_state_of_optimizers(changes: list[str], matrices: int, others: int, layout: Layout) -> None:
     """Against AdamW's 8 bytes a parameter; norms are whole on each tensor rank."""
     other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model

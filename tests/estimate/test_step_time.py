@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import TINY
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan.bench import fit_costs
 from titan.cluster.hardware import Hardware
 from titan.errors import ConfigError
@@ -144,14 +144,15 @@ def test_a_power_limit_slows_a_device() -> None:
 ROWS = fit_costs.rows()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}", marks=marks)
+def published() -> list[Any]:
+    cases = [
+        pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}")
         for number, row in enumerate(ROWS)
-        for marks in [() if number in (1, 2, 4) else pytest.mark.full]
-    ],
-)
+    ]
+    return table(cases, [cases[number].id for number in (1, 2, 4)])
+
+
+@pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
     """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
     (error,) = fit_costs.errors([row], fitted())

@@ -62,8 +62,8 @@ def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("time", "expected"),
     [
-        full("90", 90), full("1:30", 2), full("10:00", 10), ("1:30:00", 90), full("1-0", 1440), full("1-12:30", 2190), full("0-0:0:30", 1),
-        full(None, None),
+        full("90", 90), full("1:30", 2), full("10:00", 10), ("1:30:00", 90), full("1-0", 1440),
+        full("1-12:30", 2190), full("0-0:0:30", 1), full(None, None),
     ],
 )  # fmt: skip
 def test_time_limits(time: str | None, expected: int | None) -> None:
@@ -107,25 +107,30 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     assert "gpus-per-node" not in script and "wckey" not in script
 
 
+ASKED = {
+    "whole-nodes": (["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}),
+    "one-gpu-of-eight": (["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}),
+    "told": (["parallelism=single", "cluster.exclusive=true"], {"exclusive", "cpus-per-task=12", "mem=0"}),
+    "taken-back": (
+        ["parallelism=fsdp", "cluster.cpus_per_rank=null", "cluster.rank_memory_gib=null", "cluster.exclusive=false"],
+        set(),
+    ),
+    "memory-given": (
+        ["parallelism=fsdp", "cluster.node_memory_gib=64"], {"exclusive", "cpus-per-task=12", "mem=65536M"}
+    ),
+    "a-program": (["parallelism=fsdp", "cluster.tasks=node"], {"exclusive", "cpus-per-task=96", "mem=0"}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("overrides", "asked"),
+    ("cluster", "name"),
     [
-        pytest.param(["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}, id="whole-nodes"),
-        pytest.param(["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}, id="one-gpu-of-eight"),
-        pytest.param(["parallelism=single", "cluster.exclusive=true"],
-                     {"exclusive", "cpus-per-task=12", "mem=0"}, id="told"),
-        pytest.param(["parallelism=fsdp", *(f"cluster.{name}=null" for name in ("cpus_per_rank", "rank_memory_gib")),
-                      "cluster.exclusive=false"], set(), id="taken-back"),
-        pytest.param(["parallelism=fsdp", "cluster.node_memory_gib=64"],
-                     {"exclusive", "cpus-per-task=12", "mem=65536M"}, id="memory-given"),
-        pytest.param(["parallelism=fsdp", "cluster.tasks=node"],
-                     {"exclusive", "cpus-per-task=96", "mem=0"}, id="a-program"),
+        ("a100", "one-gpu-of-eight"), ("a100", "memory-given"), ("h100", "one-gpu-of-eight"), ("h200", "whole-nodes"),
+        ("h200", "taken-back"), full("h100", "told"), full("h100", "a-program"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
-def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(
-    tmp_path: Path, cluster: str, overrides: list[str], asked: set[str]
-) -> None:
+def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(tmp_path: Path, cluster: str, name: str) -> None:
+    overrides, asked = ASKED[name]
     script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked

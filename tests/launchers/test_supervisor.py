@@ -72,8 +72,14 @@ def test_a_rank_keeps_its_own_error_in_its_log(tmp_path: Path, capfd: pytest.Cap
     assert "ZeroDivisionError: by rank 1" in (tmp_path / "log" / "rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
-@pytest.mark.parametrize("words", [["waits", "waits"], ["waits-deaf", "waits"]], ids=["listening", "still-starting"])
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        pytest.param(["waits", "waits"], signal.SIGHUP, id="listening-HUP"),
+        full(["waits", "waits"], signal.SIGINT, id="listening-INT"),
+        full(["waits-deaf", "waits"], signal.SIGTERM, id="still-starting-TERM"),
+    ],
+)
 def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_path: Path) -> None:
     with program("-c", PARENT, str(tmp_path), *words) as parent:
         ranks = pids(tmp_path, 2)

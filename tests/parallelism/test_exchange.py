@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+from tests.support.tiers import full
 from titan.parallelism.exchange import Exchange
 
 
@@ -64,7 +65,7 @@ def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], 
         assert not [key for key in left.list_keys() if "titan/exchange" in key]
 
 
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize(("stores", "gone"), [("tcp", 0), ("tcp", 1), full("file", 1)], indirect=["stores"])
 def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], Any]) -> None:
     def work(exchange: Exchange) -> Any:
         if exchange.rank == gone:

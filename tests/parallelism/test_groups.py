@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.process_groups import LAYOUTS, count, now, store_traffic
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism import mesh
@@ -93,7 +93,7 @@ def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
         assert composed([f"recipe={recipe}"], elsewhere=True).layout == LAYOUTS[name]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", table(LAYOUTS, ("64", "1,024")))
 def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
     """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
     layout = LAYOUTS[name]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import difference, same, steps, tiny, train
+from tests.support.tiers import table
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import grouped_product
 from titan.model.schema_moe import Qwen3Moe
@@ -127,18 +128,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-QUICK = ("float8_rowwise", "ep")
+CASES = [
+    pytest.param(kind, layout, id=f"{kind}-{layout}")
+    for kind in SMALL
+    for layout in LAYOUTS
+    if (kind, layout) != ("float8", "ep_pp")  # an expert's scales are those of a micro-batch's few rows
+]
 
 
-@pytest.mark.parametrize(
-    ("precision", "layout"),
-    [
-        pytest.param(kind, layout, id=f"{kind}-{layout}", marks=() if (kind, layout) == QUICK else pytest.mark.full)
-        for kind in SMALL
-        for layout in LAYOUTS
-        if (kind, layout) != ("float8", "ep_pp")  # an expert's scales are those of a micro-batch's few rows
-    ],
-)
+@pytest.mark.parametrize(("precision", "layout"), table(CASES, ("float8_rowwise-ep",), one_in=2))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, trained: Any) -> None:
     (one, (alone,)), (many, ranks) = trained(precision), trained(precision, *LAYOUTS[layout])
     gradients, losses, norms = BOUNDS[precision]

@@ -74,10 +74,16 @@ def rates_of(scene: Scene, repetitions: int, folder: Path) -> Rates:
     return simulated(templates(folder, scene.seeds), scene, repetitions)
 
 
+SHARES = ("sixth", "half")
+
+
 @pytest.mark.parametrize(
-    "repetitions", [pytest.param(150, id="sample"), pytest.param(2000, id="many", marks=pytest.mark.full)]
+    ("scene", "repetitions"),
+    [
+        *(pytest.param(SCENES[f"both lose a {share}"], 150, id=f"both lose a {share}-sample") for share in SHARES),
+        *(full(scene, 2000, id=f"{name}-many") for name, scene in SCENES.items()),
+    ],
 )
-@pytest.mark.parametrize("scene", [pytest.param(scene, id=name) for name, scene in SCENES.items()])
 def test_a_variant_that_loses_its_unlucky_seeds_is_no_better_for_it(
     scene: Scene, repetitions: int, tmp_path: Path
 ) -> None:

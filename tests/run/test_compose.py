@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
-from tests.support.tiers import full
+from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import help
 from titan.errors import ConfigError
@@ -60,7 +60,14 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("axis", "choice"), [pytest.param(*c, id=f"{c[0]}={c[1]}") for c in CHOICES])
+QUICK = (
+    "checkpoint=async", "cluster=h100", "compile=block", "model=llama8b", "model=qwen3_14b", "parallelism=ep",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axis", "choice"), table([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=3)
+)
 def test_every_choice_composes(axis: str, choice: str) -> None:
     memory = "cluster.memory_gib=1000000"
     overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]

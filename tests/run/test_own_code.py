@@ -75,8 +75,8 @@ def test_packages_that_a_run_names(override: str, packages: list[str], own: Path
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [full("model.py", True), full("kernel.cu", True), ("new.py", True), full("__pycache__/a.pyc", False), full(".cache/a", False),
-     full("runs/a/metrics.jsonl", False)],
+    [full("model.py", True), full("kernel.cu", True), ("new.py", True), full("__pycache__/a.pyc", False),
+     full(".cache/a", False), full("runs/a/metrics.jsonl", False)],
     ids=str,
 )  # fmt: skip
 def test_every_file_of_the_package_is_in_the_code_id_alone(name: str, counts: bool, own: Path) -> None:

@@ -70,8 +70,6 @@ class Case:
         return (*self.model, *((TIED,) if self.tied else ()))
 
 
-
-
 def layouts() -> Iterator[Case]:
     """Every dimension, every pair and triple, and four at once; untied and tied."""
     several = [mix for count in (1, 2, 3) for mix in itertools.combinations(DIMENSIONS, count)]

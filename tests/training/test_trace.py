@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.support.ranks import run_ranks
+from tests.support.tiers import table
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
@@ -37,7 +38,6 @@ LAYOUTS = {
     "zbv": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 parallelism.schedule=ZBVZeroBubble "
     "model.layers=26 training.global_batch=8192",
 }
-QUICK = ("fsdp", "1f1b")
 
 
 def run(layout: str, *more: str) -> Run:
@@ -58,9 +58,7 @@ def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
     return result.rank_result(one, one.layout, speeds(one), rank_trace(one, rank, whole=whole), "cuda")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", table(LAYOUTS, ("fsdp",)))
 def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     one = run(layout)
     last = one.layout.devices - one.layout.devices // one.layout.pipeline

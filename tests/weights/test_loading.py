@@ -145,13 +145,14 @@ def test_values_are_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("layout", "changes", "sentence"),
     [
-        pytest.param({"layers": 3}, "lacks layers.2.", id="missing"),
-        pytest.param({"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="shape"),
+        pytest.param("fsdp", {"layers": 3}, "lacks layers.2.", id="fsdp-missing"),
+        pytest.param(
+            "single", {"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="single-shape"
+        ),
     ],
 )
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_what_does_not_fit_is_named(changes: dict[str, int], sentence: str, layout: str, tmp_path: Path) -> None:
     native(tmp_path / "weights", LLAMA)
     run = run_of(Llama(**SMALL | changes), tmp_path, *LAYOUTS[layout])
