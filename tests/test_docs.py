@@ -94,7 +94,7 @@ def table() -> list[Any]:
             found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}"))
             first.setdefault(kind(given), found[-1].id)
     quick = [id for id in first.values() if id.startswith("README-") and not any(part in id for part in SECONDS)]
-    return tiers.table(found, quick, one_in=3)
+    return tiers.table(found, quick, one_in=4)
 
 
 SECONDS = ("name=grid", "runs/grid", "titan.replay", "model=llama405b", "sweep=")

@@ -29,7 +29,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("damage", table([pytest.param(case, id=case.id) for case in CASES], QUICK, one_in=2))
+@pytest.mark.parametrize("damage", table([pytest.param(case, id=case.id) for case in CASES], QUICK, one_in=3))
 def test_a_damage_is_named_and_costs_no_more_than_it_must(damage: Damage, origin: Made) -> None:
     if damage.root and os.geteuid():
         pytest.skip("becomes another user, as only root can")

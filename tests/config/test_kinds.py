@@ -107,7 +107,7 @@ def rows() -> list[Any]:
     return [pytest.param(*names[id], id=id) for id in names if id.startswith("here") or id in QUICK]
 
 
-@pytest.mark.parametrize(("where", "row"), table(rows(), QUICK), indirect=["where"])
+@pytest.mark.parametrize(("where", "row"), table(rows(), QUICK, one_in=2), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector(row["machine"]))
     run = composed(["name=x", *row["line"].split()])

@@ -62,13 +62,15 @@ LAYOUTS = {
     ),
     "documents": ("parallelism=fsdp dataset.mask_documents=true", 0),
 }
-MODES = {"blocks": ("none", "full", "selective", "every_n"), "head": ("none", "full"), "state": ("full",)}
-"""How activations are kept, which counts for the peak in the blocks most, and where gradients are largest least."""
+MODES = {"blocks": ("none", "full", "selective"), "head": ("none",), "state": ("full",)}
+"""How activations are kept, which counts where the peak is in the blocks."""
+EVERY_N = ("single", "fsdp-kept", "tp", "cp-ring", "pp-first", "interleaved-first", "3d-last")
+"""Where every second block is computed again too."""
 CASES = [
     pytest.param(shape, layout, mode, id=f"{shape}-{layout}-{mode}")
     for shape in SHAPES
     for layout in LAYOUTS
-    for mode in MODES[shape]
+    for mode in (*MODES[shape], *(["every_n"] if shape == "blocks" and layout in EVERY_N else []))
 ]
 
 

@@ -39,7 +39,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
     return OneDevice(tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, one_in=5))
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, one_in=6))
 def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
     found = worst(outcome(tmp_path, case, case.science), one_device[case.science])
     assert found.pop("same start")

@@ -2,7 +2,7 @@
 
 `--slowest N` prints the N that take most, and `--cpu-limit S` fails the session where a test or fixture takes more than
 S seconds. CPU time, unlike time, hardly depends on what else the machine does. A fixture that several tests share has a
-line of its own and does not count for the test that happens to need it first.
+line of its own and does not count for the test that happens to need it first; its end counts for the last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ KEY = "cpu_seconds"
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below one, without those that its dead children left to others."""
+    """Return the processes below one, without those that its dead children left to others.
+
+    A process that ends before its parent waits for it is still there; one whose parent never does is lost.
+    """
     found: list[int] = []
     with contextlib.suppress(OSError):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -74,7 +77,7 @@ class CpuTime:
         finally:
             within, seconds = self.inner.pop(), cpu_seconds() - before
             self.inner[-1] += seconds
-            self.measured.append((name, seconds - within))
+            self.measured.append((name, max(seconds - within, 0.0)))  # a process that was lost took its time along
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -92,7 +95,9 @@ class CpuTime:
 
     def above_limit(self) -> list[tuple[str, float]]:
         """Return what takes more than the limit, with its seconds."""
-        return [(name, seconds) for name, seconds in self.measured if self.limit and seconds > self.limit]
+        if self.limit is None:
+            return []
+        return [(name, seconds) for name, seconds in self.measured if seconds > self.limit]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the tests and fixtures that take most, and those above the limit."""
@@ -115,5 +120,5 @@ def add_options(parser: pytest.Parser) -> None:
 def register(config: pytest.Config) -> None:
     """Measure, where an option asks for it."""
     slowest, limit = config.getoption("--slowest"), config.getoption("--cpu-limit")
-    if slowest or limit:
+    if slowest or limit is not None:
         config.pluginmanager.register(CpuTime(slowest, limit), "cpu-time")

@@ -61,12 +61,13 @@ STAGES = {"pp", "3d", "ep_pp", "ep_interleaved", "ep_zbv", "ep_4d"}
 """The layouts with a pipeline, which needs as many micro-batches as stages."""
 
 
-def memory(layout: str) -> tuple[tuple[str, int], ...]:
-    """How a layout keeps activations, with a number of micro-batches: few or many."""
+def memory(layout: str, model: int) -> list[tuple[str, int]]:
+    """How a layout keeps activations, each with few or many micro-batches: all of them for the first of the models."""
     fewest = 2 if layout in STAGES else 1
+    ways = [("none", 4), ("full", fewest), ("selective", 4)]
     if layout == "ep_zbv":  # two backward passes, and so never selective
-        return ("none", fewest), ("full", 4)
-    return ("none", 4), ("full", fewest), *([("selective", 4)] if layout.startswith("ep") else [])
+        ways = [("none", fewest), ("full", 4)]
+    return ways if model == 0 else [ways[(list(LAYOUTS).index(layout) + model) % len(ways)]]
 
 
 SCIENCE = {
@@ -116,9 +117,9 @@ def skew(trainer: Trainer) -> None:
 
 def cases() -> Iterator[Case]:
     """Every model on every layout, with and without recomputation and accumulation, and special recipes."""
-    for model, science in MODELS.items():
+    for number, (model, science) in enumerate(MODELS.items()):
         for layout, settings in LAYOUTS.items():
-            for kept, count in memory(layout):
+            for kept, count in memory(layout, number):
                 more = (f"memory={kept}", f"parallelism.microbatches={count}")
                 yield Case(f"{model}-{layout}-{kept}-{count}", (*settings, *more), model=science)
     yield from special()

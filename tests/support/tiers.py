@@ -2,7 +2,7 @@
 
 The quick tier has every law and every mechanism once. Tests and cases with the mark `full` are further cases of the
 same, and those with the mark `thorough` are cases of large tables beyond a sample. Cases of large tables are generated
-only for the tier that runs them (`further`).
+only for the tier that runs them (`table`, `further`): pytest takes longer to collect a case than some take to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def chosen() -> str:
 
 
 def choose_by_arguments(arguments: Sequence[str]) -> None:
-    """Choose all tiers where the command line names a single case, as in `FILE::TEST[CASE]`."""
-    if any(argument.endswith("]") for argument in arguments):
+    """Choose all tiers where the command line names a case, as in `FILE::TEST[CASE]`, and the environment no tier."""
+    if VARIABLE not in os.environ and any(argument.endswith("]") for argument in arguments):
         os.environ[VARIABLE] = "all"
 
 
