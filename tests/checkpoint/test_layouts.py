@@ -15,7 +15,6 @@ from tests.support.runs import difference, tiny, train, weights
 from tests.support.tiers import further
 
 MOMENTUM = ("optimizer=sgd", "optimizer.momentum=0.9", "training.steps=6", *MODEL)
-UNTIED, TIED = KINDS
 MOVES = [
     pytest.param("3d", "single", True, id="3d-single-tied"),
     pytest.param("ZBV", "pp of 4", True, id="ZBV-pp4-tied"),

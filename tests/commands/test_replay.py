@@ -46,9 +46,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
     return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
 
 
-@pytest.mark.parametrize(
-    "step", [full(1), 5, pytest.param(4, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("step", [full(1), 5, full(4), full(7)])
 def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
     before = files(run)
     seen, own = replayed(run, tmp_path, f"step={step}"), steps(run)[step - 1]

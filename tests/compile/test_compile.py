@@ -250,7 +250,7 @@ PARALLEL = [
     pytest.param("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
     # Weights are DTensors, and their mesh is kept for the backward pass beside tensors.
     full("tensor", Memory("full"), "block", id="tensor-block-full"),
-    pytest.param("tensor", Memory("full"), "model", id="tensor-model-full", marks=pytest.mark.full),
+    full("tensor", Memory("full"), "model", id="tensor-model-full"),
     full("tensor", Memory("budget"), "block", id="tensor-block-budget"),
 ]
 

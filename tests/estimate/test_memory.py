@@ -123,9 +123,9 @@ CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
     ("layout", "terms"),
     [
         pytest.param("single", ("training.z_loss=1e-4",), id="z-loss"),
-        pytest.param("tp", CAPPED, marks=pytest.mark.full, id="capped-tp"),
-        pytest.param("single", (*CAPPED, "precision=fp32"), marks=pytest.mark.full, id="capped-fp32"),
-        pytest.param("tp", ("training.z_loss=1e-4", "precision=fp32"), marks=pytest.mark.full, id="z-loss-tp-fp32"),
+        full("tp", CAPPED, id="capped-tp"),
+        full("single", (*CAPPED, "precision=fp32"), id="capped-fp32"),
+        full("tp", ("training.z_loss=1e-4", "precision=fp32"), id="z-loss-tp-fp32"),
     ],
 )
 def test_loss_terms_and_capped_logits(layout: str, terms: tuple[str, ...]) -> None:

@@ -37,8 +37,8 @@ def made(name: str) -> Run:
     [
         pytest.param("8-devices", UNCHANGED, id="8-devices"),
         full("4-devices-experts", UNCHANGED, id="4-devices-experts"),
-        pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined", marks=pytest.mark.full),
-        pytest.param("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory", marks=pytest.mark.full),
+        full("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined"),
+        full("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory"),
     ],
 )
 def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import difference, same, steps, tiny, train
-from tests.support.tiers import table
+from tests.support.tiers import full, table
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import grouped_product
 from titan.model.schema_moe import Qwen3Moe
@@ -48,7 +48,7 @@ def computed(product: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Ten
     return out.detach(), *torch.autograd.grad(out, (x, w), g)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, full(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: bool) -> None:
     x, w, g = operands()

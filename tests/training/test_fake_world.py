@@ -116,7 +116,6 @@ JOBS = [
         64,
         511,
         id="405b-on-512",
-        marks=pytest.mark.full,
     ),
 ]
 

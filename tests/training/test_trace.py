@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.support.ranks import run_ranks
-from tests.support.tiers import table
+from tests.support.tiers import full, table
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
@@ -73,10 +73,8 @@ def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     ("more", "moved"),
     [
         pytest.param(["cluster.hardware.link_gb_per_second=5"], "weights and gradients", id="slower-links"),
-        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed", marks=pytest.mark.full),
-        pytest.param(
-            ["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory", marks=pytest.mark.full
-        ),
+        full(["memory=none"], "recomputation", id="nothing-recomputed"),
+        full(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
     ],
 )
 def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) -> None:
