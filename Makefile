@@ -18,10 +18,10 @@ test: $(VENV)/.test      ## every law and every mechanism once: six minutes on t
 	$(PYTEST) $(ARGS)
 
 test-rest: $(VENV)/.test ## what `make test` leaves out, which are further cases of the same: about twenty minutes
-	$(PYTEST) -m "full and not thorough" $(ARGS)
+	TITAN_TESTS=rest $(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: about an hour
-	TITAN_EXAMPLES=thorough $(PYTEST) -m "full or not full" $(ARGS)
+	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
 planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: eight minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import tiers
+from tests.support import cpu_time, tiers
 from titan.dataset.preprocess.report import Meter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -32,14 +33,30 @@ for name, examples in (("quick", 20), ("thorough", 200)):  # the Makefile choose
 hypothesis.settings.load_profile(os.environ.get("TITAN_EXAMPLES", "quick"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of CPU times."""
+    cpu_time.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the tier before test modules are imported, and measure CPU times where an option asks for it."""
+    tiers.choose_by_arguments(config.args)
+    tiers.chosen()
+    cpu_time.register(config)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their tier and by what they use."""
-    whole = not any("::" in argument for argument in config.args)
-    config.stash[tiers.NO_TEST] = tiers.names_no_test(items) if whole else []
-    for item in items:
-        for mark in tiers.marks_of_item(item):
-            item.add_marker(mark)
+    """Leave out the tests of other tiers."""
+    left_out = [item for item in items if not tiers.is_selected(item)]
+    if left_out:
+        items[:] = [item for item in items if tiers.is_selected(item)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector, of this process and of ranks that it forks, pass over what all tests share."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

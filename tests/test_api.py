@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan import api
 from titan import plan as plan_command
 from titan.console.numbers import rounded
@@ -53,6 +54,7 @@ def test_it_imports_without_torch(tmp_path: Path) -> None:
     assert python(tmp_path, "-c", read) == "False False\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [pytest.param(["-c", SCRIPT], None, id="python-c"), pytest.param(["-", "parallelism=ddp"], SCRIPT, id="stdin")],
@@ -158,7 +160,7 @@ def test_compose_rejects(overrides: Sequence[str], sentence: str) -> None:
     assert sentence in str(rejected.value)
 
 
-@pytest.mark.parametrize("parallelism", ["single", "ddp"])
+@pytest.mark.parametrize("parallelism", [full("single"), "ddp"])
 def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: pytest.CaptureFixture[str]) -> None:
     diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "schedule.warmup=0"]
     run = api.compose(*TINY, *diverging, f"parallelism={parallelism}", f"hydra.run.dir={tmp_path}/run")

@@ -18,7 +18,7 @@ import pytest
 
 from launchers import start
 from launchers.command import command as launch
-from tests.support import made_weights, task_files
+from tests.support import made_weights, task_files, tiers
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
@@ -85,16 +85,20 @@ def kind(given: Command) -> tuple[object, ...]:
 
 
 def table() -> list[Any]:
-    """All commands; in the quick tier the first of each kind."""
-    found, seen = [], set[tuple[object, ...]]()
+    """All commands; in the quick tier the first of each kind in README that takes no seconds."""
+    found, first = [], dict[tuple[object, ...], str]()
     for page in PAGES:
         name = page.parent.name if page in EXPERIMENTS else page.stem
         for i, given in enumerate(commands(page)):
-            marks = [pytest.mark.full] if kind(given) in seen else []
             words = " ".join(given.words).replace(str(ROOT), "")
-            found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}", marks=marks))
-            seen.add(kind(given))
-    return found
+            found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}"))
+            first.setdefault(kind(given), found[-1].id)
+    quick = [id for id in first.values() if id.startswith("README-") and not any(part in id for part in SECONDS)]
+    return tiers.table(found, quick, one_in=4)
+
+
+SECONDS = ("name=grid", "runs/grid", "titan.replay", "model=llama405b", "sweep=")
+"""In commands that take seconds."""
 
 
 SHOWN = ("hydra/launcher=", "sweep=", "recipe=", "checkpoint.resume=", "checkpoint.weights=")

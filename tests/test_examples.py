@@ -15,6 +15,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
 
 
+@pytest.mark.full
 def test_the_api_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("titan.api")
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from launchers import start
 from launchers.command import command
 from tests.support import examples, task_files
 from tests.support.runs import TINY, steps, train
+from tests.support.tiers import full, table
 from titan import evaluate
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
@@ -49,7 +50,11 @@ def trained(overrides: str, *small: str) -> Run:
     return found[0]
 
 
-@pytest.mark.parametrize("overrides", [o for name in SECTIONS for o in examples.trainings(examples.section(name))])
+EXAMPLES = [o for name in SECTIONS for o in examples.trainings(examples.section(name))]
+QUICK = ("model=reglu parallelism=3d training.steps=5", "optimizer=rmsprop optimizer.alpha=0.9 training.steps=5")
+
+
+@pytest.mark.parametrize("overrides", table(EXAMPLES, QUICK))
 def test_an_example_trains(overrides: str, mine: Path) -> None:
     run = trained(overrides, *SMALL)
     own = (type(run.model), type(run.optimizer), type(run.schedule), type(run.dataset))
@@ -70,7 +75,10 @@ def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
     assert three == {**two, "schedule.cycles": 3}
 
 
-@pytest.mark.parametrize("overrides", examples.trainings(TERMS))
+@pytest.mark.parametrize(
+    "overrides",
+    [full(o) if "sharp" in o or o == "model=small training.steps=5" else o for o in examples.trainings(TERMS)],
+)
 def test_terms_of_the_loss_are_measured(overrides: str, mine: Path) -> None:
     run = trained(overrides, *(o for o in TINY if not o.startswith("training.steps")))
     wanted = set(run.training.terms) | ({"small"} if "model=small" in overrides else set())

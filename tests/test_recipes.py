@@ -15,6 +15,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY, tiny, train
+from tests.support.tiers import table
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
@@ -134,7 +135,13 @@ def recipe(name: str, *overrides: str) -> Run:
     return composed([f"recipe={name}", *overrides], elsewhere=True)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+QUICK = (
+    "bench_405b_512", "shipped_70b", "shipped_deepseek_16b", "bench_deepseek_671b_512", "shipped_llama4_17b_128e",
+    "bench_8b_long_128k", "bench_8b_long_256k",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", table(PUBLISHED, QUICK))
 def test_a_published_recipe_is_what_was_published(name: str) -> None:
     run, said = recipe(name), PUBLISHED[name]
     assert run.layout == said.layout
@@ -229,7 +236,7 @@ GRIDS = {
 """What is varied in each sweep, and how."""
 
 
-@pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name != "branches"])
+@pytest.mark.parametrize("name", table([name for name in FILES["sweep"] if name != "branches"], ("learning_rate",)))
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)

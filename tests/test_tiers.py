@@ -1,8 +1,9 @@
-"""The tiers of tests: what full.txt says, and which tests it names."""
+"""The tiers of tests: which cases each runs; and the CPU time of tests."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,83 +11,128 @@ from typing import Any
 import pytest
 
 from tests.support import tiers
-from tests.support.ranks import run_ranks
 
-RULES = {"test_tiers.py": [tiers.Rule("test_tiers.py::*[x*", True), tiers.Rule("test_tiers.py::*[x-y]", False)]}
-
-
-def uses_ranks() -> None:
-    run_ranks(print, 1)
+ROOT = Path(__file__).resolve().parents[1]
+CASES = [pytest.param(number, id=f"case-{number}") for number in range(400)]
 
 
-def uses_ranks_elsewhere() -> None:
-    def inner() -> None:
-        uses_ranks()
-
-    inner()
+def item(*marks: str) -> Any:
+    """A test with marks."""
+    return SimpleNamespace(iter_markers=lambda: [SimpleNamespace(name=name) for name in marks])
 
 
-def starts_a_program() -> None:
-    subprocess.run(["true"], check=True)
+def marks_of(cases: list[Any]) -> list[str]:
+    return [mark.name for case in cases for mark in case.marks]
 
 
-def test_every_line_of_the_list_names_a_test(pytestconfig: pytest.Config) -> None:
-    """Lines of tests that were renamed, moved or removed are found, in all files that this session collected."""
-    assert pytestconfig.stash[tiers.NO_TEST] == []
+@pytest.fixture
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tier that is chosen."""
+    monkeypatch.setenv(tiers.VARIABLE, request.param)
+    return str(request.param)
 
 
-def test_the_last_line_that_matches_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "rules", lambda: RULES)
-    given = ("test_tiers.py::t[x-z]", "test_tiers.py::t[x-y]", "test_tiers.py::t[z]", "test_other.py::t[x-z]")
-    assert [tiers.left_out(name) for name in given] == [True, False, False, False]
+each_tier = pytest.mark.parametrize("tier", tiers.TIERS, indirect=True)
 
 
-def test_a_sample_of_many_cases_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "full.txt").write_text("~4 test_x.py::t[*\n!test_x.py::t[7]\n")
-    monkeypatch.setattr(tiers, "LEFT_OUT", tmp_path / "full.txt")
-    tiers.rules.cache_clear()
-    try:
-        stay = [number for number in range(400) if not tiers.left_out(f"test_x.py::t[{number}]")]
-    finally:
-        tiers.rules.cache_clear()
-    assert 7 in stay and 70 < len(stay) < 130
+def test_the_quick_tier_is_chosen_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tiers.VARIABLE, raising=False)
+    assert tiers.chosen() == "quick"
 
 
-def test_large_tables_are_sampled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "full.txt").write_text("test_x.py::t[*\n!test_x.py::t[7]\n+2 test_x.py::t[*\n")
-    monkeypatch.setattr(tiers, "LEFT_OUT", tmp_path / "full.txt")
-    tiers.rules.cache_clear()
-    try:
-        names = [f"test_x.py::t[{number}]" for number in range(400)]
-        assert [name for name in names if not tiers.left_out(name)] == ["test_x.py::t[7]"]
-        assert 150 < sum(map(tiers.thorough, names)) < 250 and not tiers.thorough("test_x.py::t[7]")
-    finally:
-        tiers.rules.cache_clear()
+def test_an_unknown_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tiers.VARIABLE, "ful")
+    with pytest.raises(pytest.UsageError, match="TITAN_TESTS=ful: no such tier; choose one of quick, rest, all"):
+        tiers.chosen()
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("argument", "named", "tier"),
     [
-        pytest.param(["t[x-y]"], [], id="both"),
-        pytest.param(["t[x-z]"], ["test_tiers.py::*[x-y]"], id="one"),
-        pytest.param([], [], id="not-collected"),
+        pytest.param("tests/test_x.py::test_y[case-1]", None, "all", id="a-case"),
+        pytest.param("tests/test_x.py::test_y", None, "quick", id="a-test"),
+        pytest.param("tests/test_x.py::test_y[case-1]", "quick", "quick", id="a-case-and-a-tier"),
     ],
 )
-def test_a_line_that_names_no_test_is_found(
-    names: list[str], found: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_case_that_is_named_runs_in_whichever_tier(
+    argument: str, named: str | None, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "rules", lambda: RULES)
-    items: list[Any] = [SimpleNamespace(nodeid=f"tests/test_tiers.py::{name}") for name in names]
-    assert tiers.names_no_test(items) == found
+    monkeypatch.setenv(tiers.VARIABLE, named or "")
+    if named is None:
+        monkeypatch.delenv(tiers.VARIABLE)
+    tiers.choose_by_arguments(["tests/test_z.py", argument])
+    assert tiers.chosen() == tier
 
 
-def test_a_line_of_a_file_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "rules", lambda: {"test_gone.py": [tiers.Rule("test_gone.py::*", True)]})
-    assert tiers.names_no_test([]) == ["test_gone.py::*"]
+@each_tier
+def test_each_test_is_in_the_tiers_of_its_marks(tier: str) -> None:
+    tests = {"plain": item(), "further": item("full"), "beyond": item("thorough"), "both": item("full", "thorough")}
+    selected = {name for name, test in tests.items() if tiers.is_selected(test)}
+    assert selected == {"quick": {"plain"}, "rest": {"further"}, "all": set(tests)}[tier]
 
 
-def test_marks_follow_from_what_a_test_reaches() -> None:
-    assert tiers.marks_of(uses_ranks) == {"ranks"}
-    assert tiers.marks_of(uses_ranks_elsewhere) == {"ranks"}
-    assert tiers.marks_of(starts_a_program) == {"process"}
-    assert tiers.marks_of(test_the_last_line_that_matches_decides) == set()
+def test_a_further_case_has_its_mark_beside_others() -> None:
+    case = tiers.full(1, "a", id="x", marks=pytest.mark.skip)
+    assert (case.values, case.id, marks_of([case])) == ((1, "a"), "x", ["full", "skip"])
+
+
+@each_tier
+def test_further_cases_are_generated_where_they_run(tier: str) -> None:
+    found = tiers.further(lambda: CASES, one_in=4)
+    assert {"quick": found == [], "rest": 70 < len(found) < 130, "all": len(found) == len(CASES)}[tier]
+    counts = {name: marks_of(found).count(name) for name in ("full", "thorough")}
+    assert counts["thorough"] == (len(CASES) - counts["full"] if tier == "all" else 0)
+    assert tier != "all" or 70 < counts["full"] < 130
+
+
+@each_tier
+def test_a_table_has_the_named_cases_first(tier: str) -> None:
+    found = tiers.table([*CASES, "a-text"], ("case-7", "a-text"), one_in=4)
+    assert [(case.id, case.values) for case in found[:2]] == [("case-7", (7,)), ("a-text", ("a-text",))]
+    assert marks_of(found[:2]) == [] and len({case.id for case in found}) == len(found)
+    assert (len(found) == 2) == (tier == "quick") and (len(found) == 401) == (tier == "all")
+
+
+def test_a_table_without_a_named_case_is_refused() -> None:
+    with pytest.raises(LookupError, match="no such cases: case-x"):
+        tiers.table(CASES, ("case-7", "case-x"))
+
+
+PLUGIN = """
+from tests.support.cpu_time import add_options as pytest_addoption
+from tests.support.cpu_time import register as pytest_configure
+"""
+BURNING = """
+import subprocess, sys, time
+import pytest
+
+def burn(seconds):
+    while time.process_time() < seconds:
+        pass
+
+@pytest.fixture(scope="module")
+def shared():
+    burn(time.process_time() + 0.3)
+
+def test_burns(): burn(time.process_time() + 0.3)
+def test_sleeps(): time.sleep(0.3)
+def test_starts_one_that_burns():
+    code = "import time\\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+def test_shares(shared): pass
+"""
+
+
+def test_what_takes_more_cpu_time_than_allowed_fails_the_session(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(PLUGIN)
+    (tmp_path / "test_burning.py").write_text(BURNING)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", "--rootdir", ".", "--slowest", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--cpu-limit", "0.2", "."],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    failed = [line.split(":: ")[-1] for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    names = ("::test_burns:", "::test_starts_one_that_burns:", "::shared (fixture):")
+    assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
+    assert len(failed) == len(names) and all(any(name in line for line in failed) for name in names), done.stdout
+    assert "CPU time: 1 s in 5 tests and shared fixtures" in done.stdout

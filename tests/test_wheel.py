@@ -34,6 +34,7 @@ def test_it_is_the_wheel_that_runs(site: Path, tmp_path: Path) -> None:
     assert done.stdout.strip() == str(site / "titan" / "conf")
 
 
+@pytest.mark.full
 def test_train(site: Path, tmp_path: Path) -> None:
     small = ["model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2"]
     quiet = ["evaluation.tokens=0", "metrics.sample_tokens=4", "metrics.plot=false", "name=x"]

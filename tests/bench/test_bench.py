@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.machines import detector
+from tests.support.tiers import table
 from titan.bench import activation_modes, command, speed
 from titan.bench.speed import SideResult
 from titan.bench.suites import Case, cpu_cases, gpu_cases
@@ -29,7 +30,7 @@ SMALL = [
 CEILINGS = {"matmul_bf16_tflops": 750.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4200.0}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]
@@ -58,8 +59,18 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
 
 
+QUICK = (
+    "qwen3_30b_a3b, layers 8, experts 32, bf16, compile off",
+    "qwen3_30b_a3b, layers 8, experts 32, bf16, compile block",
+    "llama8b, bf16, compile block, memory full",
+    "llama8b, float8_rowwise, compile block, memory selective",
+    "llama8b, float8, compile block, memory full",
+    "llama8b, bf16_pure, compile block, memory none",
+)
+
+
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.title) for case in gpu_cases()])
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
     run = command.compose.composed([*command.LONG, *command._base("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
@@ -115,6 +126,7 @@ def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.full
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
@@ -171,6 +183,7 @@ def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bare: CUDA out of memory" in text and "titan 30.0 GiB" in text and "roofline" in text
 
 
+@pytest.mark.full
 def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
@@ -221,6 +234,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
 
 
+@pytest.mark.full
 def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "modes.json"
     arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
@@ -239,6 +253,7 @@ def test_modes() -> None:
     assert "fsdp: budget, off" not in titles
 
 
+@pytest.mark.full
 def test_generation_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     assert command.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0

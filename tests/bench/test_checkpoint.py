@@ -18,6 +18,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs forked from here: their start would take most of the time."""
     monkeypatch.setattr(command, "_train", lambda overrides, folder: train(composed(overrides))[0].code)

@@ -29,6 +29,7 @@ def test_sides_of_steps_differ_in_the_experts() -> None:
     assert (moe.training, moe.layout) == (dense.training, dense.layout)
 
 
+@pytest.mark.full
 def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
     found = {title: sides for title, sides in experts.steps_of().items() if "ranks" in title}
     for (ranks, degree), sides in zip(experts.DEGREES, found.values(), strict=True):
@@ -48,9 +49,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert case in capsys.readouterr().out
 
 
-@pytest.mark.long
 @pytest.mark.full
-@pytest.mark.ranks
 def test_steps_of_two_sets_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     options = ["--suite", "experts", "--rounds", "2", "--steps", "1", "--json", str(out), "--case", "2 ranks, expert 2"]

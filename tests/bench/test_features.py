@@ -9,11 +9,14 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
+from tests.support.tiers import table
 from titan.bench import command, features
 from titan.run.compose import composed
 
 
-@pytest.mark.parametrize("title", features.FEATURES)
+@pytest.mark.parametrize(
+    "title", table(features.FEATURES, ("layers, every 10 steps", "profile with memory of every step"))
+)
 def test_settings_of_a_feature_change_the_run(title: str) -> None:
     settings = [each.format(steps=5) for each in features.FEATURES[title]]
     off, on = (composed([*SMALL, "name=x", *features.OFF, *more]) for more in ([], settings))
@@ -36,9 +39,7 @@ def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
     assert seen == [(0, 1), (0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (3, 0), (3, 1)]
 
 
-@pytest.mark.long
 @pytest.mark.full
-@pytest.mark.ranks
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     options = ["--suite", "features", "--rounds", "2", "--steps", "2", "--json", str(out)]

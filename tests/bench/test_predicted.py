@@ -48,9 +48,8 @@ def test_a_file_without_hardware(text: str | None, tmp_path: Path, capsys: pytes
     assert "titan.calibrate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "layout", ["single", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "fsdp", "pp"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "pp"])
 def test_live_tensors_are_predicted(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.yaml"
     file.write_text("hardware:\n" + "".join(f"  {name}: {value}\n" for name, value in (FIGURES | PRICES).items()))

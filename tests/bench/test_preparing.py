@@ -7,6 +7,7 @@ import pytest
 from titan.bench import loading, preparing
 
 
+@pytest.mark.full
 def test_whole_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(preparing, "KILLED_MB", 1)
     monkeypatch.setattr(loading, "CHECKED", 70_000)

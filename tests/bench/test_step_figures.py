@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiers import table
 from titan.bench import step_figures
 from titan.bench.step_figures import SHAPES, Timed, _run, _seconds
 from titan.estimate.fit import memory_estimate
@@ -49,7 +50,10 @@ def _slowed(run: Run, figures: dict[str, float]) -> float:
     return parts["host"] + 2 / 1.25 * (sum(parts.values()) - parts["host"])
 
 
-@pytest.mark.parametrize(("layout", "dimension"), step_figures.DIMENSIONS.items())
+DIMENSIONS = [pytest.param(*names, id="-".join(names)) for names in step_figures.DIMENSIONS.items()]
+
+
+@pytest.mark.parametrize(("layout", "dimension"), table(DIMENSIONS, ("ddp-replicate",)))
 def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> None:
     unit = "action" if dimension == "pipeline" else "block"
     added = {f"{dimension}_{unit}_microseconds": 700.0, f"{dimension}_step_microseconds": 3000.0}

@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system, table
+from tests.support.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system
+from tests.support.corruption import table as damages
+from tests.support.tiers import table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")
-CASES = table()
+CASES = damages()
+QUICK = (
+    "manifest-deleted", "manifest-of-another-checkpoint", "checkpoint-of-another-run", "data-run-a-shell",
+    "metadata-run-a-shell-unverified", "run-yaml-cut-in-half",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("damage", CASES, ids=[damage.id for damage in CASES])
+@pytest.mark.parametrize("damage", table([pytest.param(case, id=case.id) for case in CASES], QUICK, one_in=3))
 def test_a_damage_is_named_and_costs_no_more_than_it_must(damage: Damage, origin: Made) -> None:
     if damage.root and os.geteuid():
         pytest.skip("becomes another user, as only root can")

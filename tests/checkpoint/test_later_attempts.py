@@ -17,6 +17,7 @@ from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
 from tests.support.ranks import RankFailed
 from tests.support.runs import same, saved, steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
 from titan.errors import ConfigError
@@ -26,7 +27,7 @@ from titan.run.directory import read_attempts
 from titan.weights.formats import open_weights
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@pytest.mark.parametrize("layout", ["single", full("fsdp2")])
 def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "training.steps=6", layout=layout)
     train(run, stop_at(2))
@@ -42,6 +43,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
 class TestErrorsThatPass:
     """They change nothing: what could not be read now is there the next time."""
 
+    @pytest.mark.full
     def test_while_copies_are_fetched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"checkpoint.path=file://{tmp_path}/copies"
         run = tiny(tmp_path / "runs" / "x", "checkpoint.every=2", "training.steps=6", url, layout="fsdp2")
@@ -160,6 +162,7 @@ class TestParentsThatGoOn:
         ):
             train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
 
+    @pytest.mark.full
     def test_another_parent_than_the_first_lifes_is_refused(self, tmp_path: Path) -> None:
         for name, seed in (("a", 0), ("b", 1)):
             train(tiny(tmp_path / name, f"training.seed={seed}"))
@@ -209,7 +212,7 @@ class TestWhatAUserDoes:
         assert train(run)[0].code == 0
         assert [f.name for f in manifest.complete(tmp_path / "runs" / "x")] == ["step-3"]
 
-    @pytest.mark.parametrize("setting", ["resume", "weights"])
+    @pytest.mark.parametrize("setting", ["resume", full("weights")])
     def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "runs" / "x", f"checkpoint.path={tmp_path}/copies")
         last = train(parent)[0].last
@@ -219,7 +222,7 @@ class TestWhatAUserDoes:
         names = [n for n in last if setting == "resume" or n.startswith("model.")]
         assert all(torch.equal(first[name], last[name]) for name in names)
 
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
     def test_a_fork_that_is_refused_leaves_its_name_free(
         self, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -12,31 +12,15 @@ from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.checkpoint_layouts import EXACT, KINDS, LAYOUTS, Table
 from tests.support.matrix import MODEL, Outcome
 from tests.support.runs import difference, tiny, train, weights
+from tests.support.tiers import further
 
 MOMENTUM = ("optimizer=sgd", "optimizer.momentum=0.9", "training.steps=6", *MODEL)
-UNTIED, TIED = KINDS
 MOVES = [
     pytest.param("3d", "single", True, id="3d-single-tied"),
     pytest.param("ZBV", "pp of 4", True, id="ZBV-pp4-tied"),
     pytest.param("fsdp cp", "tp", False, id="fsdp_cp-tp"),
 ]
-QUICK = {
-    UNTIED: {"single": ["fsdp", "ZBV"], "fsdp of 3": ["single", "fsdp tp", "ZBV"], "fsdp tp": ["fsdp of 3", "ZBV"]},
-    TIED: {"ddp of 3": ["single", "3d"], "ZBV": ["3d", "single"]},
-}
-"""What `make test` has of the tables: who loads what of whom; `make test-all` has all."""
-CELLS = [
-    *(
-        pytest.param(kind, loads, rows, id=f"{kind} {loads} of {len(rows)}")
-        for kind in QUICK
-        for loads, rows in QUICK[kind].items()
-    ),
-    *(
-        pytest.param(kind, loads, list(LAYOUTS), id=f"{kind} {loads} of all", marks=pytest.mark.full)
-        for kind in KINDS
-        for loads in LAYOUTS
-    ),
-]
+CELLS = [pytest.param(kind, loads, list(LAYOUTS), id=f"{kind} {loads} of all") for kind in KINDS for loads in LAYOUTS]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +30,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Table]:
     return tables.__getitem__
 
 
-@pytest.mark.parametrize(("kind", "loads", "rows"), CELLS)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "loads", "rows"), further(lambda: CELLS, one_in=3))
 def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device(
     kind: str, loads: str, rows: list[str], table: Callable[[str], Table]
 ) -> None:
@@ -56,6 +41,7 @@ def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device
     assert {row: cell for row, cell in cells.items() if not cell.worst <= EXACT} == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after", "tied"), MOVES)
 def test_any_layout_resumes_what_another_saved(before: str, after: str, tied: bool, tmp_path: Path) -> None:
     settings = (*MOMENTUM, *(["model.tied=true"] if tied else []))

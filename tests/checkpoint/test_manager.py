@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.ranks import RankFailed
 from tests.support.runs import Seen, learned, same, saved, steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.state import init_optimizer_state
 from titan.errors import ConfigError
@@ -65,7 +66,7 @@ def in_two_attempts(before: Run, after: Run) -> list[list[Seen]]:
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [("single", name) for name in OPTIMIZERS] + [("fsdp2", "sgd-momentum"), ("fsdp2", "adamw")],
+    [("fsdp2", "adamw"), full("fsdp2", "sgd-momentum"), *(full("single", name) for name in OPTIMIZERS)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, tmp_path: Path) -> None:
     settings = [*OPTIMIZERS[optimizer], "training.steps=6"]
@@ -79,6 +80,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, 
     assert [line["attempt"] for line in steps(parts)] == [1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
     [
@@ -98,7 +100,7 @@ def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_p
     assert [line["rows"][0] for line in steps(runs[0])] == [0, 8, 16, 24, 32]
 
 
-@pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
+@pytest.mark.parametrize(("layout", "tied"), [full("single", "false"), full("fsdp2", "false"), ("fsdp2", "true")])
 def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: str, tmp_path: Path) -> None:
     often = ["evaluation.every=2", "evaluation.tokens=64", "checkpoint.every=2", "training.steps=4"]
     run = tiny(tmp_path, *often, f"model.tied={tied}", layout=layout)
@@ -137,12 +139,11 @@ def _dies_at(trainer: Trainer, step: int) -> Any:
 @pytest.mark.parametrize(
     ("settings", "folders"),
     [
-        pytest.param(["checkpoint.every=1", "checkpoint.keep=2"], ["step-4", "step-5"], id="keep-2"),
-        pytest.param(["checkpoint.every=2", "checkpoint.keep=1"], ["step-5"], id="keep-1"),
-        pytest.param(["checkpoint.every=2", "checkpoint.keep=9"], ["step-2", "step-4", "step-5"], id="keep-9"),
-        pytest.param(["checkpoint.every=0"], ["step-5"], id="end-only"),
+        full(["checkpoint.every=1", "checkpoint.keep=2"], ["step-4", "step-5"], id="keep-2"),
+        full(["checkpoint.every=2", "checkpoint.keep=9"], ["step-2", "step-4", "step-5"], id="keep-9"),
+        full(["checkpoint.every=0"], ["step-5"], id="end-only"),
         pytest.param(["checkpoint=off", "checkpoint.every=1"], [], id="off"),
-        pytest.param(["checkpoint.every=0", "checkpoint.minutes=1e-9", "checkpoint.keep=9"], "all", id="minutes"),
+        full(["checkpoint.every=0", "checkpoint.minutes=1e-9", "checkpoint.keep=9"], "all", id="minutes"),
     ],
 )
 def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], folders: Any, tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        pytest.param("sgd", "adamw", r"has no optimizer\.\S+\.exp_avg, this run has optimizer\.\S+ in", id="missing"),
+        full("sgd", "adamw", r"has no optimizer\.\S+\.exp_avg, this run has optimizer\.\S+ in", id="missing"),
         pytest.param("adamw", "sgd", r"has optimizer\.\S+\.exp_avg in the shape \S+, this run has no", id="extra"),
     ],
 )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support import save_messages
 from tests.support.ranks import run_ranks
 from tests.support.runs import same, saved, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.plans import Plans, shared_out
@@ -90,7 +91,7 @@ def test_what_is_simulated_is_what_is_sent(first: bool) -> None:
     assert kinds == ROUNDS
 
 
-@pytest.mark.parametrize("ranks", [64, 256])
+@pytest.mark.parametrize("ranks", [64, full(256)])
 def test_messages_grow_with_the_ranks_and_no_faster(ranks: int) -> None:
     first, later = (save_messages.sent(ranks, save_messages.rounds(ranks, new)) for new in (True, False))
     assert (first.operations, later.operations) == (5, 5)

@@ -13,6 +13,7 @@ from tests.checkpoint.test_manager import stop_at
 from tests.support.made_weights import about, complete
 from tests.support.ranks import RankFailed
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest, transfer
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import File
@@ -48,8 +49,7 @@ class TestCopiesThatWereKilled:
         ]
         return tiny(folder / "run", *every, *more, layout=layout)
 
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
-    @pytest.mark.parametrize("step", [2, 4])
+    @pytest.mark.parametrize(("step", "layout"), [(2, "fsdp2"), full(4, "single")])
     def test_they_are_made_up_for(self, step: int, layout: str, tmp_path: Path) -> None:
         """Also that of the last checkpoint, after which no other one comes."""
         run = self.settings(tmp_path, layout=layout)

@@ -19,6 +19,7 @@ import pytest
 from tests.checkpoint.test_saving import flip
 from tests.support.made_weights import checkpoint
 from tests.support.runs import learned, same, steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest, select, transfer
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
@@ -172,7 +173,7 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
 class TestRuns:
     SETTINGS = ("checkpoint.every=2", "checkpoint.grace=0", "checkpoint.keep=2")
 
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    @pytest.mark.parametrize("layout", [full("single"), "fsdp2"])
     def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
         self, layout: str, bucket: str, tmp_path: Path
     ) -> None:
@@ -198,6 +199,7 @@ class TestRuns:
         assert same(train(fork)[0].first, last)
         assert [line["step"] for line in steps(fork)] == [4, 5]
 
+    @pytest.mark.full
     def test_a_damaged_copy_is_passed_over(
         self, bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -235,7 +237,7 @@ class TestRuns:
         assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-4"]
         assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {4}
 
-    @pytest.mark.parametrize("times", [2, 3])
+    @pytest.mark.parametrize("times", [full(2), 3])
     def test_the_last_copy_is_tried_again_and_has_to_succeed(
         self, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -324,7 +326,12 @@ def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
     assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
 
 
-DOWN = ["ftp://127.0.0.1:{}/x", "sftp://127.0.0.1:{}/x", "webhdfs://127.0.0.1:{}/x", "http://127.0.0.1:{}/x"]
+DOWN = [
+    full("ftp://127.0.0.1:{}/x"),
+    full("sftp://127.0.0.1:{}/x"),
+    full("webhdfs://127.0.0.1:{}/x"),
+    "http://127.0.0.1:{}/x",
+]
 
 
 @pytest.mark.parametrize("url", DOWN, ids=lambda url: url.partition(":")[0])

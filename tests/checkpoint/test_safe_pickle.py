@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support import pickle_fuzz
+from tests.support.tiers import full
 from titan.checkpoint import reader, safe_pickle
 
 
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(10_000, marks=pytest.mark.full)], ids=lambda count: f"{count} streams"
-)
+@pytest.mark.parametrize("count", [300, full(10_000)], ids=lambda count: f"{count} streams")
 def test_any_pickle_is_read_or_refused_and_changes_nothing(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import yaml
 
 from tests.support.ranks import RankFailed
 from tests.support.runs import learned, same, saved, steps, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
@@ -36,7 +37,13 @@ def flip(file: Path) -> None:
 
 
 class TestAsync:
-    @pytest.mark.parametrize("layout", ["single", "fsdp2", "ddp2"])
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            full("single"),
+            "fsdp2",
+        ],
+    )
     def test_saves_what_a_save_that_waits_saves(self, layout: str, tmp_path: Path) -> None:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
         waits = tiny(tmp_path / "sync", *how, layout=layout)
@@ -119,6 +126,7 @@ def limited(bytes_: int) -> None:
 
 
 class TestFailedSaves:
+    @pytest.mark.full
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_what_counts_already_is_not_removed(
         self, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,8 +147,7 @@ class TestFailedSaves:
         assert when == "before" or manifest.verify(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
         assert (tmp_path / "run/checkpoints/step-2").exists() == (when == "after")
 
-    @pytest.mark.parametrize("mode", ["sync", "async"])
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    @pytest.mark.parametrize(("layout", "mode"), [("fsdp2", "async"), full("single", "sync")])
     def test_the_run_goes_on_and_saves_when_it_can_again(
         self, mode: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -257,8 +264,7 @@ class TestOnDemand:
 class TestDamage:
     """What is only seen in the content of files, by the ranks."""
 
-    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
-    @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+    @pytest.mark.parametrize(("file", "layout"), [("__0_0.distcp", "fsdp2"), full(".metadata", "single")])
     def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
         self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.tiers import full
 from titan import calibrate, plan
 from titan.bench import calibration, ranks, trials
 from titan.cluster.devices import Machine
@@ -21,6 +22,7 @@ GPUS = Machine("cuda", "NVIDIA H100", 2, 8, 80.0, bf16_fast=True)
 CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
 
 
+@pytest.mark.full
 def test_what_is_measured_can_be_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +100,7 @@ def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        pytest.param(300, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
+        full(300, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
         pytest.param(0.1, "2 ranks did not finish their measurements within 0.1 seconds", id="silent"),
     ],
 )

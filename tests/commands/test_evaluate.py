@@ -12,6 +12,7 @@ import torch
 
 from tests.support import task_files
 from tests.support.runs import saved, train, weights
+from tests.support.tiers import full
 from tests.training.test_evaluation import BASE, difference
 from titan import convert, evaluate
 from titan.evaluation.items import Item
@@ -64,7 +65,6 @@ def test_the_last_checkpoint_has_the_figures_of_the_run(run: Run, tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_other_layouts_and_chosen_tasks(run: Run, folder: Path, tmp_path: Path) -> None:
     words = ["step=2", f"tasks=[lambada:{folder}/lambada.jsonl]", "tokens=128", "limit=3"]
     one = evaluated(run, tmp_path / "one.json", *words)
@@ -150,11 +150,11 @@ def alone(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[
         pytest.param(["step=3"], "step=3: the run has no such complete checkpoint; give one of 2, 4.", id="step"),
         pytest.param(["average=3"], "average=3: the run has 2 complete checkpoints up to step 4", id="average"),
         pytest.param(["tasks=[x]"], "tasks=[x]: give FORMAT:FILE with one of hellaswag, arc, lambada", id="task"),
-        pytest.param(["sets=[/no.txt]"], "evaluation.sets.no.path=/no.txt: can't be read", id="set"),
-        pytest.param(["sets=[/a/b.txt,/c/b.txt]"], "two files have the same name", id="same-name"),
-        pytest.param(["tasks=[]", "tokens=0"], "there is nothing to measure", id="nothing"),
+        full(["sets=[/no.txt]"], "evaluation.sets.no.path=/no.txt: can't be read", id="set"),
+        full(["sets=[/a/b.txt,/c/b.txt]"], "two files have the same name", id="same-name"),
+        full(["tasks=[]", "tokens=0"], "there is nothing to measure", id="nothing"),
         pytest.param(["to=/no/dir/x"], "to=/no/dir/x: there is no directory /no/dir", id="to"),
-        pytest.param(["model.dim=64"], "model.dim was 32, and its command gives 64 here", id="model"),
+        full(["model.dim=64"], "model.dim was 32, and its command gives 64 here", id="model"),
     ],
 )
 def test_wrong_settings_end_with_2(

@@ -14,6 +14,7 @@ import torch
 
 from tests.support import made_weights
 from tests.support.runs import TINY, train
+from tests.support.tiers import full
 from titan import generate
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model.schema import Llama
@@ -169,6 +170,7 @@ def test_a_prompt_begins_as_documents_do(folder: Path, monkeypatch: pytest.Monke
     assert seen == [((7, *ids),), ((7,),), ((5,),), ((7, *spelled),), ((7, TITAN4K.eos),)]
 
 
+@pytest.mark.full
 def test_tensor_ranks_give_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = ["prompt=[import,class A]", "samples=2"]
     alone = lines(folder, tmp_path, *given)
@@ -266,7 +268,7 @@ def test_files_of_prompts_that_are_refused(
 
 @pytest.mark.parametrize(
     "given",
-    [["--help"], ["from=gone/x/y", "prompt=x"], ["prompt=x"], ["from=/tmp", "prompt=x", "top_p=2"]],
+    [full(["--help"]), ["from=gone/x/y", "prompt=x"], ["prompt=x"], full(["from=/tmp", "prompt=x", "top_p=2"])],
     ids=["help", "no-directory", "no-from", "value"],
 )
 def test_it_speaks_before_it_imports_torch(given: list[str]) -> None:

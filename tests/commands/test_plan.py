@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import full, table
 from titan import plan
 from titan.console.numbers import rounded
 
@@ -41,6 +42,7 @@ def test_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert sum(found["parts"][name].values()) == pytest.approx(found[name]["value"])
 
 
+@pytest.mark.full
 def test_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert plan.main([*RUN, "training.global_batch=65536", "plan.search=true", "plan.keep=3", f"to={file}"]) == 0
@@ -71,11 +73,11 @@ def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
         pytest.param(["to=plan.txt"], "unknown file format; use one of .html, .json", id="format"),
         pytest.param(["to=nowhere/plan.html"], "there is no directory nowhere", id="directory"),
         pytest.param(["to=a.html", "to=b.json"], "to is given twice", id="twice"),
-        pytest.param([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
-        pytest.param([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
-        pytest.param([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),
-        pytest.param(["-m", *RUN, "training.seed=0,1", "plan.search=true"], "leave out -m", id="grid"),
-        pytest.param(["--cfg", "job"], "are for titan.train", id="cfg"),
+        full([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
+        full([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
+        full([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),
+        full(["-m", *RUN, "training.seed=0,1", "plan.search=true"], "leave out -m", id="grid"),
+        full(["--cfg", "job"], "are for titan.train", id="cfg"),
     ],
 )  # fmt: skip
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,9 +125,7 @@ def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None
 EXAMPLES = re.findall(r"^  python -m titan.plan (.*?)  ", plan.HELP, re.M)
 
 
-@pytest.mark.parametrize(
-    "example", [pytest.param(e, marks=[pytest.mark.full] if "search" in e else []) for e in EXAMPLES]
-)
+@pytest.mark.parametrize("example", table(EXAMPLES, ("model=llama8b parallelism=fsdp cluster=h100",)))
 def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert plan.main(shlex.split(example)) == 0

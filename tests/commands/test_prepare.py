@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launchers.command import command
+from tests.support.tiers import full
 from titan import prepare
 from titan.dataset.preprocess import prepare as preparation
 from titan.errors import RunError
@@ -92,10 +93,10 @@ def test_every_corpus_is_prepared(
     [
         pytest.param(["--fast"], "titan: unrecognized arguments: --fast; see --help.", id="unknown-flag"),
         pytest.param(["-m"], "titan: -m, --cfg, --info and the like are for titan.train; leave them out.", id="sweep"),
-        pytest.param(["dataset.worker=2"], "did you mean 'dataset.workers'?", id="unknown-setting"),
+        full(["dataset.worker=2"], "did you mean 'dataset.workers'?", id="unknown-setting"),
         pytest.param(["dataset.workers=0"], "titan: dataset.workers=0: must be at least 1 or auto.", id="no-workers"),
-        pytest.param(["dataset.tokenizer=gone.json"], "there is no such tokenizer or file", id="no-tokenizer"),
-        pytest.param(["dataset.field=body"], "no key 'body' (its keys: text)", id="no-field"),
+        full(["dataset.tokenizer=gone.json"], "there is no such tokenizer or file", id="no-tokenizer"),
+        full(["dataset.field=body"], "no key 'body' (its keys: text)", id="no-field"),
     ],
 )
 def test_refusals(arguments: list[str], more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.support.corruption import flip
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full, table
 from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
@@ -45,9 +46,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
     return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
 
 
-@pytest.mark.parametrize(
-    "step", [1, 5, pytest.param(4, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("step", [full(1), 5, full(4), full(7)])
 def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
     before = files(run)
     seen, own = replayed(run, tmp_path, f"step={step}"), steps(run)[step - 1]
@@ -78,7 +77,6 @@ def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> N
     assert {t["row"] for t in tokens} == set(range(record["rows"][0], record["rows"][1] + 1))
 
 
-@pytest.mark.ranks
 def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
     made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
     seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), steps(made)[4]
@@ -87,8 +85,6 @@ def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.process
 @pytest.mark.parametrize("layout", ["parallelism=3d", pytest.param("parallelism=4d", marks=pytest.mark.thorough)])
 def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
     alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))
@@ -129,7 +125,13 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words, sentence", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    "words, sentence",
+    table(
+        [pytest.param(*case, id=name) for name, case in REFUSED.items()],
+        ("no run", "two runs", "no step", "against nothing"),
+    ),
+)
 def test_what_can_not_be_replayed_is_refused(
     run: Run, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd import graph_compile
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, difference, tiny
+from tests.support.tiers import full
 from titan.compile.backend import ConfiguredBackend, compile_stage
 from titan.compile.schema import Compile
 from titan.memory.checkpointing import checkpoint_blocks
@@ -81,13 +82,13 @@ def graphs() -> int:
 
 SCOPES = [
     # Graphs: a block (with every_n two kinds) and the head; the whole; for evaluation as many again.
-    pytest.param("block", Memory(), 2, id="block"),
-    pytest.param("block", Memory("full"), 2, id="block-full"),
-    pytest.param("block", Memory("every_n"), 3, id="block-every_n"),
-    pytest.param("block", Memory("selective"), 2, id="block-selective"),
-    pytest.param("block", Memory("budget"), 2, id="block-budget"),
-    pytest.param("model", Memory(), 1, id="model"),
-    pytest.param("model", Memory("every_n"), 1, id="model-every_n"),
+    full("block", Memory(), 2, id="block"),
+    full("block", Memory("full"), 2, id="block-full"),
+    full("block", Memory("every_n"), 3, id="block-every_n"),
+    full("block", Memory("selective"), 2, id="block-selective"),
+    full("block", Memory("budget"), 2, id="block-budget"),
+    full("model", Memory(), 1, id="model"),
+    full("model", Memory("every_n"), 1, id="model-every_n"),
     pytest.param("model", Memory("selective"), 1, id="model-selective"),
 ]
 
@@ -107,7 +108,7 @@ def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: M
     assert [*seen, graphs()] == [count, 2 * count, 2 * count]
 
 
-@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize("scope", ["block", full("model")])
 def test_bf16(scope: Any) -> None:
     plain, one = stage(), stage(Compile(scope, "aot_eager"), Memory("selective"), whole=True)
     for each in (plain, one):
@@ -140,6 +141,7 @@ def saved(one: Stage) -> int:
     return sum(size for pointer, size in found.items() if pointer not in weights)
 
 
+@pytest.mark.full
 def test_the_compiler_keeps_to_a_budget() -> None:
     how = Compile("block", "aot_eager")
     kept = [saved(stage(how, Memory("budget", budget=share))) for share in (1, 0.5, 0)]
@@ -172,7 +174,7 @@ def twice(one: Stage) -> list[Tensors]:
     return found
 
 
-@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize("scope", ["block", full("model")])
 def test_backward_can_be_run_twice_where_buffers_are_kept(scope: Any) -> None:
     how, wanted = Compile(scope, "aot_eager"), trained(stage())
     assert max(difference(found, wanted) for found in twice(stage(how, keep_buffers=True))) <= EXACT
@@ -247,9 +249,9 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
 PARALLEL = [
     pytest.param("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
     # Weights are DTensors, and their mesh is kept for the backward pass beside tensors.
-    pytest.param("tensor", Memory("full"), "block", id="tensor-block-full"),
-    pytest.param("tensor", Memory("full"), "model", id="tensor-model-full", marks=pytest.mark.full),
-    pytest.param("tensor", Memory("budget"), "block", id="tensor-block-budget"),
+    full("tensor", Memory("full"), "block", id="tensor-block-full"),
+    full("tensor", Memory("full"), "model", id="tensor-model-full"),
+    full("tensor", Memory("budget"), "block", id="tensor-block-budget"),
 ]
 
 
@@ -279,7 +281,7 @@ def compiled(rank: int, size: int) -> Tensors:
     return trained(stage(Compile("model"), Memory("full"), SMALL, whole=True))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> None:
     wanted = trained(stage(shape=SMALL))
     assert difference(trained(stage(Compile("block"), Memory("selective"), SMALL)), wanted) <= EXACT

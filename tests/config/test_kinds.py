@@ -20,6 +20,7 @@ import yaml
 import tests.slurm.faults  # noqa: F401 -- before classes move: it derives from one
 from tests.support.machines import detector
 from tests.support.runs import steps, train
+from tests.support.tiers import table
 from titan import compare, status
 from titan.checkpoint import manifest
 from titan.cluster import devices
@@ -91,7 +92,22 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row['machine']} {row['line']}") for row in IDS])
+QUICK = (
+    "here-cpu model=qwen3_debug model.tied=false optimizer=sgd training.seq_len=256",
+    "here-gpu compile=off model=llama8b dataset=c4 parallelism=fsdp precision=float8 training.seq_len=8192 "
+    "training.global_batch=131072",
+    "moved-cpu training.seed=3",
+    "moved-cpu model=qwen3_debug optimizer=muon",
+)
+
+
+def rows() -> list[Any]:
+    """All lines with classes in their present places, and some with classes that moved."""
+    names = {f"{where}-{row['machine']} {row['line']}": (where, row) for row in IDS for where in ("here", "moved")}
+    return [pytest.param(*names[id], id=id) for id in names if id.startswith("here") or id in QUICK]
+
+
+@pytest.mark.parametrize(("where", "row"), table(rows(), QUICK, one_in=2), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector(row["machine"]))
     run = composed(["name=x", *row["line"].split()])
@@ -101,7 +117,7 @@ def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: py
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("where", "name"), [("here", "llama-adamw"), ("moved", "qwen3-muon")], indirect=["where"])
 def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
     run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])

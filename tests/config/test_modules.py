@@ -12,6 +12,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
+from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
@@ -92,8 +93,8 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        "training.steps=0", "training.step=3", "name=../x", "parallelism.pipeline=0", "schedule.warmup=50",
-        "model.heads=3", "cluster.time=x", "+dataset._target_=os.path",
+        "training.steps=0", full("training.step=3"), "name=../x", "parallelism.pipeline=0", full("schedule.warmup=50"),
+        "model.heads=3", full("cluster.time=x"), full("+dataset._target_=os.path"),
     ],
 )  # fmt: skip
 def test_all_else_is_checked_before(wrong: str) -> None:
@@ -126,7 +127,9 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(("content", "said"), GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(
+    ("content", "said"), table([pytest.param(*case, id=name) for name, case in GRIDS.items()], ("logger", "stream"))
+)
 def test_a_grids_file_imports_nothing(
     content: object, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from launchers import start, trials
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
+from tests.support.tiers import full, table
 from titan import status
 from titan.cluster import devices
 from titan.console.text import escape, is_redacted, redact, redacted
@@ -39,12 +40,14 @@ REDACTED = {
     "variable": (f"cluster.environment={{A_KEY:{SECRET},B:1}}", "cluster.environment={A_KEY:***,B:1}"),
 }
 PLAIN = (
-    "hdfs://user@host:8020/p@v2", "http://host:8080/p@v2", "abfs://box@account/x", "file:///a/b@c",
-    "https://h/x?tokenizer=gpt2", "gs://b/x?generation=3", "${oc.env:HF_TOKEN}", "dataset.field=a?token=b",
+    "hdfs://user@host:8020/p@v2", full("http://host:8080/p@v2"), full("abfs://box@account/x"), "file:///a/b@c",
+    "https://h/x?tokenizer=gpt2", "gs://b/x?generation=3", full("${oc.env:HF_TOKEN}"), full("dataset.field=a?token=b"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "due"), REDACTED.values(), ids=REDACTED)
+@pytest.mark.parametrize(
+    ("text", "due"), table([pytest.param(*case, id=name) for name, case in REDACTED.items()], ("list",))
+)
 def test_secrets_are_redacted(text: str, due: str) -> None:
     assert redact(text) == redact(due) == due
     for sentence in (ConfigError(f"x={text}: no."), RunError(f"x={text}: no.")):
@@ -61,13 +64,13 @@ def test_what_is_no_secret_stays(text: str) -> None:
     "overrides",
     [
         pytest.param(["name='x\n#SBATCH --account=other'"], id="name"),
-        pytest.param(["hydra.run.dir='a\nb'"], id="directory"),
+        full(["hydra.run.dir='a\nb'"], id="directory"),
         pytest.param(["-m", "training.seed=0,1", "name='a\nb'"], id="grid"),
-        pytest.param(["-m", "training.seed=0,1", "hydra.sweep.dir='a\nb'"], id="grid's directory"),
-        pytest.param(["name='x\x1b[2J'"], id="escape"),
-        pytest.param(["name='x\u202ey'"], id="direction"),
+        full(["-m", "training.seed=0,1", "hydra.sweep.dir='a\nb'"], id="grid's directory"),
+        full(["name='x\x1b[2J'"], id="escape"),
+        full(["name='x\u202ey'"], id="direction"),
         pytest.param(["name='x\udcff'"], id="no utf-8"),
-        pytest.param(["metrics.wandb_project='a\rb'"], id="project"),
+        full(["metrics.wandb_project='a\rb'"], id="project"),
     ],
 )
 def test_control_characters_are_refused(overrides: list[str], laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,12 +180,12 @@ def test_a_url_from_the_environment_is_written_down_as_typed(laptop: Path, monke
 @pytest.mark.parametrize(
     ("override", "warned"),
     [
-        pytest.param("metrics.wandb_project=${oc.env:MY_TOKEN}", True, id="value"),
-        pytest.param("cluster.environment={A: '${oc.env:MY_TOKEN}'}", True, id="nested"),
-        pytest.param("checkpoint.path=https://me:${oc.env:MY_TOKEN}@h/x", False, id="redacted"),
+        full("metrics.wandb_project=${oc.env:MY_TOKEN}", True, id="value"),
+        full("cluster.environment={A: '${oc.env:MY_TOKEN}'}", True, id="nested"),
+        full("checkpoint.path=https://me:${oc.env:MY_TOKEN}@h/x", False, id="redacted"),
         pytest.param("cluster.environment={MY_TOKEN: '${oc.env:MY_TOKEN}'}", False, id="redacted by its key"),
-        pytest.param("metrics.wandb_project=${oc.env:MY_PLACE}", False, id="no secret"),
-        pytest.param("metrics.wandb_project=${oc.env:NO_TOKEN,x}", False, id="not set"),
+        full("metrics.wandb_project=${oc.env:MY_PLACE}", False, id="no secret"),
+        full("metrics.wandb_project=${oc.env:NO_TOKEN,x}", False, id="not set"),
     ],
 )
 def test_a_secret_of_the_environment_is_warned_of(

@@ -233,6 +233,7 @@ def server() -> Iterator[Repositories]:
         yield hub
 
 
+@pytest.mark.full
 def test_datasets_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     questions = [
         ["dataset", "allenai/c4", "en"],

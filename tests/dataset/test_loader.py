@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
+from tests.support.tiers import table
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
     DOCUMENTS,
@@ -113,7 +114,7 @@ KINDS: dict[str, Callable[[Corpus, Corpus], RowMixture]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", table(KINDS, ("mixture",)))
 @given(n=st.integers(1, 20), grow=GROW, attempts=LIVES)
 def test_every_row_once_in_order_under_any_layout(
     corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], attempts: list[tuple[int, int, int]]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.support.made_source import Made, files, words
 from tests.support.processes import LIMIT, until
+from tests.support.tiers import full
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
@@ -370,10 +371,10 @@ prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.2, workers
     ("place", "calls", "made_by_then"),
     [
         pytest.param("writer.HashedFile, 'write'", 7, 1, id="while-writing"),
-        pytest.param("Path, 'replace'", 2, 0, id="between-renames"),
-        pytest.param("shard_job, 'write_json'", 2, 2, id="before-a-receipt"),
+        full("Path, 'replace'", 2, 0, id="between-renames"),
+        full("shard_job, 'write_json'", 2, 2, id="before-a-receipt"),
         pytest.param("prepare, 'write_json'", 0, 6, id="before-the-manifest"),
-        pytest.param("plan, 'write_json'", 0, 0, id="before-the-plan"),
+        full("plan, 'write_json'", 0, 0, id="before-the-plan"),
     ],
 )
 def test_a_killed_preparation_goes_on(
@@ -416,8 +417,8 @@ if __name__ == "__main__":
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 130, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, 130, id="sigterm"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="sigkill"),
+        full(signal.SIGTERM, 130, id="sigterm"),
+        full(signal.SIGKILL, -signal.SIGKILL, id="sigkill"),
     ],
 )
 def test_nothing_outlives_a_preparation(tmp_path: Path, number: signal.Signals, code: int) -> None:

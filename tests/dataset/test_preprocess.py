@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_source import Made, MadeSource, words
+from tests.support.tiers import full
 from titan.dataset.documents import Document, Part, Skip, Turn
 from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import content, groups
@@ -298,7 +299,7 @@ def test_sizes_in_words() -> None:
     "dataset",
     [
         pytest.param(Stdlib(), id="stdlib"),
-        pytest.param(Made(content=words(300, 50), validation=0.01, workers=1), id="many-units"),
+        full(Made(content=words(300, 50), validation=0.01, workers=1), id="many-units"),
     ],
 )
 def test_sizes_on_paper_are_those_on_disk(

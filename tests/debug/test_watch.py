@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.processes import alive, descendants, ended, program, until
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
 from titan.debug import activity, rank_state, verdict
@@ -59,9 +60,9 @@ def _command(pid: int) -> str:
     ("command", "rank"),
     [
         pytest.param(LAUNCHED, "1", id="launcher"),
-        pytest.param(LAUNCHED, "0", id="launcher-rank-0", marks=pytest.mark.full),
-        pytest.param(TORCHRUN, "1", id="torchrun", marks=pytest.mark.full),
-        pytest.param(TORCHRUN, "0", id="torchrun-rank-0", marks=pytest.mark.full),
+        full(LAUNCHED, "0", id="launcher-rank-0"),
+        full(TORCHRUN, "1", id="torchrun"),
+        full(TORCHRUN, "0", id="torchrun-rank-0"),
     ],
 )
 def test_a_stopped_rank_is_named_before_and_at_the_timeout(command: list[str], rank: str, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.estimate.test_memory import CLOSE, traced
 from tests.support.ranks import run_ranks
+from tests.support.tiers import table
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import peak
@@ -35,35 +38,36 @@ def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
 
 
 CASES = [
-    ("tokens", "precision=bf16", True),
-    ("tokens", "precision=fp32", False),
-    ("tokens", "precision=bf16 memory=full parallelism.microbatches=4", False),
-    ("tokens", "precision=bf16 memory=selective", False),
-    ("tokens", "precision=bf16 parallelism=tp", True),
-    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false", False),
-    ("tokens", "precision=bf16 parallelism=cp", False),
-    ("tokens", "precision=bf16 parallelism=hsdp memory=selective", False),
-    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full", False),
-    ("experts", "precision=bf16", False),
-    ("experts", "precision=bf16 parallelism=fsdp memory=full parallelism.microbatches=2", True),
-    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full", False),
-    ("wide", "precision=bf16 parallelism=fsdp", False),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full", True),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full", False),
-    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 cluster.devices=4", False),
-    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective", False),
-    ("tokens", "precision=bf16 parallelism=fsdp_tp parallelism.expert=4 memory=full", False),
-    ("tokens", "precision=bf16 parallelism=hsdp parallelism.expert=2", False),
-    ("tokens", "precision=bf16 parallelism=tp parallelism.expert=2", False),
+    ("tokens", "precision=bf16"),
+    ("tokens", "precision=fp32"),
+    ("tokens", "precision=bf16 memory=full parallelism.microbatches=4"),
+    ("tokens", "precision=bf16 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=tp"),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.sequence_parallel=false"),
+    ("tokens", "precision=bf16 parallelism=cp"),
+    ("tokens", "precision=bf16 parallelism=hsdp memory=selective"),
+    ("tokens", "precision=bf16 parallelism=pp parallelism.microbatches=8 memory=full"),
+    ("experts", "precision=bf16"),
+    ("experts", "precision=bf16 parallelism=fsdp memory=full parallelism.microbatches=2"),
+    ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
+    ("wide", "precision=bf16 parallelism=fsdp"),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=4 cluster.devices=4 memory=full"),
+    ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 cluster.devices=4"),
+    ("tokens", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=selective"),
+    ("tokens", "precision=bf16 parallelism=fsdp_tp parallelism.expert=4 memory=full"),
+    ("tokens", "precision=bf16 parallelism=hsdp parallelism.expert=2"),
+    ("tokens", "precision=bf16 parallelism=tp parallelism.expert=2"),
 ]
 
 
+def named(*case: str) -> Any:
+    """A case with an id."""
+    return pytest.param(*case, id="-".join(case).replace(" ", "-"))
+
+
 @pytest.mark.parametrize(
-    ("shape", "more"),
-    [
-        pytest.param(shape, more, id=f"{shape}-{more.replace(' ', '-')}", marks=() if quick else pytest.mark.full)
-        for shape, more, quick in CASES
-    ],
+    ("shape", "more"), table([named(*case) for case in CASES], ("tokens-precision=bf16-parallelism=tp",), one_in=3)
 )
 def test_experts(shape: str, more: str) -> None:
     estimated, found = both(run(shape, *more.split()))
@@ -86,41 +90,33 @@ FAMILY_CASES = [
     ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
     ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
 ]
-FAMILY_QUICK = ("deepseek_v3_debug", "precision=bf16 parallelism=tp")
+FAMILY_QUICK = "deepseek_v3_debug-tokens-precision=bf16-parallelism=tp"
+BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in FAMILY_CASES]
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "more"),
-    [
-        pytest.param(
-            model, shape, more,
-            id=f"{model}-{shape}-{more.replace(' ', '-')}",
-            marks=() if (model, more) == FAMILY_QUICK else pytest.mark.full,
-        )
-        for model in FAMILIES
-        for shape, more in FAMILY_CASES
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "shape", "more"), table(BY_FAMILY, (FAMILY_QUICK,), one_in=3))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
     chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
     estimated, found = both(run(shape, *chosen, *more.split(), model=model))
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
-@pytest.mark.parametrize("model", [pytest.param(FAMILIES[0], marks=pytest.mark.full), FAMILIES[1]])
+@pytest.mark.full
+@pytest.mark.parametrize("model", FAMILIES)
 def test_norms_as_gpus_compute_them(model: str) -> None:
     chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
     estimated, found = both(run("tokens", "precision=bf16", *chosen, model=model), device="cuda")
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "dense", "more"),
     [
-        pytest.param("tokens", 1, "precision=bf16", id="saved", marks=pytest.mark.full),
+        pytest.param("tokens", 1, "precision=bf16", id="saved"),
         pytest.param("experts", 1, "precision=bf16 parallelism=fsdp memory=full", id="gathered"),
-        pytest.param("experts", 3, "precision=bf16 parallelism=fsdp", id="gathered-once", marks=pytest.mark.full),
-        pytest.param("tokens", 2, "precision=bf16 memory=every_n", id="every-second", marks=pytest.mark.full),
+        pytest.param("experts", 3, "precision=bf16 parallelism=fsdp", id="gathered-once"),
+        pytest.param("tokens", 2, "precision=bf16 memory=every_n", id="every-second"),
     ],
 )
 def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
@@ -128,6 +124,7 @@ def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
     assert estimated == pytest.approx(found, rel=CLOSE)
 
 
+@pytest.mark.full
 def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
     common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
     one = composed([*common, "parallelism=single"], elsewhere=True)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.machines import detector
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
@@ -86,6 +87,7 @@ def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> N
     assert memory.peak(fp32, layout, count).bytes > memory.peak(BASE, layout, count).bytes
 
 
+@pytest.mark.full
 @given(LAYOUTS, st.floats(0.1, 500))
 def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> None:
     layout = dataclasses.replace(layout, pipeline=1)
@@ -115,13 +117,13 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
     ("model", "parallelism", "devices_", "gib"),
     [
         pytest.param("debug", "single", 1, (40, 77.6), id="debug"),
-        pytest.param("llama1b", "single", 1, (60, 77.6), id="1b"),
-        pytest.param("llama8b", "fsdp", 2, (60, 77.6), id="8b-fsdp"),
+        full("llama1b", "single", 1, (60, 77.6), id="1b"),
+        full("llama8b", "fsdp", 2, (60, 77.6), id="8b-fsdp"),
         pytest.param("llama8b", "3d", 2, (55, 77.6), id="8b-3d"),
-        pytest.param("llama70b", "fsdp", 32, (60, 77.6), id="70b-fsdp"),
-        pytest.param("llama70b", "3d", 32, (60, 77.6), id="70b-3d"),
-        pytest.param("llama405b", "fsdp", 256, (60, 77.6), id="405b-fsdp"),
-        pytest.param("llama405b", "3d", 256, (60, 77.6), id="405b-3d"),
+        full("llama70b", "fsdp", 32, (60, 77.6), id="70b-fsdp"),
+        full("llama70b", "3d", 32, (60, 77.6), id="70b-3d"),
+        full("llama405b", "fsdp", 256, (60, 77.6), id="405b-fsdp"),
+        full("llama405b", "3d", 256, (60, 77.6), id="405b-3d"),
     ],
 )
 def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
@@ -141,7 +143,7 @@ def any_layout(model: str, parallelism: str) -> Recipe:
     return dataclasses.replace(base, parallelism=Parallelism(**open_degrees))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shard", [1, 8])
+@pytest.mark.parametrize("shard", [full(1), 8])
 def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> None:
     assert memory.state_bytes(BASE, Layout(shard=shard)) == 12 * BASE.model.parameters() / shard
 
@@ -149,12 +151,12 @@ def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> Non
 @pytest.mark.parametrize(
     ("precision", "kept", "alone", "gathered"),
     [
-        pytest.param("fp32", 12, (0, 0), (4, 4), id="fp32"),
-        pytest.param("bf16", 12, (2, 2), (2, 2), id="bf16"),
+        full("fp32", 12, (0, 0), (4, 4), id="fp32"),
+        full("bf16", 12, (2, 2), (2, 2), id="bf16"),
         pytest.param("bf16_pure", 6, (0, 0), (2, 2), id="pure"),
-        pytest.param("float8", 12, (0, 2), (1, 2), id="float8"),
-        pytest.param("float8_rowwise", 12, (2, 2), (2, 2), id="rowwise"),
-        pytest.param("mxfp8", 12, (2, 2), (2, 2), id="mx"),
+        full("float8", 12, (0, 2), (1, 2), id="float8"),
+        full("float8_rowwise", 12, (2, 2), (2, 2), id="rowwise"),
+        full("mxfp8", 12, (2, 2), (2, 2), id="mx"),
     ],
 )
 def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any, gathered: Any) -> None:
@@ -182,6 +184,7 @@ def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, widt
         assert memory_estimate(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "overrides", "ranks", "expected"),
     [
@@ -197,6 +200,7 @@ def test_available_memory(kind: str, overrides: list[str], ranks: int, expected:
     assert available(with_(cluster=cluster), Layout(replicate=ranks), machine) == pytest.approx(expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_async_checkpoint_adds_a_host_copy_of_the_state(ranks: int) -> None:
     layout = Layout(shard=ranks)
@@ -239,10 +243,10 @@ def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
 @pytest.mark.parametrize(
     ("model", "parallelism", "nodes", "more", "expected"),
     [
-        pytest.param("debug", "3d", 1, [], Layout(pipeline=2, shard=2, tensor=2), id="debug-on-8"),
+        full("debug", "3d", 1, [], Layout(pipeline=2, shard=2, tensor=2), id="debug-on-8"),
         pytest.param("llama8b", "3d", 1, ["memory=full"], Layout(pipeline=2, shard=2, tensor=2), id="8b-on-8"),
-        pytest.param("llama8b", "fsdp_tp", 4, [], Layout(shard=4, tensor=8), id="8b-on-32"),
-        pytest.param("llama70b", "3d", 8, ["memory=full"], Layout(pipeline=2, shard=4, tensor=8), id="70b-on-64"),
+        full("llama8b", "fsdp_tp", 4, [], Layout(shard=4, tensor=8), id="8b-on-32"),
+        full("llama70b", "3d", 8, ["memory=full"], Layout(pipeline=2, shard=4, tensor=8), id="70b-on-64"),
         pytest.param("llama405b", "3d", 64, ["memory=full"], Layout(pipeline=8, shard=8, tensor=8), id="405b-on-512"),
         pytest.param(
             "llama405b",
@@ -272,16 +276,19 @@ def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.
         )
 
 
+MUON, BF16_MOMENTS = "optimizer=muon", "optimizer.moments=bf16"
+
+
 @pytest.mark.parametrize(
-    ("changes", "matrices", "others"),
+    ("layout", "changes", "matrices", "others"),
     [
-        pytest.param(["optimizer.moments=bf16"], 4, 4, id="bf16"),
-        pytest.param(["optimizer=muon"], 4, 8, id="muon"),
-        pytest.param(["optimizer=muon", "optimizer.moments=bf16"], 2, 4, id="muon-bf16"),
-        pytest.param(["optimizer=sgd"], 0, 0, id="sgd"),
+        pytest.param(Layout(), [MUON, BF16_MOMENTS], 2, 4, id="one device-muon-bf16"),
+        pytest.param(Layout(shard=4), [MUON], 4, 8, id="shard 4-muon"),
+        pytest.param(Layout(tensor=2), [MUON], 4, 8, id="tensor 2-muon"),
+        full(Layout(tensor=2), [BF16_MOMENTS], 4, 4, id="tensor 2-bf16"),
+        full(Layout(tensor=2), ["optimizer=sgd"], 0, 0, id="tensor 2-sgd"),
     ],
 )
-@pytest.mark.parametrize("layout", [Layout(), Layout(shard=4), Layout(tensor=2)], ids=str)
 def test_state_of_optimizers(changes: list[str], matrices: int, others: int, layout: Layout) -> None:
     """Against AdamW's 8 bytes a parameter; norms are whole on each tensor rank."""
     other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full, table
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.estimate.traced.memory import Live, peak
@@ -61,21 +62,15 @@ LAYOUTS = {
     ),
     "documents": ("parallelism=fsdp dataset.mask_documents=true", 0),
 }
-MODES = ("none", "full", "selective", "every_n")
-QUICK = {
-    "blocks-fsdp-none", "blocks-fsdp-full", "blocks-hsdp-selective", "blocks-tp-selective", "blocks-tp-none",
-    "blocks-cp-none", "blocks-cp-ring-every_n", "blocks-pp-first-every_n", "blocks-interleaved-first-full",
-    "blocks-3d-first-selective", "blocks-documents-full", "head-single-none", "head-fsdp-tp-full",
-    "head-gpipe-last-none", "state-fsdp-8-full", "state-fsdp-accumulating-none", "state-fsdp-accumulating-whole-none",
-    "state-3d-reduced-full", "state-3d-last-full", "state-fsdp-kept-full",
-}  # fmt: skip
-SPLIT_QUICK = {("InterleavedZeroBubble", "none"), ("ZBVZeroBubble", "full"), ("DualPipeV", "every_n")}
+MODES = {"blocks": ("none", "full", "selective"), "head": ("none",), "state": ("full",)}
+"""How activations are kept, which counts where the peak is in the blocks."""
+EVERY_N = ("single", "fsdp-kept", "tp", "cp-ring", "pp-first", "interleaved-first", "3d-last")
+"""Where every second block is computed again too."""
 CASES = [
-    pytest.param(shape, layout, mode, id=name, marks=() if name in QUICK else pytest.mark.full)
+    pytest.param(shape, layout, mode, id=f"{shape}-{layout}-{mode}")
     for shape in SHAPES
     for layout in LAYOUTS
-    for mode in MODES
-    if (name := f"{shape}-{layout}-{mode}")
+    for mode in (*MODES[shape], *(["every_n"] if shape == "blocks" and layout in EVERY_N else []))
 ]
 
 
@@ -100,12 +95,13 @@ def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Live]:
     return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device)
 
 
-@pytest.mark.parametrize(("shape", "layout", "mode"), CASES)
+@pytest.mark.parametrize(("shape", "layout", "mode"), table(CASES, ("blocks-fsdp-full",), one_in=3))
 def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
     estimated, found = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
@@ -127,9 +123,9 @@ CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
     ("layout", "terms"),
     [
         pytest.param("single", ("training.z_loss=1e-4",), id="z-loss"),
-        pytest.param("tp", CAPPED, marks=pytest.mark.full, id="capped-tp"),
-        pytest.param("single", (*CAPPED, "precision=fp32"), marks=pytest.mark.full, id="capped-fp32"),
-        pytest.param("tp", ("training.z_loss=1e-4", "precision=fp32"), marks=pytest.mark.full, id="z-loss-tp-fp32"),
+        full("tp", CAPPED, id="capped-tp"),
+        full("single", (*CAPPED, "precision=fp32"), id="capped-fp32"),
+        full("tp", ("training.z_loss=1e-4", "precision=fp32"), id="z-loss-tp-fp32"),
     ],
 )
 def test_loss_terms_and_capped_logits(layout: str, terms: tuple[str, ...]) -> None:
@@ -177,7 +173,7 @@ def test_a_term_of_logits_is_in_the_trace(layout: str) -> None:
 AVERAGED = "evaluation.ema=0.9"
 
 
-@pytest.mark.parametrize(("layout", "shards"), [("single", 1), ("fsdp-8", 8), ("fsdp-tp", 4)])
+@pytest.mark.parametrize(("layout", "shards"), [("single", 1), full("fsdp-8", 8), full("fsdp-tp", 4)])
 def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(layout: str, shards: int) -> None:
     without, one = run("state", layout), run("state", layout, AVERAGED)
     before, now = (memory.peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
@@ -194,12 +190,14 @@ def test_the_moving_average_is_in_the_trace(layout: str, more: tuple[str, ...]) 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "mode"),
     [
-        pytest.param(schedule, mode, marks=() if (schedule, mode) in SPLIT_QUICK else pytest.mark.full)
-        for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
-        for mode in ("none", "full", "every_n")
+        *(("ZBVZeroBubble", mode) for mode in ("none", "full", "every_n")),
+        ("InterleavedZeroBubble", "none"),
+        ("DualPipeV", "none"),
+        ("DualPipeV", "full"),
     ],
 )
 def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
@@ -225,9 +223,12 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
     "layout",
     [
         "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole",
-        "parallelism=pp parallelism.microbatches=8",
-        "parallelism=3d parallelism.microbatches=8 parallelism.schedule=InterleavedZeroBubble",
-        "parallelism=pp cluster.devices=4 model.layers=8 parallelism.schedule=ZBVZeroBubble parallelism.microbatches=8",
+        full("parallelism=pp parallelism.microbatches=8"),
+        full("parallelism=3d parallelism.microbatches=8 parallelism.schedule=InterleavedZeroBubble"),
+        full(
+            "parallelism=pp cluster.devices=4 model.layers=8 parallelism.schedule=ZBVZeroBubble "
+            "parallelism.microbatches=8"
+        ),
         "parallelism=pp parallelism.schedule=GPipe parallelism.microbatches=16",
     ],
     ids=["fsdp", "1f1b", "zero-bubble", "v", "gpipe"],

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
+from tests.support.tiers import table
 from titan.estimate.rank_sizes import RankSizes, Stage
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -25,7 +26,7 @@ LAYOUTS = {
     "ep-tp": "parallelism=fsdp_tp parallelism.expert=4",
 }
 MODELS = ("qwen3_moe_debug", "deepseek_v3_debug", "llama4_debug")
-QUICK = {("deepseek_v3_debug", "tp"), ("llama4_debug", "ep-tp")}
+CASES = [pytest.param(model, layout, id=f"{model}-{layout}") for model in MODELS for layout in LAYOUTS]
 
 
 def elements(_: int, __: int, run: Run) -> int:
@@ -38,14 +39,7 @@ def elements(_: int, __: int, run: Run) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(model, layout, id=f"{model}-{layout}", marks=() if (model, layout) in QUICK else pytest.mark.full)
-        for model in MODELS
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), table(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=2))
 def test_weights_that_tensor_ranks_split_are_divided(model: str, layout: str) -> None:
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
     run = composed([*common, *LAYOUTS[layout].split()])

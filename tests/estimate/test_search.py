@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
 from titan.estimate.plan import device_speeds, hardware_of
@@ -35,9 +36,9 @@ def made(name: str) -> Run:
     ("name", "factors"),
     [
         pytest.param("8-devices", UNCHANGED, id="8-devices"),
-        pytest.param("4-devices-experts", UNCHANGED, id="4-devices-experts"),
-        pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined", marks=pytest.mark.full),
-        pytest.param("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory", marks=pytest.mark.full),
+        full("4-devices-experts", UNCHANGED, id="4-devices-experts"),
+        full("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined"),
+        full("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory"),
     ],
 )
 def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> None:
@@ -70,12 +71,14 @@ def test_degrees_of_expert_parallelism_are_tried() -> None:
     assert degrees == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
 
 
+@pytest.mark.full
 def test_the_front_has_nothing_that_is_slower_and_larger() -> None:
     front = search(made("8-devices"), 8, made("8-devices").machine).front
     times, sizes = [r.step.seconds for r in front], [r.gib for r in front]
     assert times == sorted(times) and sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.full
 def test_results_are_command_lines_that_compose_to_them() -> None:
     run = made("8-devices")
     for result in search(run, 8, run.machine, keep=3).best:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import TINY
+from tests.support.tiers import full, table
 from titan.bench import fit_costs
 from titan.cluster.hardware import Hardware
 from titan.errors import ConfigError
@@ -62,12 +63,12 @@ def test_parts_add_up_and_are_no_less_than_the_work(layout: str) -> None:
 
 
 WRONG = [
-    pytest.param("fsdp", {"network": 0.1}, {"weights and gradients"}, id="slow-network"),
+    full("fsdp", {"network": 0.1}, {"weights and gradients"}, id="slow-network"),
     pytest.param("fsdp-tp", {"link": 0.5}, 
                  {"tensor parallelism", "weights and gradients", "recomputation"}, id="half-link"),
     pytest.param("cp", {"link": 0.25}, {"context parallelism", "weights and gradients"}, id="slow-link-context"),
-    pytest.param("pp", {"link": 0.01}, {"pipeline transfers", "pipeline idle"}, id="slow-link-pipeline"),
-    pytest.param("ddp", {"memory": 0.5}, {"memory-bound", "optimizer"}, id="half-memory"),
+    full("pp", {"link": 0.01}, {"pipeline transfers", "pipeline idle"}, id="slow-link-pipeline"),
+    full("ddp", {"memory": 0.5}, {"memory-bound", "optimizer"}, id="half-memory"),
     pytest.param("ddp", {"attention": 0.5, "attention_backward": 0.5}, {"attention"}, id="half-attention"),
 ]  # fmt: skip
 
@@ -143,14 +144,15 @@ def test_a_power_limit_slows_a_device() -> None:
 ROWS = fit_costs.rows()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}", marks=marks)
+def published() -> list[Any]:
+    cases = [
+        pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}")
         for number, row in enumerate(ROWS)
-        for marks in [() if number in (1, 2, 4) else pytest.mark.full]
-    ],
-)
+    ]
+    return table(cases, [cases[number].id for number in (1, 2, 4)], one_in=2)
+
+
+@pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
     """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
     (error,) = fit_costs.errors([row], fitted())

@@ -13,6 +13,7 @@ import yaml
 
 from tests.support.made_runs import Story, made
 from tests.support.runs import save_of, tiny
+from tests.support.tiers import full, table
 from titan import compare, status
 from titan.errors import ConfigError
 from titan.metrics import plot
@@ -38,14 +39,14 @@ def redo(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 RESULTS: list[Any] = [
     pytest.param(lambda f: f.write_text("null"), "it is None, not names and values", id="null"),
-    pytest.param(lambda f: f.write_text("{"), "Expecting", id="cut"),
-    pytest.param(lambda f: f.write_text(DEEP), "nested too deeply", id="deep"),
-    pytest.param(lambda f: edit(f, step=None), "step is None, where a whole number is due", id="step-null"),
+    full(lambda f: f.write_text("{"), "Expecting", id="cut"),
+    full(lambda f: f.write_text(DEEP), "nested too deeply", id="deep"),
+    full(lambda f: edit(f, step=None), "step is None, where a whole number is due", id="step-null"),
     pytest.param(lambda f: edit(f, step="3"), "step is '3'", id="step-text"),
-    pytest.param(lambda f: edit(f, finished="no"), "finished is 'no'", id="finished-text"),
-    pytest.param(lambda f: edit(f, last_loss=[1]), "last_loss is a list", id="loss-a-list"),
-    pytest.param(lambda f: edit(f, sample={"start": 1}), "sample.start is 1", id="sample-numbers"),
-    pytest.param(lambda f: f.write_text("{}"), "it has no 'finished'", id="empty"),
+    full(lambda f: edit(f, finished="no"), "finished is 'no'", id="finished-text"),
+    full(lambda f: edit(f, last_loss=[1]), "last_loss is a list", id="loss-a-list"),
+    full(lambda f: edit(f, sample={"start": 1}), "sample.start is 1", id="sample-numbers"),
+    full(lambda f: f.write_text("{}"), "it has no 'finished'", id="empty"),
 ]
 
 
@@ -73,15 +74,13 @@ def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
 
 LIVES: list[Any] = [
     pytest.param(lambda d: d.update(attempt=None), "attempt is None", id="attempt-null"),
-    pytest.param(lambda d: d.update(science=[1]), "science is a list", id="science-a-list"),
-    pytest.param(lambda d: d["ids"].update(science=None), "ids.science is None", id="id-null"),
-    pytest.param(lambda d: d["config"].update(training=None), "config.training is None", id="training-null"),
-    pytest.param(
-        lambda d: d["config"]["training"].update(steps=None), "config.training.steps is None", id="steps-null"
-    ),
-    pytest.param(lambda d: d.update(layout={"shard": "2"}), "layout.shard is '2'", id="layout-texts"),
-    pytest.param(lambda d: d.update(notes="x"), "notes is 'x'", id="notes-a-text"),
-    pytest.param(lambda d: d.pop("run_id"), "it has no 'run_id'", id="no-run-id"),
+    full(lambda d: d.update(science=[1]), "science is a list", id="science-a-list"),
+    full(lambda d: d["ids"].update(science=None), "ids.science is None", id="id-null"),
+    full(lambda d: d["config"].update(training=None), "config.training is None", id="training-null"),
+    full(lambda d: d["config"]["training"].update(steps=None), "config.training.steps is None", id="steps-null"),
+    full(lambda d: d.update(layout={"shard": "2"}), "layout.shard is '2'", id="layout-texts"),
+    full(lambda d: d.update(notes="x"), "notes is 'x'", id="notes-a-text"),
+    full(lambda d: d.pop("run_id"), "it has no 'run_id'", id="no-run-id"),
 ]
 
 
@@ -95,7 +94,9 @@ def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path
         attempts.begin_attempt(tiny(tmp_path))
 
 
-@pytest.mark.parametrize("text", [DEEP, "- " * 100_000, "a: !!timestamp x", "? [[1]]\n: 2", "[1, 2]"], ids=range(5))
+@pytest.mark.parametrize(
+    "text", [full(DEEP), full("- " * 100_000), full("a: !!timestamp x"), full("? [[1]]\n: 2"), "[1, 2]"], ids=range(5)
+)
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); repair it, or"):
@@ -150,7 +151,9 @@ EVENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=[str(number) for number in range(len(EVENTS))])
+@pytest.mark.parametrize(
+    "event", table([pytest.param(event, id=str(number)) for number, event in enumerate(EVENTS)], ("1", "2", "5"))
+)
 def test_a_ledgers_line_of_other_types_is_left_out_and_told(
     event: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
 from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4, QWEN3_MOE
+from tests.support.tiers import table
 from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoder as Decoding
@@ -72,7 +73,13 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("config", MODELS)
+QUICK = (
+    "llama", "llama-group-of-1", "llama-group-of-4", "llama-tied", "qwen3-moe", "llama4", "llama4-long-chunks",
+    "deepseek-v3", "deepseek-v2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", table(MODELS, QUICK))
 def test_greedy_tokens_are_those_of_hugging_face(config: Decoder) -> None:
     theirs: Any = hugging_face(config)
     expected = []

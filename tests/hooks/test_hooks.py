@@ -15,6 +15,7 @@ from launchers.start import run_local
 from tests.support.machines import detector
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import TINY, learned, steps, tiny, train
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.hooks.schema import MOMENTS
@@ -68,6 +69,7 @@ def test_every_moment_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert result(tmp_path / "run")["hooks/listed/on_run_end"] == len(calls)
 
 
+@pytest.mark.full
 def test_a_step_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explodes = ("optimizer=sgd", "optimizer.lr=1e30", "training.clip_norm=null", "checkpoint=off")
     assert trained(tmp_path / "run", *explodes, hook("listed", "Listed")) == 0
@@ -77,7 +79,6 @@ def test_a_step_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture
     assert calls[odd + 1 :] == [*again, ("on_run_end", "3")]
 
 
-@pytest.mark.ranks
 def test_norms_are_those_of_one_device(tmp_path: Path) -> None:
     own = (*MODEL, "optimizer=sgd", "checkpoint=off", "modules=[tests]", "model.tied=true", hook("norms", "Norms"))
     alone = tiny(tmp_path / "alone", *own)
@@ -91,6 +92,7 @@ def test_norms_are_those_of_one_device(tmp_path: Path) -> None:
     assert math.hypot(*there.values()) == pytest.approx(steps(alone)[0]["grad_norm"], rel=EXACT)
 
 
+@pytest.mark.full
 def test_a_hook_that_changes_gradients(tmp_path: Path) -> None:
     changed, plain = (tiny(tmp_path / name, "modules=[tests]", *more) for name, more in (
         ("changed", (hook("scale", "Scale", factor=2.0),)), ("plain", ()),
@@ -100,6 +102,7 @@ def test_a_hook_that_changes_gradients(tmp_path: Path) -> None:
     assert steps(changed)[0]["grad_norm"] == pytest.approx(2 * steps(plain)[0]["grad_norm"])
 
 
+@pytest.mark.full
 def test_without_hooks_and_with_one_that_only_logs_a_run_learns_the_same(tmp_path: Path) -> None:
     logs, plain = tiny(tmp_path / "a", "modules=[tests]", hook("norms", "Norms")), tiny(tmp_path / "b")
     train(logs)
@@ -133,7 +136,7 @@ def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys
         assert [document["attempt"] for document in read_attempts(trial)] == [1]
 
 
-@pytest.mark.ranks
+@pytest.mark.full
 def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     run = tiny(tmp_path, "modules=[tests]", "training.steps=9", hook("prune", "Stop", rank=1), layout="ddp2")
     assert [seen.code for seen in train(run)] == [0, 0]
@@ -141,7 +144,7 @@ def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     assert isinstance(attempts.begin_attempt(run), FinishedRun)
 
 
-@pytest.mark.parametrize("moment", ["build", *(m for m in MOMENTS if m in ("on_run_start", "on_step_end"))])
+@pytest.mark.parametrize("moment", [full("build"), full("on_run_start"), "on_step_end"])
 def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trained(tmp_path / "run", hook("bad", "Fail", moment=moment)) == 1
     error = capsys.readouterr().err
@@ -157,12 +160,12 @@ def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureF
         pytest.param(
             hook("x", "Fail", moment="on_step"), "has a method on_step; did you mean 'on_step_end'?", id="typo"
         ),
-        pytest.param(hook("x", "Fail", moment="step"), "_Fail has no method for a moment", id="no moment"),
-        pytest.param(hook("x", "Other"), "is no titan.hooks.schema.Hook; derive it", id="no hook"),
-        pytest.param("+hooks.x={}", "hooks.x._target_ is missing", id="no class"),
-        pytest.param("+hooks.'a b'={_target_:tests.support.own_hooks.Norms}", "not understood", id="name"),
-        pytest.param(hook("norms", "Norms", every=0), "hooks.norms.every=0: must be at least 1", id="setting"),
-        pytest.param(hook("norms", "Norms", evry=1), "did you mean 'hooks.norms.every'?", id="unknown"),
+        full(hook("x", "Fail", moment="step"), "_Fail has no method for a moment", id="no moment"),
+        full(hook("x", "Other"), "is no titan.hooks.schema.Hook; derive it", id="no hook"),
+        full("+hooks.x={}", "hooks.x._target_ is missing", id="no class"),
+        full("+hooks.'a b'={_target_:tests.support.own_hooks.Norms}", "not understood", id="name"),
+        full(hook("norms", "Norms", every=0), "hooks.norms.every=0: must be at least 1", id="setting"),
+        full(hook("norms", "Norms", evry=1), "did you mean 'hooks.norms.every'?", id="unknown"),
     ],
 )
 def test_a_user_error(override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

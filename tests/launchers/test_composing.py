@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from launchers import plugin, trials
 from launchers.command import command
 from launchers.composing import Composer
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.run.hydra_private import ConfigLoaderImpl
 
@@ -42,11 +43,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["optimizer.lr=1e-3,2e-3", "parallelism=single,fsdp", "name=x"], id="values-and-choices"),
-        pytest.param(["sweep=learning_rate", "training.steps=3,4", "training.seed=0"], id="a-named-grid"),
+        full(["optimizer.lr=1e-3,2e-3", "parallelism=single,fsdp", "name=x"], id="values-and-choices"),
+        full(["sweep=learning_rate", "training.steps=3,4", "training.seed=0"], id="a-named-grid"),
         pytest.param(["recipe=train_8b", "model=debug,llama8b", "+optimizer.lr=1,2", "cluster.nodes=2"], id="a-recipe"),
-        pytest.param(["++optimizer.lr=1,2", "dataset.tokens=${training.steps}", "hydra.verbose=true"], id="references"),
-        pytest.param(["cluster.environment={A:b},{C:d}", "modules=[tests]", "memory=none,full"], id="mappings"),
+        full(["++optimizer.lr=1,2", "dataset.tokens=${training.steps}", "hydra.verbose=true"], id="references"),
+        full(["cluster.environment={A:b},{C:d}", "modules=[tests]", "memory=none,full"], id="mappings"),
     ],
 )
 def test_points_are_what_hydra_would_compose(launched: Callable[..., Any], arguments: list[str]) -> None:
@@ -92,7 +93,7 @@ def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkey
 
 @pytest.mark.parametrize(
     ("terminal", "many", "lines"),
-    [(True, 20, 3), (False, 2, 3), (False, 20, 0)],
+    [full(True, 20, 3), full(False, 2, 3), (False, 20, 0)],
     ids=["terminal", "log", "a-few-in-a-log"],
 )
 def test_composing_tells_how_far_it_is(

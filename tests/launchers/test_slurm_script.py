@@ -16,6 +16,7 @@ import pytest
 from launchers.slurm import queue
 from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
 from launchers.slurm.shape import shape
+from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.cluster.schema import minutes
@@ -39,13 +40,13 @@ def work(folder: Path, count: int = 1, after: str | None = None) -> Work:
     ("overrides", "nodes", "ranks", "gpus"),
     [
         pytest.param(["cluster=cpu"], 1, 1, 0, id="one"),
-        pytest.param(["cluster=cpu", "parallelism=3d"], 1, 8, 0, id="as-the-layout-asks"),
-        pytest.param(["cluster=cpu", "parallelism=3d", "cluster.nodes=2"], 2, 4, 0, id="spread"),
-        pytest.param(["cluster=cpu", "parallelism=single", "cluster.nodes=2"], 1, 1, 0, id="too-few-to-spread"),
-        pytest.param(["cluster=cpu", "parallelism=fsdp", "cluster.devices_per_node=2"], 1, 2, 0, id="open-fills-nodes"),
+        full(["cluster=cpu", "parallelism=3d"], 1, 8, 0, id="as-the-layout-asks"),
+        full(["cluster=cpu", "parallelism=3d", "cluster.nodes=2"], 2, 4, 0, id="spread"),
+        full(["cluster=cpu", "parallelism=single", "cluster.nodes=2"], 1, 1, 0, id="too-few-to-spread"),
+        full(["cluster=cpu", "parallelism=fsdp", "cluster.devices_per_node=2"], 1, 2, 0, id="open-fills-nodes"),
         pytest.param(["cluster=h100", "parallelism=single"], 1, 1, 1, id="one-gpu"),
-        pytest.param(["cluster=h100", "cluster.nodes=2", "parallelism=fsdp"], 2, 8, 8, id="all-gpus"),
-        pytest.param(["cluster=h100", "parallelism=ddp", "parallelism.replicate=16"], 2, 8, 8, id="gpus-given"),
+        full(["cluster=h100", "cluster.nodes=2", "parallelism=fsdp"], 2, 8, 8, id="all-gpus"),
+        full(["cluster=h100", "parallelism=ddp", "parallelism.replicate=16"], 2, 8, 8, id="gpus-given"),
     ],
 )
 def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None:
@@ -61,8 +62,8 @@ def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("time", "expected"),
     [
-        ("90", 90), ("1:30", 2), ("10:00", 10), ("1:30:00", 90), ("1-0", 1440), ("1-12:30", 2190), ("0-0:0:30", 1),
-        (None, None),
+        full("90", 90), full("1:30", 2), full("10:00", 10), ("1:30:00", 90), full("1-0", 1440),
+        full("1-12:30", 2190), full("0-0:0:30", 1), full(None, None),
     ],
 )  # fmt: skip
 def test_time_limits(time: str | None, expected: int | None) -> None:
@@ -72,15 +73,14 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        pytest.param("cluster.time=soon", "cluster.time=soon: not understood", id="words"),
-        pytest.param("cluster.time=0", "must be above zero", id="zero"),
-        pytest.param("cluster.time=2", "no longer than cluster.signal_seconds=120", id="shorter-than-the-signal"),
-        pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
-        pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
-        pytest.param("cluster.sbatch={output:x}", "titan sets output itself", id="taken"),
-        pytest.param("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
-        pytest.param("cluster.sbatch={comment:'a\n#SBATCH --x'}", "has a control character", id="line-in-a-comment"),
-        pytest.param("cluster.partition='a\nb'", "has a control character", id="line-in-a-name"),
+        full("cluster.time=soon", "cluster.time=soon: not understood", id="words"),
+        full("cluster.time=0", "must be above zero", id="zero"),
+        full("cluster.time=2", "no longer than cluster.signal_seconds=120", id="shorter-than-the-signal"),
+        full("cluster.container=pyxis", "needs an image", id="no-image"),
+        full("cluster.image=x", "no container is chosen", id="no-container"),
+        full("cluster.sbatch={output:x}", "titan sets output itself", id="taken"),
+        full("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
+        full("cluster.partition='a\nb'", "has a control character", id="line-in-a-name"),
         pytest.param("cluster.modules=['a\nb']", "has a control character", id="line-in-a-module"),
     ],
 )
@@ -107,25 +107,30 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     assert "gpus-per-node" not in script and "wckey" not in script
 
 
+ASKED = {
+    "whole-nodes": (["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}),
+    "one-gpu-of-eight": (["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}),
+    "told": (["parallelism=single", "cluster.exclusive=true"], {"exclusive", "cpus-per-task=12", "mem=0"}),
+    "taken-back": (
+        ["parallelism=fsdp", "cluster.cpus_per_rank=null", "cluster.rank_memory_gib=null", "cluster.exclusive=false"],
+        set(),
+    ),
+    "memory-given": (
+        ["parallelism=fsdp", "cluster.node_memory_gib=64"], {"exclusive", "cpus-per-task=12", "mem=65536M"}
+    ),
+    "a-program": (["parallelism=fsdp", "cluster.tasks=node"], {"exclusive", "cpus-per-task=96", "mem=0"}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("overrides", "asked"),
+    ("cluster", "name"),
     [
-        pytest.param(["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}, id="whole-nodes"),
-        pytest.param(["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}, id="one-gpu-of-eight"),
-        pytest.param(["parallelism=single", "cluster.exclusive=true"],
-                     {"exclusive", "cpus-per-task=12", "mem=0"}, id="told"),
-        pytest.param(["parallelism=fsdp", *(f"cluster.{name}=null" for name in ("cpus_per_rank", "rank_memory_gib")),
-                      "cluster.exclusive=false"], set(), id="taken-back"),
-        pytest.param(["parallelism=fsdp", "cluster.node_memory_gib=64"],
-                     {"exclusive", "cpus-per-task=12", "mem=65536M"}, id="memory-given"),
-        pytest.param(["parallelism=fsdp", "cluster.tasks=node"],
-                     {"exclusive", "cpus-per-task=96", "mem=0"}, id="a-program"),
+        ("a100", "one-gpu-of-eight"), ("a100", "memory-given"), ("h100", "one-gpu-of-eight"), ("h200", "whole-nodes"),
+        ("h200", "taken-back"), full("h100", "told"), full("h100", "a-program"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
-def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(
-    tmp_path: Path, cluster: str, overrides: list[str], asked: set[str]
-) -> None:
+def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(tmp_path: Path, cluster: str, name: str) -> None:
+    overrides, asked = ASKED[name]
     script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked
@@ -144,6 +149,7 @@ def test_a_comment_is_the_users_own_and_the_name_finds_the_job(tmp_path: Path, m
     assert queue._mine()[0] == queue.Job("7", "PENDING", "None", "", "team|a b", name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "variable", "name", "code"),
     [
@@ -187,7 +193,7 @@ def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        pytest.param(["cluster.container=pyxis"], ["--container-image=a b", "--container-mounts=/d:/d,/e"], id="pyxis"),
+        full(["cluster.container=pyxis"], ["--container-image=a b", "--container-mounts=/d:/d,/e"], id="pyxis"),
         pytest.param(["cluster.container=apptainer"], ["exec", "--bind", "/e", "a b", "/opt/python"], id="apptainer"),
     ],
 )
@@ -221,16 +227,16 @@ ATTEMPT = '"$HOME/with space/9.0'
     ("ranks", "state", "restarts", "code", "again"),
     [
         pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
-        pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
+        full("exit 1", "RUNNING", 0, 1, False, id="failed"),
         pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "RUNNING", 0, EXIT_REQUEUE, True, id="told-to-save-and-end"),
-        pytest.param(f"touch {ATTEMPT}/again\"; exit 137", "RUNNING", 0, EXIT_REQUEUE, True, id="one-killed-for-it"),
-        pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "", 0, EXIT_REQUEUE, True, id="told-and-squeue-silent"),
-        pytest.param("exit 140", "RUNNING", 0, EXIT_REQUEUE, True, id="told-before-it-listened"),
+        full(f"touch {ATTEMPT}/again\"; exit 137", "RUNNING", 0, EXIT_REQUEUE, True, id="one-killed-for-it"),
+        full(f"touch {ATTEMPT}/again\"; exit 0", "", 0, EXIT_REQUEUE, True, id="told-and-squeue-silent"),
+        full("exit 140", "RUNNING", 0, EXIT_REQUEUE, True, id="told-before-it-listened"),
         pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "RUNNING", 3, EXIT_REQUEUE, False, id="too-often"),
-        pytest.param(f"touch {ATTEMPT}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
+        full(f"touch {ATTEMPT}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
         pytest.param(f"touch {ATTEMPT}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
         pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
-        pytest.param(f"touch {ATTEMPT}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
+        full(f"touch {ATTEMPT}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
         pytest.param('echo "srun: error: n1: task 1: Killed" >&2; exit 143', "RUNNING", 0, 1, False, id="killed"),
     ],
 )  # fmt: skip
@@ -270,14 +276,14 @@ FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
 @pytest.mark.parametrize(
     ("ranks", "record", "unfit", "note", "node"),
     [
-        pytest.param(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
+        full(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
         pytest.param(FIRST, "", "", "restart 1 of 2 without n3", "n3", id="the-first-to-fail"),
-        pytest.param(LOST, "", "", "restart 1 of 2 without n1", "n1", id="others-had-lost-it"),
+        full(LOST, "", "", "restart 1 of 2 without n1", "n1", id="others-had-lost-it"),
         pytest.param(KILLED, "4\n", "", "restart 2 of 2 without n1", "n1", id="with-a-newer-checkpoint"),
-        pytest.param(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
-        pytest.param(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),
+        full(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
+        full(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),
         pytest.param(KILLED, "", "configuration is not available", "restart 1 of 2", None, id="no-other-node"),
-        pytest.param(f"{_error(2, 'n1')}; exit 2", "", "", "", None, id="refused"),
+        full(f"{_error(2, 'n1')}; exit 2", "", "", "", None, id="refused"),
         pytest.param("exit 143", "", "", "", None, id="stopped"),
     ],
 )

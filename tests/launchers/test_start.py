@@ -17,6 +17,7 @@ import yaml
 
 from tests.support.processes import alive, descendants, ended, kill, program, until
 from tests.support.runs import LAYOUTS, TINY, steps, tiny
+from tests.support.tiers import full
 from titan.checkpoint import manifest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -64,7 +65,7 @@ def result(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("layout", "number"),
     [
-        pytest.param("single", signal.SIGINT, id="single-SIGINT"),
+        full("single", signal.SIGINT, id="single-SIGINT"),
         pytest.param("fsdp2", signal.SIGTERM, id="fsdp2-SIGTERM"),
     ],
 )
@@ -92,6 +93,7 @@ def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: 
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
 
 
+@pytest.mark.full
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     with program(*arguments(tmp_path / "run", "single", "training.steps=100000")) as process:
         until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
@@ -103,6 +105,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     assert manifest.complete(tmp_path / "run") == []
 
 
+@pytest.mark.full
 def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
     with program(*arguments(tmp_path / "run", "ddp2", "training.steps=100000")) as process:
         until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
@@ -112,6 +115,7 @@ def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
         until(lambda: not any(map(alive, ranks)), "orphans to die")
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
@@ -138,6 +142,7 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
 
 
+@pytest.mark.full
 def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
     with program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
         code, out, err = ended(process)
@@ -153,10 +158,10 @@ DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a w
     ("launcher", "more", "code", "said"),
     [
         pytest.param("torchrun", [], 0, DONE, id="torchrun-trains"),
-        pytest.param("srun", [], 0, DONE, id="srun-trains"),
-        pytest.param("torchrun", ["model.dim=banana"], 2, REFUSED, id="torchrun-refuses"),
-        pytest.param("srun", ["model.dim=banana"], 2, REFUSED, id="srun-refuses"),
-        pytest.param("srun", EXPLODES, 1, "titan: 1 steps in a row were not finite", id="srun-fails"),
+        full("srun", [], 0, DONE, id="srun-trains"),
+        full("torchrun", ["model.dim=banana"], 2, REFUSED, id="torchrun-refuses"),
+        full("srun", ["model.dim=banana"], 2, REFUSED, id="srun-refuses"),
+        full("srun", EXPLODES, 1, "titan: 1 steps in a row were not finite", id="srun-fails"),
     ],
 )
 def test_ranks_that_others_started(launcher: str, more: list[str], code: int, said: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from launchers import scratch
 from launchers.supervisor import run_ranks
 from tests.support.processes import alive, ended, program, until
+from tests.support.tiers import full
 from titan.cluster.signals import STOPPING
 from titan.files import leases
 
@@ -45,15 +46,11 @@ def pids(folder: Path, count: int) -> list[int]:
         pytest.param(
             ["consequence", "raises", "waits"], 1, ["rank 1 failed:", "ZeroDivisionError: by rank 1"], id="cause-first"
         ),
-        pytest.param(
-            ["consequence", "tells"], 1, ["rank 1 failed:", "ZeroDivisionError: told by rank 1"], id="told-first"
-        ),
-        pytest.param(["waits", "dies"], 1, ["titan: rank 1 was killed by SIGKILL (out of memory?)"], id="killed"),
-        pytest.param(
-            ["consequence", "waits", "dies"], 1, ["rank 2 was killed by SIGKILL"], id="killed-and-consequence"
-        ),
-        pytest.param(["fails", "fails"], 1, ["titan: the loss is lost; find it.\n"], id="failure"),
-        pytest.param(["waits", "refuses"], 2, ["titan: a=b: can't be; give a=c.\n"], id="refusal"),
+        full(["consequence", "tells"], 1, ["rank 1 failed:", "ZeroDivisionError: told by rank 1"], id="told-first"),
+        full(["waits", "dies"], 1, ["titan: rank 1 was killed by SIGKILL (out of memory?)"], id="killed"),
+        full(["consequence", "waits", "dies"], 1, ["rank 2 was killed by SIGKILL"], id="killed-and-consequence"),
+        full(["fails", "fails"], 1, ["titan: the loss is lost; find it.\n"], id="failure"),
+        full(["waits", "refuses"], 2, ["titan: a=b: can't be; give a=c.\n"], id="refusal"),
         pytest.param(["waits", "exits"], 1, ["rank 1 exited with code 7 without reporting an error"], id="no-word"),
     ],
 )
@@ -75,8 +72,14 @@ def test_a_rank_keeps_its_own_error_in_its_log(tmp_path: Path, capfd: pytest.Cap
     assert "ZeroDivisionError: by rank 1" in (tmp_path / "log" / "rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
-@pytest.mark.parametrize("words", [["waits", "waits"], ["waits-deaf", "waits"]], ids=["listening", "still-starting"])
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        pytest.param(["waits", "waits"], signal.SIGHUP, id="listening-HUP"),
+        full(["waits", "waits"], signal.SIGINT, id="listening-INT"),
+        full(["waits-deaf", "waits"], signal.SIGTERM, id="still-starting-TERM"),
+    ],
+)
 def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_path: Path) -> None:
     with program("-c", PARENT, str(tmp_path), *words) as parent:
         ranks = pids(tmp_path, 2)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, same, tiny
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
 from titan.memory.schema import Memory
@@ -199,9 +200,9 @@ def test_what_ranks_said_is_not_said_again_selectively() -> None:
 
 
 CHOICES = [
-    pytest.param("none", NONE, id="none"),
+    full("none", NONE, id="none"),
     pytest.param("full", Memory("full"), id="full"),
-    pytest.param("every_n", Memory("every_n", every=2), id="every_n"),
+    full("every_n", Memory("every_n", every=2), id="every_n"),
     pytest.param("selective", Memory("selective"), id="selective"),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tiers import full
 from titan.console.numbers import short
 from titan.metrics.lines import read_lines
 from titan.metrics.plot import curve, plot_losses, smooth
@@ -46,10 +47,10 @@ def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -
 @pytest.mark.parametrize(
     "lines",
     [
-        pytest.param(LINES, id="both"),
+        full(LINES, id="both"),
         pytest.param([{"step": 1, "tokens": 2048, "loss": 8.0}], id="one-step"),
-        pytest.param([{"step": 9, "tokens": 2048, "validation_loss": 8.0}], id="validation-only"),
-        pytest.param([{"step": s, "tokens": 64 * s, "loss": 9 - s / 99} for s in range(1, 301)], id="smoothed"),
+        full([{"step": 9, "tokens": 2048, "validation_loss": 8.0}], id="validation-only"),
+        full([{"step": s, "tokens": 64 * s, "loss": 9 - s / 99} for s in range(1, 301)], id="smoothed"),
         pytest.param([{"step": 0, "tokens": 0, "loss": 8.0}], id="step-zero"),
     ],
 )

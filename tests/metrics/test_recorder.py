@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
+from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import finite, peak_memory_gib
@@ -53,7 +54,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@pytest.mark.parametrize("layout", [full("single"), "fsdp2"])
 def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "evaluation.tokens=64", "evaluation.every=2", "cluster.peak_tflops=1", layout=layout)
     train(run)
@@ -104,7 +105,7 @@ def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
     assert matmuls == (config.flops_per_token(length) - attention) * rows * length
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp2", "fsdp3"])
+@pytest.mark.parametrize("layout", ["single", full("ddp2"), full("fsdp3")])
 def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> None:
     settings = {"fsdp3": "parallelism.microbatches=2"}.get(layout, "parallelism.microbatches=1")
     run = text_run(tmp_path, layout, settings)

@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import tiers
 from tests.support.machines import detector
 from tests.support.runs import tiny
 from titan.cluster import devices
@@ -163,8 +164,17 @@ def compiled(built: Any) -> None:
         block.compile(backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
-@pytest.mark.parametrize("ids", [None, documents(2, 150, 0.03)], ids=["one", "documents"])
+by_flex = pytest.mark.parametrize(
+    ("ids", "how"),
+    [
+        pytest.param(documents(2, 150, 0.03), checkpointed, id="documents-full"),
+        tiers.full(documents(2, 150, 0.03), compiled, id="documents-block"),
+        tiers.full(None, plain, id="one-plain"),
+    ],
+)
+
+
+@by_flex
 def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
@@ -183,8 +193,8 @@ def llama4() -> Any:
     return built
 
 
-@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
-@pytest.mark.parametrize("ids", [None, documents(2, 150, 0.03)], ids=["one", "documents"])
+@pytest.mark.full
+@by_flex
 def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
     built = llama4()
@@ -210,7 +220,7 @@ CHUNKS = ["model=llama4_debug", *SMALL, "model.attention_chunk=15"]
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-@pytest.mark.parametrize("how", [plain, compiled], ids=["plain", "block"])
+@pytest.mark.parametrize("how", [plain, tiers.full(compiled)], ids=["plain", "block"])
 @pytest.mark.parametrize(
     ("choice", "flash"),
     [pytest.param("auto", True), pytest.param("flash", True), pytest.param("math", False)],
@@ -277,10 +287,10 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        pytest.param(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
-        pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
+        tiers.full(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
+        tiers.full(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
-        pytest.param([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
+        tiers.full([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
         pytest.param(
             [*RING[:2], *CHUNKS, "training.attention=flash"],
             "can't mask chunks|model.attention_chunk",
@@ -296,7 +306,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
     assert [word for word in words.split("|") if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
+@pytest.mark.parametrize("method", [tiers.full("allgather"), tiers.full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())

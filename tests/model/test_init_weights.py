@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.ranks import RankFailed, run_ranks
+from tests.support.tiers import full
 from titan.model import init_weights
 from titan.model.init_weights import Normal, Ones, fill_normal, materialise
 from titan.model.schema import Llama
@@ -234,13 +235,13 @@ def sharded(rank: int, world: int, config: Llama, layout: str) -> tuple[Any, Any
 @pytest.mark.parametrize(
     ("config", "layout", "world"),
     [
-        pytest.param(UNEVEN, "shard", 2, id="fsdp-2"),
-        pytest.param(UNEVEN, "shard", 4, id="fsdp-4"),
-        pytest.param(Llama(dim=6, layers=1, heads=1, kv_heads=1, ffn=5, vocab=17), "shard", 4, id="fsdp-4-empty"),
-        pytest.param(Llama(dim=32, layers=1, ffn=48, vocab=64), "shard-columns", 4, id="fsdp-4-columns"),
+        full(UNEVEN, "shard", 2, id="fsdp-2"),
+        full(UNEVEN, "shard", 4, id="fsdp-4"),
+        full(Llama(dim=6, layers=1, heads=1, kv_heads=1, ffn=5, vocab=17), "shard", 4, id="fsdp-4-empty"),
+        full(Llama(dim=32, layers=1, ffn=48, vocab=64), "shard-columns", 4, id="fsdp-4-columns"),
         pytest.param(TIED, "shard", 2, id="fsdp-2-tied"),
         pytest.param(UNEVEN, "replicate-shard", 4, id="hsdp-2x2"),
-        pytest.param(Llama(dim=32, layers=1, ffn=48, vocab=67), "shard-tensor", 4, id="fsdp-2-tensor-2"),
+        full(Llama(dim=32, layers=1, ffn=48, vocab=67), "shard-tensor", 4, id="fsdp-2-tensor-2"),
     ],
 )
 def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.model.test_loss import EXACT, case, far
 from tests.support.loss_terms import entropy
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full
 from titan.errors import RunError
 from titan.model import loss_terms
 from titan.model.layers import IGNORED, Head
@@ -60,8 +61,7 @@ def test_figures_and_gradients(terms: tuple[Term, ...], cap: float | None, chunk
     check(terms, cap, chunk, None)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.full), 5])
+@pytest.mark.parametrize("chunk", [full(None), 5])
 def test_figures_and_gradients_of_one_graph(chunk: int | None) -> None:
     torch._dynamo.reset()
     check((Z, SMOOTH, OWN), 1.5, chunk, "aot_eager")
@@ -113,8 +113,8 @@ def parts(rank: int, world: int, sequence: bool, chunk: int | None) -> tuple[flo
     [
         pytest.param(True, None, id="sequence"),
         pytest.param(False, 5, id="whole-chunks"),
-        pytest.param(False, None, id="whole", marks=pytest.mark.full),
-        pytest.param(True, 5, id="sequence-chunks", marks=pytest.mark.full),
+        full(False, None, id="whole"),
+        full(True, 5, id="sequence-chunks"),
     ],
 )
 def test_parts_of_the_vocabulary_give_the_same(sequence: bool, chunk: int | None) -> None:

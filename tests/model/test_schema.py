@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.machines import detector
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.config import settings
 from titan.errors import ConfigError
@@ -279,24 +280,50 @@ def between(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str
         return live.bytes() if loss.requires_grad else 0
 
 
-@each_family
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"vocab": 64}, id="blocks-dominate"),
-        pytest.param({"vocab": 2048, "layers": 3}, id="head-dominates"),
-        pytest.param({"kv_heads": 4, "head_dim": 64, "ffn": 128, "vocab": 64}, id="attention-dominates"),
-    ],
-)
+DOMINANT = {
+    "blocks-dominate": {"vocab": 64},
+    "head-dominates": {"vocab": 2048, "layers": 3},
+    "attention-dominates": {"kv_heads": 4, "head_dim": 64, "ffn": 128, "vocab": 64},
+}
+FULL32, HALF = torch.float32, torch.bfloat16
+KEPT = [
+    ("blocks-dominate", "none", HALF, "qwen3"),
+    ("blocks-dominate", "full", FULL32, "qwen3"),
+    ("head-dominates", "full", FULL32, "qwen3"),
+    ("head-dominates", "full", HALF, "qwen3"),
+    ("head-dominates", "selective", FULL32, "qwen3"),
+    ("head-dominates", "selective", HALF, "qwen3"),
+    ("attention-dominates", "none", FULL32, "qwen3"),
+    ("attention-dominates", "full", FULL32, "llama"),
+    ("attention-dominates", "full", HALF, "qwen3"),
+    *(("attention-dominates", "selective", dtype, family) for dtype in (FULL32, HALF) for family in ("llama", "qwen3")),
+]
+MORE = [
+    ("blocks-dominate", "none", HALF, "llama"),
+    ("blocks-dominate", "selective", FULL32, "llama"),
+    ("head-dominates", "none", FULL32, "llama"),
+]
+
+
+def kept() -> list[Any]:
+    """The cases on each device."""
+    return [
+        case(*values, device, id=f"{dominant}-{how}-{dtype}-{device}-{family}")
+        for cases, case in ((KEPT, pytest.param), (MORE, full))
+        for values in cases
+        for dominant, how, dtype, family in [values]
+        for device in DEVICES
+    ]
+
+
+@pytest.mark.parametrize(("dominant", "checkpointing", "dtype", "family", "device"), kept())
 def test_what_is_kept_between_forward_and_backward(
-    changes: dict[str, Any], checkpointing: Any, dtype: torch.dtype, device: str, family: type[Decoder]
+    dominant: str, checkpointing: Any, dtype: torch.dtype, device: str, family: str
 ) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("flash attention on CUDA takes 16-bit types")
-    config = family(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | changes))
+    kind = {"llama": Llama, "qwen3": Qwen3}[family]
+    config = kind(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | DOMINANT[dominant]))
     share = RankPart(256, dtype.itemsize, fused=device == "cuda")
     block = config.block_activations(share)
     kept = {"none": block.kept, "full": block.input, "selective": block.selective}[checkpointing]

@@ -10,6 +10,7 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
+from tests.support.tiers import full, table
 from tests.training.test_trainer import poison
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -58,15 +59,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "tolerance"),
-    [
-        *(pytest.param("muon", layout, EXACT, id=f"muon-{layout}") for layout in LAYOUTS if layout != "single"),
-        pytest.param("muon-bf16", "fsdp_tp", NEWTON_SCHULZ, id="muon-in-bf16-fsdp_tp"),
-        pytest.param("adamw-bf16", "fsdp_tp", ONE_ROUNDING, id="moments-in-bf16-fsdp_tp"),
-        pytest.param("adamw-bf16", "pp2", ONE_ROUNDING, id="moments-in-bf16-pp2"),
-    ],
-)
+CASES = [
+    *(pytest.param("muon", layout, EXACT, id=f"muon-{layout}") for layout in LAYOUTS if layout != "single"),
+    pytest.param("muon-bf16", "fsdp_tp", NEWTON_SCHULZ, id="muon-in-bf16-fsdp_tp"),
+    pytest.param("adamw-bf16", "fsdp_tp", ONE_ROUNDING, id="moments-in-bf16-fsdp_tp"),
+    pytest.param("adamw-bf16", "pp2", ONE_ROUNDING, id="moments-in-bf16-pp2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "tolerance"), table(CASES, ("muon-fsdp3", "moments-in-bf16-fsdp_tp")))
 def test_one_device_and_many_end_with_the_same_weights(
     kind: str, layout: str, tolerance: float, expected: Any, tmp_path: Path
 ) -> None:
@@ -77,8 +78,8 @@ def test_one_device_and_many_end_with_the_same_weights(
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param("muon", "fsdp_tp", id="muon-fsdp_tp"),
-        pytest.param("muon", "hsdp4", id="muon-hsdp4"),
+        full("muon", "fsdp_tp", id="muon-fsdp_tp"),
+        full("muon", "hsdp4", id="muon-hsdp4"),
         pytest.param("adamw-bf16", "fsdp2", id="moments-in-bf16-fsdp2"),
     ],
 )
@@ -94,6 +95,7 @@ def test_a_bad_step_leaves_all_as_it_was(kind: str, layout: str, tmp_path: Path)
         assert all(bool(tensor.isfinite().all()) for tensor in rank.last.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.model.test_attention import listed, visible
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full
 from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
@@ -215,14 +216,22 @@ def test_key_heads_are_repeated_as_little_as_needed(heads: int, size: int, repea
 
 # --- the numbers
 
+OF_DOCUMENTS = [case for case in table(2) if case.documents]
 
-@pytest.mark.parametrize("case", parameters(table(8, 4, 2, 1)))
-@pytest.mark.parametrize("world", [2, 4])
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        *(pytest.param(4, case.values[0], id=f"4-{case.id}") for case in parameters(table(8, 4, 2, 1))),
+        *(full(2, case.values[0], id=f"2-{case.id}") for case in parameters(OF_DOCUMENTS)),
+    ],
+)
 def test_as_on_one_rank(world: int, case: str) -> None:
     assert errors(world, (8, 4, 2, 1))[case] <= EXACT
 
 
-@pytest.mark.parametrize("case", parameters(table(2)))
+@pytest.mark.full
+@pytest.mark.parametrize("case", parameters(OF_DOCUMENTS))
 def test_as_on_one_rank_with_eight(case: str) -> None:
     assert errors(8, (2,))[case] <= EXACT
 
@@ -237,6 +246,7 @@ def test_the_formula_in_tiles(case: str) -> None:
     assert errors(2, (2,), kernel="math")[case] <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", parameters(table(2, kernel="flex")))
 def test_masks_of_blocks(case: str) -> None:
@@ -249,8 +259,16 @@ def test_in_bfloat16(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("case", parameters(table(2, chunk=CHUNK)))
-@pytest.mark.parametrize("kernel", ["flash", "flex"])
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        (full if (kernel, case.method) == ("flex", "allgather") else pytest.param)(
+            kernel, str(case), id=f"{kernel}-{case}"
+        )
+        for kernel in ("flash", "flex")
+        for case in table(2, chunk=CHUNK)
+    ],
+)
 def test_chunks(case: str, kernel: str) -> None:
     heads, case = ((8, 4, 2, 1), case) if kernel == "flash" else ((2,), case.replace("chunks", "flex, chunks"))
     assert errors(2, heads, kernel=kernel)[case] <= EXACT
@@ -343,7 +361,7 @@ def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["flash", "flex"])
+@pytest.mark.parametrize("kernel", ["flash", full("flex")])
 def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
     assert run_ranks(rank_mask_uses, 2, kernel) == [dict.fromkeys(METHODS, (1, 1))] * 2
 
@@ -521,7 +539,7 @@ def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), pytest.param(COMPILED, id="compiled")])
+@pytest.mark.parametrize("cases", [pytest.param(EAGER, id="eager"), full(COMPILED, id="compiled")])
 def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
     for found in run_ranks(rank_wrapped_errors, 2, cases, timeout=300):
         assert len(found) == len(cases)

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.machines import detector
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.model import attention
@@ -69,29 +70,29 @@ def torchs_choice(capability: tuple[int, int]) -> Any:
 BF16, FP32 = "bf16", "fp32"
 TABLE = [
     # capability, choice, type, width, documents, method; the kernel
-    ((9, 0), "auto", BF16, 128, False, "ring", "cudnn"),
-    ((9, 0), "auto", BF16, 128, False, "allgather", "cudnn"),
+    full((9, 0), "auto", BF16, 128, False, "ring", "cudnn"),
+    full((9, 0), "auto", BF16, 128, False, "allgather", "cudnn"),
     ((10, 0), "auto", BF16, 128, False, "ring", "cudnn"),
-    ((9, 0), "auto", BF16, 256, False, "ring", "flash"),
-    ((9, 0), "auto", BF16, 20, False, "ring", "math"),  # torch pads heads for its flash kernel; blocks don't
+    full((9, 0), "auto", BF16, 256, False, "ring", "flash"),
+    full((9, 0), "auto", BF16, 20, False, "ring", "math"),  # torch pads heads for its flash kernel; blocks don't
     ((9, 0), "auto", FP32, 128, False, "ring", "efficient"),
-    ((9, 0), "auto", FP32, 6, False, "ring", "math"),
-    ((8, 0), "auto", BF16, 128, False, "ring", "flash"),
-    ((7, 5), "auto", BF16, 128, False, "ring", "efficient"),
-    ((9, 0), "flash", BF16, 128, False, "ring", "flash"),
-    ((9, 0), "math", BF16, 128, False, "ring", "math"),
-    ((8, 0), "cudnn", BF16, 64, False, "allgather", "cudnn"),
-    ((9, 0), "flex", BF16, 128, False, "ring", "flex"),
-    ((9, 0), "auto", BF16, 128, True, "ring", "flex"),
-    ((9, 0), "auto", BF16, 128, True, "allgather", "flex"),
-    ((9, 0), "auto", BF16, 128, True, "ulysses", "flex"),
-    ((8, 0), "auto", BF16, 128, True, "ring", "flex"),
+    full((9, 0), "auto", FP32, 6, False, "ring", "math"),
+    full((8, 0), "auto", BF16, 128, False, "ring", "flash"),
+    full((7, 5), "auto", BF16, 128, False, "ring", "efficient"),
+    full((9, 0), "flash", BF16, 128, False, "ring", "flash"),
+    full((9, 0), "math", BF16, 128, False, "ring", "math"),
+    full((8, 0), "cudnn", BF16, 64, False, "allgather", "cudnn"),
+    full((9, 0), "flex", BF16, 128, False, "ring", "flex"),
+    full((9, 0), "auto", BF16, 128, True, "ring", "flex"),
+    full((9, 0), "auto", BF16, 128, True, "allgather", "flex"),
+    full((9, 0), "auto", BF16, 128, True, "ulysses", "flex"),
+    full((8, 0), "auto", BF16, 128, True, "ring", "flex"),
     ((9, 0), "auto", BF16, 8, True, "ring", "math"),  # flex takes no heads as narrow
-    ((9, 0), "auto", BF16, 8, True, "allgather", "cudnn"),  # with a mask of tokens by tokens
-    ((9, 0), "math", BF16, 128, True, "ring", "math"),
+    full((9, 0), "auto", BF16, 8, True, "allgather", "cudnn"),  # with a mask of tokens by tokens
+    full((9, 0), "math", BF16, 128, True, "ring", "math"),
     ((9, 0), "flash", BF16, 128, True, "ring", None),
     ((9, 0), "flash", BF16, 128, True, "allgather", None),
-    ((9, 0), "cudnn", FP32, 128, False, "ring", None),
+    full((9, 0), "cudnn", FP32, 128, False, "ring", None),
 ]
 
 

@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.support.processes import LIMIT
+from tests.support.tiers import full
 from titan.parallelism.exchange import Exchange
 
 
@@ -65,7 +66,7 @@ def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], 
         assert not [key for key in left.list_keys() if "titan/exchange" in key]
 
 
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize(("stores", "gone"), [("tcp", 0), ("tcp", 1), full("file", 1)], indirect=["stores"])
 def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], Any]) -> None:
     def work(exchange: Exchange) -> Any:
         if exchange.rank == gone:
@@ -78,6 +79,7 @@ def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], An
     assert [str(found[rank]) for rank in waits] == [f"rank {gone} has left"] * len(waits)
 
 
+@pytest.mark.full
 def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_in_step(
     stores: Callable[[], Any],
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
     assert missed == "rank 2 sent no message" and second == [b"second"] * 3
 
 
+@pytest.mark.full
 def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:
     def work(exchange: Exchange) -> None:
         exchange.part()

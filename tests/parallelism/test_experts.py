@@ -13,6 +13,7 @@ from tests.support.matrix import EXACT, Case, Outcome
 from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, cases, measure
 from tests.support.ranks import run_ranks
 from tests.support.runs import same, steps, tiny, train
+from tests.support.tiers import full, table
 from titan.errors import ConfigError
 from titan.model.experts import dispatch
 from titan.parallelism.expert import Exchange
@@ -24,7 +25,13 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
     return OneDevice(tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in cases()])
+QUICK = (
+    "qwen3_moe-ep_zbv-none-2", "qwen3_moe-ep_hsdp-none-4", "qwen3_moe-ep_in_tp-full-1", "documents-ep_tp",
+    "capacity-ep_cp", "muon-ep_pp", "loaded-ep-4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, one_in=6))
 def test_gradients_of_each_expert_are_those_of_one_device(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
     found = measure(case, one_device.of(case), tmp_path)
     assert found.pop("same start")
@@ -66,15 +73,28 @@ def padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), WIDTH)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
-def test_the_exchange_computes_what_one_rank_does(choices: list[list[int]], dtype: torch.dtype) -> None:
-    assert run_ranks(exchanged, RANKS, choices, dtype) == [[True] * 3] * RANKS
+@pytest.mark.parametrize(
+    ("choices", "dtype"),
+    [
+        pytest.param("even", torch.float32, id="even-fp32"),
+        pytest.param("one-expert", torch.float32, id="one-expert-fp32"),
+        pytest.param("dropped", torch.float32, id="dropped-fp32"),
+        full("dropped", torch.bfloat16, id="dropped-bf16"),
+    ],
+)
+def test_the_exchange_computes_what_one_rank_does(choices: str, dtype: torch.dtype) -> None:
+    assert run_ranks(exchanged, RANKS, CHOICES[choices], dtype) == [[True] * 3] * RANKS
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ep_fsdp", "single"), ("single", "ep_tp"), ("ep_4d", "ep"), ("ep_cp", "tp"), ("ep_pp", "ep_hsdp")],
+    [
+        ("ep_fsdp", "single"),
+        full("single", "ep_tp"),
+        full("ep_4d", "ep"),
+        full("ep_cp", "tp"),
+        full("ep_pp", "ep_hsdp"),
+    ],
 )
 def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, tmp_path: Path) -> None:
     others = {"single": ("parallelism=single",), "tp": ("parallelism=tp",)}

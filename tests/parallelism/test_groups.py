@@ -22,6 +22,7 @@ from tests.support.process_groups import LAYOUTS, count, now, store_traffic
 from tests.support.processes import until
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
+from tests.support.tiers import full, table
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.preprocess.writer import read_json
 from titan.errors import RunError
@@ -97,7 +98,7 @@ def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
         assert composed([f"recipe={recipe}"], elsewhere=True).layout == LAYOUTS[name]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", table(LAYOUTS, ("64", "1,024")))
 def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
     """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
     layout = LAYOUTS[name]
@@ -134,7 +135,7 @@ class Counting(dist.Store):
         self.inner.wait(keys, *timeout)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, full(8)])
 def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     inner = dist.HashStore()  # type: ignore[attr-defined]
@@ -186,7 +187,7 @@ def test_each_direction_between_neighbours_has_a_group(fake: Callable[[int, int]
     assert p2p_groups(shape("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", [full("1F1B"), "Interleaved1F1B"])
 def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
     def connected(rank: int, size: int) -> list[tuple[str, int, int]]:
         owners, sent = (0, 1, 2) * (1 if schedule == "1F1B" else 2), []
@@ -207,7 +208,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
         assert sorted(found[rank]) == [(how, other, over) for how in ("irecv", "isend") for other in others]
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", [full("GPipe"), "ZBVZeroBubble"])
 def test_messages_between_stages_use_the_group_of_their_direction(schedule: str, tmp_path: Path) -> None:
     run = tiny(
         tmp_path / "run", "parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4",
@@ -345,6 +346,7 @@ def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None
     assert "raise cluster.step_timeout" in seen[0].failure
 
 
+@pytest.mark.full
 def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     """The first step and the first of a batch size may compile; validation, saves and the end are no steps."""
     settings = (*STEPS, f"cluster.step_timeout={STEP:g}", "checkpoint=async")

@@ -8,8 +8,14 @@ import pytest
 
 from tests.support.matrix import COMPILED, EXACT, Case, Outcome, cases, layouts, outcome, schedules, variants, worst
 from tests.support.runs import same
+from tests.support.tiers import full, table
 
-ALL = [pytest.param(case, id=case.id, marks=[] if case.quick else [pytest.mark.full]) for case in cases()]
+QUICK = (
+    "ddp", "fsdp", "cp", "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced",
+    "cp-ring-in-order", "Interleaved1F1B-fsdp-reduced-tied", "fsdp-resharded-to-2-of-4", "fsdp-offloaded",
+    "full-off-zbv", "llama4-documents-cp-allgather", "terms-chunked-full-tp-pp", "fsdp-tp-pp-in-groups",
+)  # fmt: skip
+"""Each dimension, kind of schedule, way to share a row and technique once."""
 
 
 BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validation": 2e-4, "terms": 0.0}
@@ -33,7 +39,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
     return OneDevice(tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, one_in=6))
 def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
     found = worst(outcome(tmp_path, case, case.science), one_device[case.science])
     assert found.pop("same start")
@@ -41,6 +47,7 @@ def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevic
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", IN_BF16)
 def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     (case,) = (c for c in cases() if c.id == name)
@@ -52,13 +59,11 @@ def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: py
     assert {key: value for key, value in found.items() if not value <= BF16[key]} == {}
 
 
-FULL = pytest.mark.full
 KEPT = [
-    pytest.param(
-        memory, layout, id=f"{memory}-{layout}", marks=[] if (memory, layout) in {("selective", "tp")} else [FULL]
-    )
-    for memory in ("full", "every_n", "selective")
-    for layout in ("fsdp", "tp", "pp", "cp ring", "3d")
+    ("selective", "tp"),
+    *(full("full", layout) for layout in ("fsdp", "tp", "pp", "cp ring", "3d")),
+    *(full("selective", layout) for layout in ("fsdp", "pp", "cp ring", "3d")),
+    full("every_n", "3d"),
 ]
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.test_manager import stop_at
 from tests.support.matrix import GROUPS
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy, assign, blocks_are_alike, check, in_group, module_names, shards_of
@@ -90,7 +91,6 @@ def _placed(trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.ranks
 def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes(tmp_path: Path) -> None:
     """Ranks, dimension and wrapper; and a state of Muon, whose matrices are gathered over other ranks each."""
     settings = ("optimizer=muon", "training.steps=5", "model.layers=4")
@@ -108,14 +108,11 @@ def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("group", "message"),
     [
         pytest.param(f"_target_: {OWN}.Idle, match: [head]", "Idle.wrap did not apply fully_shard to head", id="idle"),
-        pytest.param(
-            f"_target_: {OWN}.Columns, match: ['*.w2']", "Columns can't shard layers.0.feed_forward.w2", id="uneven"
-        ),
+        full(f"_target_: {OWN}.Columns, match: ['*.w2']", "Columns can't shard layers.0.feed_forward.w2", id="uneven"),
     ],
 )
 def test_a_strategy_that_cannot_wrap_a_module_ends_the_run(group: str, message: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import difference, same, steps, tiny, train
+from tests.support.tiers import full, table
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import grouped_product
 from titan.model.schema_moe import Qwen3Moe
@@ -47,7 +48,7 @@ def computed(product: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Ten
     return out.detach(), *torch.autograd.grad(out, (x, w), g)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, full(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: bool) -> None:
     x, w, g = operands()
@@ -127,18 +128,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-QUICK = ("float8_rowwise", "ep")
+CASES = [
+    pytest.param(kind, layout, id=f"{kind}-{layout}")
+    for kind in SMALL
+    for layout in LAYOUTS
+    if (kind, layout) != ("float8", "ep_pp")  # an expert's scales are those of a micro-batch's few rows
+]
 
 
-@pytest.mark.parametrize(
-    ("precision", "layout"),
-    [
-        pytest.param(kind, layout, id=f"{kind}-{layout}", marks=() if (kind, layout) == QUICK else pytest.mark.full)
-        for kind in SMALL
-        for layout in LAYOUTS
-        if (kind, layout) != ("float8", "ep_pp")  # an expert's scales are those of a micro-batch's few rows
-    ],
-)
+@pytest.mark.parametrize(("precision", "layout"), table(CASES, ("float8_rowwise-ep",), one_in=2))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, trained: Any) -> None:
     (one, (alone,)), (many, ranks) = trained(precision), trained(precision, *LAYOUTS[layout])
     gradients, losses, norms = BOUNDS[precision]

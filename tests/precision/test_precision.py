@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.runs import Seen, difference, learned, same, saved, steps, tiny, train
+from tests.support.tiers import full, table
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.layers import Linear
@@ -191,7 +192,7 @@ class TestProducts:
             assert one is not None and other is not None
             assert float((one.detach().float() - other.detach().float()).norm() / one.detach().float().norm()) < 1e-2
 
-    @pytest.mark.parametrize("kind", SMALL)
+    @pytest.mark.parametrize("kind", [SMALL[0], *map(full, SMALL[1:])])
     def test_a_compiled_product_is_the_same(self, kind: str) -> None:
         torch.manual_seed(0)
         x, w = torch.randn(2, 32, 64).bfloat16(), torch.randn(96, 64).bfloat16()
@@ -241,18 +242,15 @@ BOUNDS = {
 """First gradients (largest difference over largest value), losses and norms of three steps: some times what was
 measured, 1.1e-2, 8e-6, 2e-4 in bf16, 0.13, 1.4e-4, 8e-4 in float8, 3.7e-2, 9e-5, 2e-4 in the others. With one scale a
 tensor another part of the batch, or of a weight, has another scale, and every value is rounded anew."""
-FEW = [
-    ("float8", "fsdp3"), ("float8", "reshard2"), ("bf16_pure", "fsdp"), ("bf16_pure", "3d"), ("float8", "fsdp_tp"),
-    ("float8", "pp"), ("float8", "3d"), ("float8_rowwise", "fsdp_tp"), ("float8_rowwise_hp", "tp"),
-    ("mxfp8", "fsdp_tp"), ("mxfp8", "pp"),
-]  # fmt: skip
-ALL = [(p, y) for p in BOUNDS for y in ("fsdp", "fsdp3", "reshard2", "tp", "fsdp_tp", "pp", "3d")]
+LAYOUTS_OF = {
+    **dict.fromkeys(("bf16", "bf16_pure", "float8_rowwise_hp"), ("fsdp", "fsdp3", "tp", "3d")),
+    **dict.fromkeys(("float8", "float8_rowwise", "mxfp8"), ("fsdp", "fsdp3", "reshard2", "tp", "fsdp_tp", "pp", "3d")),
+}
+"""Formats with scales in all layouts; the others, whose products know nothing of a layout, in one of each kind."""
+CASES = [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in BOUNDS for layout in LAYOUTS_OF[kind]]
 
 
-@pytest.mark.parametrize(
-    ("precision", "layout"),
-    [pytest.param(*c, id="-".join(c), marks=() if c in FEW else pytest.mark.full) for c in ALL],
-)
+@pytest.mark.parametrize(("precision", "layout"), table(CASES, ("bf16_pure-fsdp",), one_in=3))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs) -> None:
     (one, (alone,)), (many, ranks) = runs("single", precision), runs(layout, precision)
     gradients, losses, norms = BOUNDS[precision]
@@ -263,7 +261,7 @@ def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norms)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "twice"])
+@pytest.mark.parametrize("layout", [full("ddp"), "twice"])
 def test_fsdp_in_float8_is_bitwise(layout: str, runs: Runs) -> None:
     """Weights that are gathered in float8 have the scale of the whole: the same bits as where no rank cuts them."""
     (_, ranks), (_, others) = runs("fsdp", "float8"), runs(layout, "float8")
@@ -279,13 +277,13 @@ def test_low_precision_is_not_fp32(runs: Runs) -> None:
 
 
 class TestGathering:
-    @pytest.mark.parametrize("tied", ["false", "true"])
+    @pytest.mark.parametrize("tied", [full("false"), "true"])
     def test_a_head_in_float8_is_gathered_as_computed(self, tied: str, runs: Runs) -> None:
         how = ("precision.skip=[]", f"model.tied={tied}")
         (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
         assert difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
 
-    @pytest.mark.parametrize("gather", ["true", "false"])
+    @pytest.mark.parametrize("gather", ["true", full("false")])
     def test_backward_keeps_no_weight_in_fp32(self, gather: str, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[str]:
             kept: list[str] = []
@@ -335,7 +333,7 @@ class TestGathering:
         seen = train(tiny(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
         assert all(len(rank.extra) == 3 * 14 and all(rank.extra) for rank in seen)
 
-    @pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), ("false", 2)])
+    @pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), full("false", 2)])
     def test_what_travels(self, gather: str, bytes_: int, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[int]:
             sizes: list[int] = []
@@ -348,7 +346,7 @@ class TestGathering:
         assert set(train(run, watch)[0].extra) == {bytes_}
 
     @pytest.mark.parametrize(
-        "how", ["memory=full", "parallelism.reshard=never", "memory.offload=true", "compile=block"]
+        "how", [full("memory=full"), "parallelism.reshard=never", full("memory.offload=true"), full("compile=block")]
     )
     def test_with_other_techniques(self, how: str, runs: Runs) -> None:
         (run, ranks), (plain, expected) = (
@@ -371,6 +369,7 @@ def _data(weight: Any) -> Tensor:
 
 
 class TestCheckpoints:
+    @pytest.mark.full
     def test_a_run_in_float8_goes_on_as_if_it_had_not_ended(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", *LAYOUTS["fsdp"])
         whole = tiny(tmp_path / "whole", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear")
@@ -382,6 +381,7 @@ class TestCheckpoints:
         assert learned(part) == learned(whole)
         assert same(saved(part, 4), saved(whole, 4))
 
+    @pytest.mark.full
     def test_checkpoints_hold_plain_weights_for_any_layout(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", "training.steps=4")
         run = tiny(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
@@ -412,18 +412,14 @@ EMULATE, OTHER = "precision.emulate=true", "requires precision.compute=bf16"
 SHORT = ["training.seq_len=24", "training.global_batch=24", *SHAPE[:4]]
 REJECTED = [
     pytest.param(["precision=float8"], "precision.emulate=true", id="no-hardware"),
-    pytest.param(["precision=mxfp8"], "a Blackwell GPU", id="no-blackwell"),
-    pytest.param(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32", id="pure-fp32"),
-    pytest.param(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
+    full(["precision=mxfp8"], "a Blackwell GPU", id="no-blackwell"),
+    full(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32", id="pure-fp32"),
+    full(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
     pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no matmul of the model", id="all-skipped"),
-    pytest.param(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
-    pytest.param([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
-    pytest.param(
-        ["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'", id="skip"
-    ),
-    pytest.param(
-        ["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"
-    ),
+    full(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
+    full([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
+    full(["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'", id="skip"),
+    full(["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"),
 ]
 
 
@@ -436,10 +432,10 @@ def test_rejected_settings(settings: list[str], words: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "precision", "fits"),
     [
-        pytest.param("NVIDIA A100-SXM4-80GB", "float8", False, id="a100"),
-        pytest.param("NVIDIA H100 80GB HBM3", "float8_rowwise", True, id="h100"),
+        full("NVIDIA A100-SXM4-80GB", "float8", False, id="a100"),
+        full("NVIDIA H100 80GB HBM3", "float8_rowwise", True, id="h100"),
         pytest.param("NVIDIA H100 80GB HBM3", "mxfp8", False, id="h100-mx"),
-        pytest.param("NVIDIA B200", "mxfp8", True, id="b200-mx"),
+        full("NVIDIA B200", "mxfp8", True, id="b200-mx"),
         pytest.param("AMD Instinct MI300X", "float8", True, id="amd"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import learned, tiny, train
+from tests.support.tiers import full
 from titan.profile import command, summary
 from titan.profile.trace import read
 from titan.training import profiling
@@ -98,7 +99,7 @@ def test_holistic_trace_analysis_opens_the_traces(tmp_path: Path) -> None:
     ("scope", "wanted"),
     [
         pytest.param("block", {"layer 0", "layer 1", "head", "forward", "backward"}, id="block"),
-        pytest.param("model", {"micro-batch 0", "forward", "backward"}, id="model", marks=pytest.mark.full),
+        full("model", {"micro-batch 0", "forward", "backward"}, id="model"),
     ],
 )
 def test_compiled_code_has_no_hooks_inside(scope: str, wanted: set[str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.aa_report import INJECTED, NEUTRAL, end
 from tests.support.made_runs import Story, made
+from tests.support.tiers import full
 from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
 from titan.report.seeds import difference
@@ -33,7 +34,7 @@ def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Pa
     assert answers.count("yes") <= 1
 
 
-@pytest.mark.parametrize("paired", [pytest.param(True, id="pairs"), pytest.param(False, id="independent")])
+@pytest.mark.parametrize("paired", [pytest.param(True, id="pairs"), full(False, id="independent")])
 def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(2000):
@@ -73,10 +74,16 @@ def rates_of(scene: Scene, repetitions: int, folder: Path) -> Rates:
     return simulated(templates(folder, scene.seeds), scene, repetitions)
 
 
+SHARES = ("sixth", "half")
+
+
 @pytest.mark.parametrize(
-    "repetitions", [pytest.param(150, id="sample"), pytest.param(2000, id="many", marks=pytest.mark.full)]
+    ("scene", "repetitions"),
+    [
+        *(pytest.param(SCENES[f"both lose a {share}"], 150, id=f"both lose a {share}-sample") for share in SHARES),
+        *(full(scene, 2000, id=f"{name}-many") for name, scene in SCENES.items()),
+    ],
 )
-@pytest.mark.parametrize("scene", [pytest.param(scene, id=name) for name, scene in SCENES.items()])
 def test_a_variant_that_loses_its_unlucky_seeds_is_no_better_for_it(
     scene: Scene, repetitions: int, tmp_path: Path
 ) -> None:

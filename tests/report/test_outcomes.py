@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.tiers import full
 from titan.report import ranking
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Outcomes, Variant
@@ -52,9 +53,9 @@ TOLD = "better on 6 of 6 seeds, baseline: 2 diverged"
 BASE, WON = "the baseline, weight_decay=0.1, validation loss 3.014.", "weight_decay=0.2, validation loss 2.91"
 DIVERGED = [
     pytest.param(SOME, NOISE, "undecided", "better on 4 of 6 seeds|2 diverged|bad", BASE, id="better-if-it-survived"),
-    pytest.param(ALL, (0.0, None, 0.1, 0.0, None, 0.0), "yes", f"better|{TOLD}|good", WON, id="the-baseline-diverged"),
-    pytest.param((None,) * 6, NOISE, "yes", "worse|better on 0 of 6 seeds, 6 diverged|bad", BASE, id="all-diverged"),
-    pytest.param(
+    full(ALL, (0.0, None, 0.1, 0.0, None, 0.0), "yes", f"better|{TOLD}|good", WON, id="the-baseline-diverged"),
+    full((None,) * 6, NOISE, "yes", "worse|better on 0 of 6 seeds, 6 diverged|bad", BASE, id="all-diverged"),
+    full(
         (*ALL, -0.1, -0.1, None), (*NOISE, 0.001, 0.0, 0.002), "undecided", "better on 8 of 9 seeds|1 diverged|bad",
         BASE[:40], id="significant-and-yet-not-plainly-better",
     ),

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.page_reader import Reader
+from tests.support.tiers import table
 from titan.console.numbers import rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, plan
@@ -69,7 +70,7 @@ def grid() -> str:
 PAGES = [*RUNS, "search", "grid"]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", table(PAGES, ("fsdp", "few-steps-of-one-row", "grid")))
 def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     text = grid() if name == "grid" else page(name)
     read = Reader(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.made_runs import H200, Attempt, Story, made
+from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
 
@@ -140,11 +141,11 @@ def test_device_hours_on_other_hardware_are_not_compared(tmp_path: Path) -> None
 
 MEASURES = [
     pytest.param((), (WD,), "d", "validation loss", id="the-same-tokens"),
-    pytest.param((), ("training.seq_len=32",), "d", "bits per byte", id="other-rows"),
+    full((), ("training.seq_len=32",), "d", "bits per byte", id="other-rows"),
     pytest.param((), ("dataset.tokenizer=other",), "e", "bits per byte", id="another-tokenizer"),
-    pytest.param((), ("dataset.seed=5",), "e", None, id="other-text"),
-    pytest.param((), ("dataset.validation=0.02",), "e", None, id="another-share-held-out"),
-    pytest.param((), (WD, "evaluation.tokens=512"), "d", None, id="fewer-tokens"),
+    full((), ("dataset.seed=5",), "e", None, id="other-text"),
+    full((), ("dataset.validation=0.02",), "e", None, id="another-share-held-out"),
+    full((), (WD, "evaluation.tokens=512"), "d", None, id="fewer-tokens"),
     pytest.param((), (WD,), "e", None, id="the-same-settings-of-other-files"),
 ]
 

@@ -22,6 +22,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
     return {variant.label: variant for variant in found.variants}
 
 
+@pytest.mark.full
 def test_sharded_weights_learn_the_same(variants: dict[str, Variant]) -> None:
     learning = variants["parallelism=fsdp lr=0.001"].learning
     assert learning is not None and (learning.answer, learning.batches_equal, learning.pairs) == ("yes", True, 2)
@@ -29,6 +30,7 @@ def test_sharded_weights_learn_the_same(variants: dict[str, Variant]) -> None:
     assert learning.first_norm_gap is not None and learning.first_norm_gap < 1e-5
 
 
+@pytest.mark.full
 def test_another_learning_rate_is_another_recipe(variants: dict[str, Variant]) -> None:
     variant = variants["parallelism=single lr=0.05"]
     assert not variant.same_science and variant.learning is None

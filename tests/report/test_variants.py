@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.made_runs import H200, Story, made
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.report import variants
 from titan.report.collect import collect
@@ -25,10 +26,10 @@ def groups(tmp_path: Path, *points: Point) -> list[Group]:
 S = Story()
 LABELS = [
     pytest.param([(S, (SINGLE,)), (S, (FSDP,))], [SINGLE, FSDP], id="an-option-stands-for-its-settings"),
-    pytest.param(
+    full(
         [(S, (DDP,)), (S, (DDP, "cluster.devices=3"))], ["devices=2", "devices=3"], id="more-devices-of-one-option"
     ),
-    pytest.param(
+    full(
         [(S, (FSDP, "parallelism.reshard=never")), (S, (FSDP, "parallelism.reshard=always")), (S, (DDP,))],
         [f"{FSDP} reshard=never", f"{FSDP} reshard=always", f"{DDP} reshard=auto"],
         id="what-was-typed-is-named-beside-it",
@@ -36,7 +37,7 @@ LABELS = [
     pytest.param(
         [(S, ("optimizer.lr=1e-3",)), (S, ("optimizer.lr=3e-3",))], ["lr=0.001", "lr=0.003"], id="without-its-axis"
     ),
-    pytest.param(
+    full(
         [
             (S, (FSDP, "dataset.seed=1", "parallelism.prefetch=0")),
             (S, (FSDP, "dataset.seed=2", "parallelism.prefetch=2", "dataset.prefetch=3")),
@@ -44,7 +45,7 @@ LABELS = [
         ["dataset.seed=1 prefetch=0", "dataset.seed=2 prefetch=2"],
         id="another-seed-than-the-runs-is-named-in-full",
     ),
-    pytest.param(
+    full(
         [(S, ("model.rope_factor=2",)), (S, ("model.rope_factor=1", "memory=full"))],
         ["memory=none rope_factor=2", "memory=full rope_factor=1"],
         id="several-axes",
@@ -55,7 +56,7 @@ LABELS = [
         id="hardware",
     ),
     pytest.param([(S, ()), (Story(digest="e" * 64), ())], ["data=dddddddd", "data=eeeeeeee"], id="content-of-data"),
-    pytest.param(
+    full(
         [(S, ("schedule=cosine",)), (S, ("schedule=linear",)), (S, ("schedule=wsd",))],
         ["schedule=cosine", "schedule=linear", "schedule=wsd"],
         id="kinds-with-equal-settings",
@@ -66,7 +67,7 @@ LABELS = [
         id="hooks-by-their-names",
     ),
     pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
-    pytest.param(
+    full(
         [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x"))],
         ["model=debug parallelism=single"],
         id="what-changes-nothing-that-counts",

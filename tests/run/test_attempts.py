@@ -21,6 +21,7 @@ import yaml
 from launchers import start
 from tests.support.machines import detector
 from tests.support.runs import TINY, save_of
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
@@ -93,8 +94,8 @@ def test_resume_from_the_last_checkpoint() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["parallelism=fsdp", "memory=full", "checkpoint.every=1", "metrics.plot=true", "cluster.restarts=1",
-     "dataset.prefetch=2", "debug=deterministic"],
+    [full("parallelism=fsdp"), full("memory=full"), "checkpoint.every=1", "cluster.restarts=1",
+     full("debug=deterministic")],
 )  # fmt: skip
 def test_resume_with_another_execution(override: str) -> None:
     run = tiny()

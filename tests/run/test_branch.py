@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import command_line, summary
 from titan.run.compose import composed
@@ -15,7 +16,7 @@ from titan.run.compose import composed
 CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [2, full(4)])
 def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
     train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=6", "checkpoint.every=2", "checkpoint.keep=9"))
     source = f"checkpoint.resume={tmp_path}/trunk/checkpoints/step-{step}"

@@ -15,6 +15,7 @@ from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import command as bench
 from titan.cluster import devices
@@ -56,8 +57,8 @@ def begun(*words: str) -> Run:
     "words",
     [
         pytest.param(["training.seed=1,2", "-m", "name=g"], id="in-the-middle"),
-        pytest.param(["training.seed=1,2", "name=g", "--multirun"], id="last"),
-        pytest.param(["hydra.mode=MULTIRUN", "training.seed=1,2", "name=g"], id="hydra.mode"),
+        full(["training.seed=1,2", "name=g", "--multirun"], id="last"),
+        full(["hydra.mode=MULTIRUN", "training.seed=1,2", "name=g"], id="hydra.mode"),
     ],
 )
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["runs/x", "a b", "it's", "a,b=c", "a\\'b", "{x}", "50%", "ä"])
+@pytest.mark.parametrize("text", [full("runs/x"), "a b", "it's", full("a,b=c"), full("a\\'b"), "{x}", full("50%"), "ä"])
 def test_any_directory_can_be_quoted(text: str) -> None:
     assert composed([f"hydra.run.dir={quoted('/q/' + text)}"]).directory == f"/q/{text}"
 
@@ -129,9 +130,9 @@ NOTING = ["modules=[noting]", "+hydra.callbacks.a._target_=noting.Noting", "+hyd
 @pytest.mark.parametrize(
     ("words", "code", "calls"),
     [
-        pytest.param(["name=r"], 0, ["run_start", "job_start r", "job_end COMPLETED", "run_end"], id="run"),
+        full(["name=r"], 0, ["run_start", "job_start r", "job_end COMPLETED", "run_end"], id="run"),
         pytest.param(["name=r"], 1, ["run_start", "job_start r", "job_end FAILED", "run_end"], id="failed-run"),
-        pytest.param(
+        full(
             ["-m", "training.seed=1,2", "name=g"],
             0,
             [
@@ -163,7 +164,7 @@ def test_env_set_holds_where_the_run_is_and_then_no_more(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("subdir", "there"), [pytest.param("conf", {"conf"}, id="named"), pytest.param("null", set(), id="none")]
+    ("subdir", "there"), [pytest.param("conf", {"conf"}, id="named"), full("null", set(), id="none")]
 )
 def test_output_subdir(subdir: str, there: set[str]) -> None:
     run = begun(f"hydra.output_subdir={subdir}", "name=x")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.machines import detector
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.compile.compiler import missing_compiler
 from titan.errors import ConfigError
@@ -46,27 +47,27 @@ def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) 
 
 
 CHOSEN = [
-    pytest.param("cpu", (SHORT,), "off", "compiling pays above 5 minutes", id="short"),
-    pytest.param("cpu", (LONG,), "model", "hours on one CPU device", id="long"),
-    pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "model", "on one CPU device", id="other-backend"),
-    pytest.param("cpu", (LONG, "parallelism=ddp"), "block", "hours; blocks, for 2 ranks", id="ranks"),
-    pytest.param("cpu", (LONG, "memory=full"), "block", "blocks, for memory=full", id="full"),
-    pytest.param("cpu", (LONG, "memory=selective"), "block", "blocks, for memory=selective", id="selective"),
-    pytest.param("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
-    pytest.param("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
-    pytest.param("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
-    pytest.param("cpu", (LONG, "model.layers=13"), "block", "take long to compile at once", id="many-layers"),
-    pytest.param(
+    full("cpu", (SHORT,), "off", "compiling pays above 5 minutes", id="short"),
+    full("cpu", (LONG,), "model", "hours on one CPU device", id="long"),
+    full("cpu", (LONG, "compile.backend=aot_eager"), "model", "on one CPU device", id="other-backend"),
+    full("cpu", (LONG, "parallelism=ddp"), "block", "hours; blocks, for 2 ranks", id="ranks"),
+    full("cpu", (LONG, "memory=full"), "block", "blocks, for memory=full", id="full"),
+    full("cpu", (LONG, "memory=selective"), "block", "blocks, for memory=selective", id="selective"),
+    full("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
+    full("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
+    full("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
+    full("cpu", (LONG, "model.layers=13"), "block", "take long to compile at once", id="many-layers"),
+    full(
         "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
     ),
-    pytest.param("cpu", (SHORT, DOCUMENTS), "off", "compiling pays above 5 minutes", id="short-documents"),
+    full("cpu", (SHORT, DOCUMENTS), "off", "compiling pays above 5 minutes", id="short-documents"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
-    pytest.param("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
-    pytest.param("cpu", (LONG, *ZBV), "block", "hours; blocks, for 2 ranks", id="zero-bubble"),
-    pytest.param("gpu", (SHORT,), "block", "on a GPU", id="gpu"),
-    pytest.param("gpu", (SHORT, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="gpu-anomaly"),
-    pytest.param("cpu", (LONG, "compile=off"), "off", "", id="said-off"),
-    pytest.param("gpu", ("compile=off",), "off", "", id="gpu-said-off"),
+    full("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
+    full("cpu", (LONG, *ZBV), "block", "hours; blocks, for 2 ranks", id="zero-bubble"),
+    full("gpu", (SHORT,), "block", "on a GPU", id="gpu"),
+    full("gpu", (SHORT, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="gpu-anomaly"),
+    full("cpu", (LONG, "compile=off"), "off", "", id="said-off"),
+    full("gpu", ("compile=off",), "off", "", id="gpu-said-off"),
     pytest.param("cpu", (SHORT, "compile=block"), "block", "", id="said-block"),
 ]
 
@@ -83,13 +84,13 @@ def test_what_is_chosen(
 NO_CXX = "no C++ compiler (g++) in PATH"
 NO_C = "no C compiler (gcc or clang) in PATH"
 LACKING = [
-    pytest.param("cpu", ("g++",), {}, None, id="g++"),
-    pytest.param("cpu", ("c++", "clang++", "gcc"), {}, NO_CXX, id="others-are-not-tried"),
-    pytest.param("cpu", ("clang++",), {"CXX": "clang++"}, None, id="CXX"),
-    pytest.param("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler (icpx) in PATH", id="no-CXX"),
-    pytest.param("gpu", ("gcc",), {}, None, id="gcc"),
-    pytest.param("gpu", ("clang",), {}, None, id="clang"),
-    pytest.param("gpu", ("g++",), {}, NO_C, id="no-gcc"),
+    full("cpu", ("g++",), {}, None, id="g++"),
+    full("cpu", ("c++", "clang++", "gcc"), {}, NO_CXX, id="others-are-not-tried"),
+    full("cpu", ("clang++",), {"CXX": "clang++"}, None, id="CXX"),
+    full("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler (icpx) in PATH", id="no-CXX"),
+    full("gpu", ("gcc",), {}, None, id="gcc"),
+    full("gpu", ("clang",), {}, None, id="clang"),
+    full("gpu", ("g++",), {}, NO_C, id="no-gcc"),
     pytest.param("gpu", ("gcc",), {"CC": "icx"}, "no C compiler (icx) in PATH", id="no-CC"),
 ]
 
@@ -122,10 +123,10 @@ def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WAYS_OUT = [
-    pytest.param(("memory=budget",), ("memory=selective", "compile=off"), id="budget"),
+    full(("memory=budget",), ("memory=selective", "compile=off"), id="budget"),
     pytest.param(("memory=budget", "compile=block"), ("memory=selective", "compile=off"), id="budget-said"),
-    pytest.param(("memory=budget", *ZBV), ("memory=full", "compile=off"), id="budget-zero-bubble"),
-    pytest.param(("compile=model",), ("compile=off",), id="said"),
+    full(("memory=budget", *ZBV), ("memory=full", "compile=off"), id="budget-zero-bubble"),
+    full(("compile=model",), ("compile=off",), id="said"),
 ]
 
 
@@ -143,7 +144,7 @@ def test_a_refusal_without_a_compiler_has_a_way_out(
 ANOMALY = "debug.detect_anomaly="
 
 
-@pytest.mark.parametrize("scope", ["auto", "off", "block"])
+@pytest.mark.parametrize("scope", [full("auto"), "off", full("block")])
 def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = ("memory=budget", f"compile={scope}")
     with pytest.raises(ConfigError, match=f"give {ANOMALY}false, or memory=selective with compile=off"):

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
+from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import help
 from titan.errors import ConfigError
@@ -59,7 +60,14 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("axis", "choice"), [pytest.param(*c, id=f"{c[0]}={c[1]}") for c in CHOICES])
+QUICK = (
+    "checkpoint=async", "cluster=h100", "compile=block", "model=llama8b", "model=qwen3_14b", "parallelism=ep",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axis", "choice"), table([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=4)
+)
 def test_every_choice_composes(axis: str, choice: str) -> None:
     memory = "cluster.memory_gib=1000000"
     overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]
@@ -156,7 +164,7 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
     assert {r.training.steps for r in runs} == {9}
 
 
-@pytest.mark.parametrize("codes", [[0, 1, 0], [2, 0], [1, 2]], ids=str)
+@pytest.mark.parametrize("codes", [full([0, 1, 0]), full([2, 0]), [1, 2]], ids=str)
 def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,9 +290,9 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        pytest.param("training.steps=1e3", 1000, id="1e3"),
+        full("training.steps=1e3", 1000, id="1e3"),
         pytest.param("training.steps=12.0", 12, id="12.0"),
-        pytest.param("training.steps=1_000", 1000, id="underscore"),
+        full("training.steps=1_000", 1000, id="underscore"),
     ],
 )
 def test_whole_numbers(override: str, value: int) -> None:
@@ -310,13 +318,13 @@ def test_run_is_frozen_and_pickles() -> None:
     ("kind", "overrides", "compute", "devices_"),
     [
         pytest.param("cpu", [], "fp32", 1, id="laptop"),
-        pytest.param("cpu", ["parallelism=hsdp"], "fp32", 4, id="laptop-hsdp"),
-        pytest.param("cpu", ["parallelism=fsdp", "cluster.devices=3"], "fp32", 3, id="laptop-3-ranks"),
+        full("cpu", ["parallelism=hsdp"], "fp32", 4, id="laptop-hsdp"),
+        full("cpu", ["parallelism=fsdp", "cluster.devices=3"], "fp32", 3, id="laptop-3-ranks"),
         pytest.param("cpu", ["precision=bf16"], "bf16", 1, id="laptop-bf16"),
         pytest.param("gpu", [], "bf16", 1, id="server"),
         pytest.param("gpu", ["parallelism=fsdp"], "bf16", 8, id="server-fsdp"),
-        pytest.param("gpu", ["cluster=cpu", "parallelism=fsdp"], "fp32", 2, id="server-on-its-cpu"),
-        pytest.param("gpu", ["precision=fp32"], "fp32", 1, id="server-fp32"),
+        full("gpu", ["cluster=cpu", "parallelism=fsdp"], "fp32", 2, id="server-on-its-cpu"),
+        full("gpu", ["precision=fp32"], "fp32", 1, id="server-fp32"),
     ],
 )
 def test_defaults_follow_from_the_machine(

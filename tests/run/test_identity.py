@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.machines import detector
+from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import settings
 from titan.dataset.schema import KINDS as DATASETS
@@ -73,7 +74,7 @@ def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
     return identity.ids(run, identity.science_of(run, digest, parent))
 
 
-@pytest.mark.parametrize(("axis", "kind"), ALL)
+@pytest.mark.parametrize(("axis", "kind"), table(ALL, ("AdamW", "WSD", "InverseSqrt", "Constant", "Memory", "Debug")))
 def test_every_field_is_in_one_id_and_not_in_the_other_or_untold(axis: str, kind: type, base: Run) -> None:
     differ = {}
     for field in dataclasses.fields(kind):
@@ -147,8 +148,8 @@ def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run
 
 @pytest.mark.parametrize(
     "override",
-    ["parallelism=fsdp", "memory=full", "compile=block", "checkpoint=off", "metrics=wandb", "debug=deterministic",
-     "profile=once", "cluster=cpu", "name=y", "hydra.run.dir=z", "parallelism=ddp"],
+    [full("parallelism=fsdp"), full("memory=full"), full("compile=block"), "checkpoint=off", "metrics=wandb",
+     full("debug=deterministic"), "profile=once", full("cluster=cpu"), full("name=y"), full("hydra.run.dir=z")],
 )  # fmt: skip
 def test_execution_choices_change_no_science(override: str, base: Run) -> None:
     assert of(composed([override])).science == of(base).science
@@ -199,7 +200,7 @@ def test_group_is_the_same_for_all_seeds(base: Run) -> None:
     assert {of(run).group for run in runs} == {of(base).group}
 
 
-@pytest.mark.parametrize(("kind", "same_as"), [("cpu", "fp32"), ("gpu", "bf16")])
+@pytest.mark.parametrize(("kind", "same_as"), [full("cpu", "fp32"), ("gpu", "bf16")])
 def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector(kind))
     ids = {choice: of(composed([f"precision={choice}"])).science for choice in ("auto", "fp32", "bf16")}

@@ -15,6 +15,7 @@ from launchers.command import command
 from launchers.slurm import snapshot
 from launchers.start import run_local
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan.run import identity, own_code
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -58,6 +59,7 @@ def ids(run: Run) -> str:
     return identity.ids(run, {}).code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("override", "packages"),
     [
@@ -73,8 +75,8 @@ def test_packages_that_a_run_names(override: str, packages: list[str], own: Path
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [("model.py", True), ("kernel.cu", True), ("new.py", True), ("__pycache__/a.pyc", False), (".cache/a", False),
-     ("runs/a/metrics.jsonl", False)],
+    [full("model.py", True), full("kernel.cu", True), ("new.py", True), full("__pycache__/a.pyc", False),
+     full(".cache/a", False), full("runs/a/metrics.jsonl", False)],
     ids=str,
 )  # fmt: skip
 def test_every_file_of_the_package_is_in_the_code_id_alone(name: str, counts: bool, own: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_step_runs_on_two_nodes(slurm: Slurm) -> None:
     assert sorted(said.splitlines()) == ["node1 0", "node1 1", "node2 2", "node2 3"]
 
 
+@pytest.mark.full
 def test_nodes_have_gpus(slurm: Slurm) -> None:
     said = slurm.run("srun", "-N2", "--gpus-per-node=2", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     assert said.split() == ["0,1", "0,1"]
@@ -49,12 +50,14 @@ def test_nodes_have_gpus(slurm: Slurm) -> None:
         slurm.run("srun", "--gpus-per-node=9", "true")
 
 
+@pytest.mark.full
 def test_names_of_nodes_lead_here(slurm: Slurm) -> None:
     if not os.access("/etc/hosts", os.W_OK):
         pytest.skip("/etc/hosts is not ours")
     assert slurm.run("getent", "hosts", "node1", "node4").split()[::2] == ["127.0.0.1"] * 2
 
 
+@pytest.mark.full
 def test_a_killed_node_takes_its_job_along_and_comes_back(slurm: Slurm) -> None:
     job = submit(slurm, "--nodelist=node1,node2", "--ntasks-per-node=1", *SLEEP)
     until(lambda: len(sleeping(slurm)) == 2, "both tasks run")
@@ -66,6 +69,7 @@ def test_a_killed_node_takes_its_job_along_and_comes_back(slurm: Slurm) -> None:
     until(lambda: slurm.jobs()[job] == "RUNNING", "it runs again")
 
 
+@pytest.mark.full
 def test_a_node_may_be_lost_before_slurm_knows(slurm: Slurm) -> None:
     job = submit(slurm, "--nodelist=node3", *SLEEP)
     slurm.kill_node("node3", told=False)
@@ -73,6 +77,7 @@ def test_a_node_may_be_lost_before_slurm_knows(slurm: Slurm) -> None:
     assert not sleeping(slurm)
 
 
+@pytest.mark.full
 def test_a_partition_preempts_the_other_after_a_signal(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "listens"
     script.write_text(f"#!/bin/sh\ntrap 'echo heard >> {tmp_path}/said; exit 0' USR2\ntouch {tmp_path}/ready\n"
@@ -85,17 +90,20 @@ def test_a_partition_preempts_the_other_after_a_signal(slurm: Slurm, tmp_path: P
     until(lambda: slurm.jobs()[high] == "COMPLETED", "the other ends")
 
 
+@pytest.mark.full
 def test_ids_of_array_elements(slurm: Slurm) -> None:
     job = slurm.run("sbatch", "--parsable", "--array=0-2", "--output=/dev/null", "--wrap", "true").strip()
     ids = {f"{job}_{element}" for element in range(3)}
     until(lambda: {slurm.jobs().get(one) for one in ids} == {"COMPLETED"}, "all elements end")
 
 
+@pytest.mark.full
 def test_a_command_that_fails_says_why(slurm: Slurm) -> None:
     with pytest.raises(SlurmFailed, match="invalid partition"):
         slurm.run("sbatch", "--partition=none", "--wrap", "true")
 
 
+@pytest.mark.full
 def test_two_clusters_at_once_and_stop_leaves_nothing(slurm: Slurm, slurm_folder: Path) -> None:
     other = Slurm.start(slurm_folder, nodes=1)
     job = submit(other, *SLEEP)
@@ -106,6 +114,7 @@ def test_two_clusters_at_once_and_stop_leaves_nothing(slurm: Slurm, slurm_folder
     assert len(slurm.states()) == 4
 
 
+@pytest.mark.full
 def test_nothing_outlives_a_killed_process(slurm_folder: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.support.slurm_cluster import Slurm\n"
@@ -126,6 +135,7 @@ def test_nothing_outlives_a_killed_process(slurm_folder: Path) -> None:
     slurm_folder.mkdir()
 
 
+@pytest.mark.full
 def test_it_does_not_come_up_with_programs_that_end(slurm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.slurm_cluster.shutil.which", lambda name, path: "/bin/false")
     with pytest.raises(SlurmFailed, match="munged gives no socket; ended"):
@@ -133,6 +143,7 @@ def test_it_does_not_come_up_with_programs_that_end(slurm_folder: Path, monkeypa
     assert sorted(one.name for one in slurm_folder.iterdir()) == ["1", "2", "3"]
 
 
+@pytest.mark.full
 def test_a_folder_too_long_for_sockets_is_named() -> None:
     with pytest.raises(ValueError, match="more than 73 characters"):
         Slurm.start(Path("/" + 73 * "x"))

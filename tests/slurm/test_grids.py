@@ -49,7 +49,7 @@ def one(folder: Path, name: str) -> TrialState:
     return point
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.jobs().keys()
     grid = ["-m", "name=grid", *TINY, *LAUNCH, "parallelism=single,fsdp", "training.seed=0,1"]
@@ -95,7 +95,7 @@ def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_pat
     assert slurm.jobs() == before and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_others(
     slurm: Slurm, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "harm").values()} == {"finished"}
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm: Slurm, tmp_path: Path) -> None:
     """Also where jobs are chained; a run that fails before it has saved anything new is not restarted again."""
     run = [*TINY, *LAUNCH, *HARM, "parallelism=fsdp", "cluster.nodes=2", "checkpoint.every=1", "cluster.restarts=2"]
@@ -153,7 +153,7 @@ def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm:
     assert _from_steps(tmp_path / "runs/loop") == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm, tmp_path: Path) -> None:
     """One is preempted, one's node is lost, one comes to its time limit, one is cancelled."""
     rates = "0.001,0.002,0.003,0.004"
@@ -216,6 +216,7 @@ def _from_steps(run: Path) -> list[int]:
     return [int(d["from_step"]) for d in yaml.safe_load_all((run / "run.yaml").read_text())]
 
 
+@pytest.mark.full
 def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) -> None:
     slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
     chain = ["cluster.chain=3", slow, "training.steps=60", "hydra.launcher.wait=false"]
@@ -242,6 +243,7 @@ def _token(sweep: Path) -> str:
     return next(str(event["token"]) for event in ledger.events(sweep) if event["event"] == "sending")
 
 
+@pytest.mark.full
 def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.jobs().keys()
     grid = [
@@ -277,6 +279,7 @@ def _slow_sbatch(folder: Path) -> Path:
     return place
 
 
+@pytest.mark.full
 def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.jobs().keys()
     grid = ["-m", "name=few", *TINY, *LAUNCH, "training.seed=0,1,2", "hydra.launcher.max_jobs=2"]
@@ -286,6 +289,7 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
 
 
+@pytest.mark.full
 def test_a_limit_is_the_whole_grid_s_whatever_its_shapes_and_submissions(slurm: Slurm, tmp_path: Path) -> None:
     """Two may run: so of four jobs of two shapes two come after others, and what is submitted later after all those."""
     slow = [*HARM, "cluster.environment={FAULTS:'0.001:slower:0'}", "training.steps=300", "hydra.launcher.wait=false"]
@@ -301,6 +305,7 @@ def test_a_limit_is_the_whole_grid_s_whatever_its_shapes_and_submissions(slurm: 
     assert "#SBATCH --array=0-2%2\n" in script and "dependency" not in script
 
 
+@pytest.mark.full
 def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> None:
     """GPUs are simulated, so on its node the run is refused for want of a GPU build of torch."""
     node = ["cluster.device=cuda", "cluster.devices_per_node=2", "cluster.device_name=NVIDIA H100"]
@@ -312,6 +317,7 @@ def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> Non
     assert "the installed torch is built for the CPU only" in str(point.reason)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["scancel", "launcher"])
 def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path, by: str) -> None:
     slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
@@ -331,6 +337,7 @@ def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path,
         assert "stopped" in out and "(cancelled)" in out
 
 
+@pytest.mark.full
 def test_what_is_submitted_runs_also_when_the_checkout_changes_and_is_where_jobs_start(
     slurm: Slurm, tmp_path: Path
 ) -> None:
@@ -348,6 +355,7 @@ def test_what_is_submitted_runs_also_when_the_checkout_changes_and_is_where_jobs
     assert one(checkout, "kept").state == "finished"
 
 
+@pytest.mark.full
 def test_a_single_run_is_known_by_its_directory(slurm: Slurm, tmp_path: Path) -> None:
     run = ["name=one", *TINY, *LAUNCH]
     before = slurm.jobs().keys()
@@ -366,6 +374,7 @@ def test_a_single_run_is_known_by_its_directory(slurm: Slurm, tmp_path: Path) ->
     assert code == 2 and "holds no run" in err and len(list((tmp_path / "runs/foreign").iterdir())) == 1
 
 
+@pytest.mark.full
 def test_a_job_is_not_started_more_often_than_allowed(slurm: Slurm, tmp_path: Path) -> None:
     slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
     run = ["name=often", *TINY, *LAUNCH, *HARM, slow, "training.steps=300", "cluster.requeues=0"]
@@ -378,6 +387,7 @@ def test_a_job_is_not_started_more_often_than_allowed(slurm: Slurm, tmp_path: Pa
     assert reason == "started again more often than cluster.requeues=0 allows"
 
 
+@pytest.mark.full
 def test_a_grid_below_a_link(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")

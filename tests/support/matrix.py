@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,12 @@ class Case:
         name: for the table and for pytest.
         settings: what is overridden beside the recipe.
         tied: whether embedding and head share a weight.
-        quick: whether `make test` may run it too; tests/full.txt leaves most of these out.
         model: settings of the model, the same on one device.
     """
 
     name: str
     settings: tuple[str, ...]
     tied: bool = False
-    quick: bool = False
     model: tuple[str, ...] = ()
 
     @property
@@ -70,14 +68,6 @@ class Case:
     def science(self) -> tuple[str, ...]:
         """The settings that decide what is learned."""
         return (*self.model, *((TIED,) if self.tied else ()))
-
-
-QUICK = {
-    "ddp", "fsdp", "tp", "cp", "pp", "pp-tied", "tp-tied", "ddp-cp", "ddp-tp", "ddp-pp", "fsdp-tp", "fsdp-cp", "cp-tp",
-    "fsdp-pp-tied", "cp-pp", "tp-pp-tied", "fsdp-tp-pp", "ddp-fsdp-tp", "fsdp-cp-tp-pp",
-    "GPipe-tp", "Interleaved1F1B-fsdp-tied", "LoopedBFS",
-    "InterleavedZeroBubble-tp-tied", "ZBVZeroBubble-fsdp-tied", "DualPipeV-fsdp-tp", "custom-tp-tied",
-}  # fmt: skip
 
 
 def layouts() -> Iterator[Case]:
@@ -103,35 +93,35 @@ def schedules() -> Iterator[Case]:
 def variants() -> Iterator[Case]:
     """What the choices of a dimension change: sequence and loss parallel, ways to share a row, uneven sizes."""
     tensor = ("parallelism.tensor=2",)
-    yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor), quick=True)
-    yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor), quick=True)
+    yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor))
+    yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor))
     pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=4")
-    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline), quick=True)
+    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline))
     qwen = ("model=qwen3_debug", "model.tied=false", *SHAPE)
-    yield Case("tp normed heads", tensor, quick=True, model=qwen)
+    yield Case("tp normed heads", tensor, model=qwen)
     yield Case("fsdp tp pp normed heads", ("parallelism.shard=2", *tensor, *pipeline), model=qwen)
     for method in METHODS:
         for balance in ("true", "false"):
             how = (f"parallelism.context_method={method}", f"parallelism.balance={balance}", "parallelism.context=2")
             name = f"cp {method} {'balanced' if balance == 'true' else 'in order'}"
-            yield Case(name, how, quick=(method == "ulysses") == (balance == "true"))
+            yield Case(name, how)
             yield Case(f"{name} fsdp tp", (*how, "parallelism.shard=2", *tensor))
-    yield Case("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"), quick=True)
+    yield Case("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"))
     yield Case("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
-    yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True, quick=True)
-    yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor), quick=True)
+    yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True)
+    yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor))
     sharded, of_two = "parallelism.accumulate=sharded", ("parallelism.replicate=2", "parallelism.shard=2")
-    yield Case("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"), quick=True)
+    yield Case("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"))
     interleaved = ("parallelism.schedule=Interleaved1F1B", sharded, "parallelism.shard=2", *pipeline)
-    yield Case("Interleaved1F1B fsdp reduced", interleaved, tied=True, quick=True)
+    yield Case("Interleaved1F1B fsdp reduced", interleaved, tied=True)
     for how in ("sharded", "whole"):
         several = ("parallelism.microbatches=2", f"parallelism.accumulate={how}")
-        yield Case(f"ddp fsdp {how}", (*of_two, *several), quick=how == "whole")
+        yield Case(f"ddp fsdp {how}", (*of_two, *several))
     yield Case("fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2"))
     yield Case("fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always"))
-    yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"), quick=True)
-    yield Case("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"), quick=True)
-    yield Case("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"), quick=True)
+    yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"))
+    yield Case("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"))
+    yield Case("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"))
     yield Case(
         "fsdp tp pp offloaded", ("parallelism.shard=2", *tensor, "parallelism.pipeline=2", "memory.offload=true")
     )
@@ -165,8 +155,7 @@ GROUPED = {
 def grouped() -> Iterator[Case]:
     """Parameters that are sharded by four strategies."""
     for name, layout in GROUPED.items():
-        case = Case(f"{name} in groups", ("modules=[tests]", GROUPS, *layout), quick=name in ("fsdp tp pp",))
-        yield case
+        yield Case(f"{name} in groups", ("modules=[tests]", GROUPS, *layout))
     tied = "+parallelism.groups={ends: {match: [head, tok_embeddings], shard: 1}}"
     yield Case("fsdp in groups", (tied, "parallelism.shard=2"), tied=True)
 
@@ -181,26 +170,18 @@ COMPILED = {
     "cp ring": ("parallelism.context=2", "parallelism.context_method=ring"),
     "3d": ("parallelism=3d", "parallelism.microbatches=4"),
 }
-QUICK_TECHNIQUES = {
-    "full-off-tp", "every_n-off-cp", "selective-off-3d", "full-off-zbv", "none-block-tp", "none-block-3d",
-    "none-block-zbv", "selective-block-fsdp", "budget-block-fsdp", "none-model-tp", "full-model-pp",
-    "none-block-cp-ring",
-}  # fmt: skip
 
 
 def techniques() -> Iterator[Case]:
-    """Every way to keep activations, with every scope of compilation, in each kind of layout."""
-    for memory, scope, layout in itertools.product(MODES, ("off", "block", "model"), COMPILED):
-        if (memory, scope) == ("none", "off") or (memory == "budget" and scope == "off"):
+    """Every way to keep activations with every scope of compilation, and each of both in each kind of layout."""
+    for (i, memory), (j, layout) in itertools.product(enumerate(MODES), enumerate(COMPILED)):
+        if (memory, layout) == ("selective", "zbv"):
             continue
-        if memory == "selective" and layout == "zbv":
-            continue
+        scopes = ("block", "model") if memory in ("none", "budget") else ("block", "model", "off")
+        scope = scopes[(i + j + 1) % len(scopes)]
         backend = ("compile.backend=aot_eager",) if scope != "off" else ()
-        case = Case(
-            f"{memory} {scope} {layout}",
-            (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout]),
-        )
-        yield replace(case, quick=case.id in QUICK_TECHNIQUES)
+        how = (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout])
+        yield Case(f"{memory} {scope} {layout}", how)
 
 
 CHUNKED = {
@@ -219,14 +200,15 @@ CHUNKED = {
     "model tp pp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2", *COMPILED["pp"]),
     "budget model": ("compile=model", "compile.backend=aot_eager", "memory=budget"),
 }  # fmt: skip
-QUICK_CHUNKED = {"chunked-fsdp-cp-tp-pp", "chunked-block-zbv-fsdp-tied", "chunked-model-tp-pp"}
+CHUNKED_TIED = {"one device", "fsdp cp tp pp", "zbv tp", "block zbv fsdp", "model tp pp", "fsdp of 3"}
+"""Where head and embedding are one weight too: on one device, in parts of different sizes, and on several stages."""
 
 
 def chunked() -> Iterator[Case]:
-    """Head and loss of some tokens at a time, in each kind of layout; untied and tied."""
+    """Head and loss of some tokens at a time, in each kind of layout."""
     for name, settings in CHUNKED.items():
-        for case in _both(f"chunked {name}", ("training.loss_chunk=7", *settings)):
-            yield replace(case, quick=case.id in QUICK_CHUNKED)
+        untied, tied = _both(f"chunked {name}", ("training.loss_chunk=7", *settings))
+        yield from (untied, tied) if name in CHUNKED_TIED else (untied,)
 
 
 DOCUMENTS = ("dataset.mask_documents=true", "dataset.longest=12")
@@ -259,19 +241,19 @@ READING = {
     ),
     "model tp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2"),
 }  # fmt: skip
-QUICK_READING = {
-    "documents-ddp", "documents-fsdp-of-3", "documents-ZBVZeroBubble", "documents-cp-allgather", "documents-cp-ulysses",
-    "documents-cp-ring", "documents-fsdp-tp-pp", "documents-selective-tp", "documents-block-fsdp",
-    "growing-fsdp-of-3", "growing-Interleaved1F1B-tp", "growing-fsdp-tp-pp",
+GROWN = {
+    "ddp", "fsdp of 3", "tp", "pp", "ZBVZeroBubble", "Interleaved1F1B tp", "cp allgather", "fsdp tp pp",
+    "fsdp cp tp pp", "block fsdp",
 }  # fmt: skip
+"""Where batches grow: ways to share a row and to keep activations know nothing of a batch's rows."""
 
 
 def reading() -> Iterator[Case]:
     """Documents kept apart, and batches that grow while rows are skipped, in each kind of layout."""
     for kind, science in (("documents", DOCUMENTS), ("growing", GROWING)):
         for name, settings in READING.items():
-            case = Case(f"{kind} {name}", settings, model=science)
-            yield replace(case, quick=case.id in QUICK_READING)
+            if kind == "documents" or name in GROWN:
+                yield Case(f"{kind} {name}", settings, model=science)
 
 
 LLAMA4 = (
@@ -283,15 +265,19 @@ LLAMA4_LAYOUTS = {
     "selective fsdp": ("memory=selective", "parallelism.shard=2"),
     "model": ("compile=model", "compile.backend=aot_eager"),
 }
-QUICK_LLAMA4 = {"llama4-cp-ring", "llama4-documents-fsdp-cp-tp-pp", "llama4-documents-cp-allgather"}
+CUT = {
+    "tp", "pp", "cp allgather", "cp allgather in order", "cp ulysses", "cp ring", "cp ring of 4 in order",
+    "Interleaved1F1B tp", "fsdp cp tp pp", "block cp ring", "tp whole sequence", "model",
+}  # fmt: skip
+"""Where chunks are tested without documents too: where tokens, heads or blocks are on several ranks, and compiled."""
 
 
 def llama4() -> Iterator[Case]:
     """Attention in chunks, without and with documents, and experts in every second block, in each kind of layout."""
     for kind, science in (("llama4", LLAMA4), ("llama4 documents", (*LLAMA4, *DOCUMENTS))):
         for name, settings in {**READING, **LLAMA4_LAYOUTS}.items():
-            case = Case(f"{kind} {name}", settings, model=science)
-            yield replace(case, quick=case.id in QUICK_LLAMA4)
+            if kind == "llama4 documents" or name in CUT:
+                yield Case(f"{kind} {name}", settings, model=science)
 
 
 OWN_TERM = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
@@ -304,6 +290,12 @@ TERMS = {
     "blocks": OF_BLOCKS,
 }
 ALL_TERMS = tuple(dict.fromkeys(setting for science in TERMS.values() for setting in science))
+SPLIT = {
+    "ddp", "fsdp of 3", "tp", "pp", "ZBVZeroBubble", "cp allgather", "cp ring", "fsdp cp tp pp", "full fsdp",
+    "block fsdp", "one device", "one device model", "tp whole sequence and logits", "zbv tp", "model tp pp",
+    "budget model",
+}  # fmt: skip
+"""Where all terms are tested: one layout of each way to split logits, stages and tokens, and each compile scope."""
 
 
 def terms() -> Iterator[Case]:
@@ -312,9 +304,10 @@ def terms() -> Iterator[Case]:
     for name, science in TERMS.items():
         yield Case(f"{name} fsdp tp pp", of_two, model=science)
     full = ("training.loss_chunk=7", "memory=full", "parallelism.tensor=2", *PIPELINED)
-    yield Case("terms chunked full tp pp", full, quick=True, model=ALL_TERMS)
+    yield Case("terms chunked full tp pp", full, model=ALL_TERMS)
     for name, settings in {**READING, **CHUNKED}.items():
-        yield Case(f"terms {name}", settings, model=ALL_TERMS)
+        if name in SPLIT:
+            yield Case(f"terms {name}", settings, model=ALL_TERMS)
     yield Case("terms documents fsdp of 3", ("parallelism.shard=3",), model=(*ALL_TERMS, *DOCUMENTS))
     yield Case("terms growing tp whole sequence", variant("tp whole sequence"), model=(*ALL_TERMS, *GROWING))
 
@@ -341,8 +334,7 @@ def cases() -> list[Case]:
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:
     for tied in (False, True):
-        case = Case(name, settings, tied)
-        yield Case(name, settings, tied, case.id in QUICK)
+        yield Case(name, settings, tied)
 
 
 @dataclass

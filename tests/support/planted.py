@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.support import faults_debug, faults_experts, faults_runs, faults_techniques, faults_training
+from tests.support import faults_debug, faults_experts, faults_runs, faults_techniques, faults_training, tiers
 from tests.support.fault import Fault
 
 EXPERTS, TECHNIQUES = faults_experts.FAULTS, faults_techniques.FAULTS
@@ -97,6 +97,7 @@ def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
     """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *more, *tests]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "TITAN_EXAMPLES": "quick"}
+    env[tiers.VARIABLE] = "quick"
     with subprocess.Popen(
         command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:

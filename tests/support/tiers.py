@@ -1,160 +1,87 @@
-"""Which tests `make test` runs, and marks by what a test uses.
+"""Which tests run: the quick tier (`make test`), the rest (`make test-rest`) or all (`make test-all`).
 
-The quick tier has every law and every mechanism once. Tests with the mark `full`, which full.txt names, are further
-cases of the same; only `make test-rest` and `make test-all` run them. Of large tables `make test-rest` has a sample;
-the other cases have the mark `thorough`, and only `make test-all` runs them.
+The quick tier has every law and every mechanism once. Tests and cases with the mark `full` are further cases of the
+same, and those with the mark `thorough` are cases of large tables beyond a sample. Cases of large tables are generated
+only for the tier that runs them (`table`, `further`): pytest takes longer to collect a case than some take to run.
 """
 
 from __future__ import annotations
 
-import re
-import types
+import os
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-NO_TEST = pytest.StashKey[list[str]]()
-"""In a session's configuration: what `names_no_test` found."""
-LEFT_OUT = Path(__file__).parents[1] / "full.txt"
-USES = {
-    "ranks": {"tests.support.ranks.run_ranks"},
-    "compile": {"torch.compile", "titan.compile.backend.compile_stage"},
-    "process": {"tests.support.processes.program", "subprocess.run", "subprocess.Popen"},
-    "slurm": {"tests.support.slurm_cluster.Slurm"},
-    "docs": {"tests.test_docs.train_small"},
-}
-"""Functions and classes by the mark of tests that reach one of them through the code of tests and fixtures."""
+VARIABLE = "TITAN_TESTS"
+"""The environment variable that names the tier."""
+TIERS = ("quick", "rest", "all")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A line of full.txt.
+def chosen() -> str:
+    """Return the tier that this session runs.
 
-    Attributes:
-        pattern: of tests, in which only * has a meaning.
-        full: whether they are left out of the quick tier, or taken back.
-        one_in: of the tests that the pattern matches, one in so many stays: in the quick tier, or in `make test-rest`.
-        thorough: whether the others are left out of `make test-rest` too.
+    Raises:
+        pytest.UsageError: for an unknown name.
     """
-
-    pattern: str
-    full: bool
-    one_in: int | None = None
-    thorough: bool = False
-
-    @property
-    def file(self) -> str:
-        """The file of the tests, below tests/."""
-        return self.pattern.partition("::")[0]
-
-    def matches(self, test: str) -> bool:
-        """Return whether the pattern stands for a test."""
-        return re.fullmatch(re.escape(self.pattern).replace(r"\*", ".*"), test, re.DOTALL) is not None
-
-    def decide(self, test: str) -> bool:
-        """Return whether a test that the pattern matches is left out; a sample is drawn by a hash of its name."""
-        return self.full and (self.one_in is None or zlib.crc32(test.encode()) % self.one_in != 0)
+    tier = os.environ.get(VARIABLE, "quick")
+    if tier not in TIERS:
+        raise pytest.UsageError(f"{VARIABLE}={tier}: no such tier; choose one of {', '.join(TIERS)}.")
+    return tier
 
 
-@cache
-def rules() -> dict[str, list[Rule]]:
-    """Return the lines of full.txt by file, in their order."""
-    found: dict[str, list[Rule]] = {}
-    for line in LEFT_OUT.read_text().splitlines():
-        if line and not line.startswith("#"):
-            mark, pattern = line.split(" ", 1) if line[0] in "~+" else ("", line)
-            one_in = int(mark[1:]) if mark else None
-            rule = Rule(pattern.removeprefix("!"), not pattern.startswith("!"), one_in, mark.startswith("+"))
-            found.setdefault(rule.file, []).append(rule)
-    return found
+def choose_by_arguments(arguments: Sequence[str]) -> None:
+    """Choose all tiers where the command line names a case, as in `FILE::TEST[CASE]`, and the environment no tier."""
+    if VARIABLE not in os.environ and any(argument.endswith("]") for argument in arguments):
+        os.environ[VARIABLE] = "all"
 
 
-def left_out(test: str) -> bool:
-    """Return whether the last line of full.txt that matches FILE::TEST leaves it out of the quick tier."""
-    full = False
-    for rule in rules().get(test.partition("::")[0], ()):
-        if not rule.thorough and rule.matches(test):
-            full = rule.decide(test)
-    return full
+def is_selected(item: pytest.Item) -> bool:
+    """Return whether a test belongs to the tier that this session runs."""
+    tier, marks = chosen(), {mark.name for mark in item.iter_markers()}
+    if tier == "all":
+        return True
+    return "thorough" not in marks and ("full" in marks) == (tier == "rest")
 
 
-def thorough(test: str) -> bool:
-    """Return whether a test that is left out of the quick tier is left out of `make test-rest` too."""
-    lines = [rule for rule in rules().get(test.partition("::")[0], ()) if rule.thorough and rule.matches(test)]
-    return left_out(test) and bool(lines) and lines[-1].decide(test)
+def full(*values: Any, id: str | None = None, marks: Any = ()) -> Any:
+    """Return a case that `make test` leaves out: `pytest.param` with the mark `full`."""
+    others = marks if isinstance(marks, list | tuple) else [marks]
+    return pytest.param(*values, id=id, marks=[pytest.mark.full, *others])
 
 
-def names_no_test(items: list[pytest.Item]) -> list[str]:
-    """Return the patterns of full.txt that match no test of the collected files, and those of files that are gone."""
-    by_file: dict[str, list[str]] = {}
-    for name in map(name_of, items):
-        by_file.setdefault(name.partition("::")[0], []).append(name)
-    found = []
-    for file, lines in rules().items():
-        gone = not (LEFT_OUT.parent / file).is_file()
-        names = by_file.get(file)
-        found += [r.pattern for r in lines if gone or (names is not None and not any(map(r.matches, names)))]
-    return found
+def further(generate: Callable[[], Iterable[Any]], one_in: int = 1) -> list[Any]:
+    """Return the cases of a large table that `make test` leaves out, generated only where they run.
+
+    Args:
+        generate: returns the cases, each a `pytest.param` with an id.
+        one_in: `make test-rest` runs one in so many, chosen by a hash of their ids; `make test-all` runs all.
+    """
+    if chosen() == "quick":
+        return []
+    marked = [_further(case, zlib.crc32(str(case.id).encode()) % one_in == 0) for case in generate()]
+    return [case for case, in_sample in marked if in_sample or chosen() == "all"]
 
 
-def name_of(item: pytest.Item) -> str:
-    """Return FILE::TEST of a test, with its file below tests/."""
-    return item.nodeid.removeprefix("tests/")
+def _further(case: Any, in_sample: bool) -> tuple[Any, bool]:
+    mark = pytest.mark.full if in_sample else pytest.mark.thorough
+    return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark]), in_sample
 
 
-def marks_of_item(item: pytest.Item) -> set[str]:
-    """Return the marks of a test: by full.txt, and by the helpers that it or one of its fixtures reaches."""
-    name = name_of(item)
-    tier = {"full"} if left_out(name) else set[str]()
-    tier |= {"thorough"} if thorough(name) else set()
-    if not isinstance(item, pytest.Function):
-        return tier
-    fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
-    functions = [f for f in (item.function, *fixtures) if f.__module__.startswith("tests.")]
-    return tier.union(*map(marks_of, functions))
+def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1) -> list[Any]:
+    """Return the cases of a large table: those that `make test` runs, and in other tiers `further` ones.
 
+    Args:
+        cases: each a `pytest.param` with an id, or a text that is its own id.
+        quick: the ids of those that `make test` runs.
+        one_in: of the others, `make test-rest` runs one in so many.
 
-def marks_of(function: Callable[..., Any]) -> set[str]:
-    """Return the marks of a test function by the helpers that it reaches."""
-    reached = _reached(getattr(function, "__func__", function))
-    return {mark for mark, names in USES.items() if names & reached}
-
-
-@cache
-def _reached(function: types.FunctionType) -> frozenset[str]:
-    """Return the qualified names of what a function of tests/ uses, itself or through others of tests/."""
-    found: set[str] = set()
-    left, seen = [function], {function}
-    while left:
-        for used in _used(left.pop()):
-            found.add(f"{getattr(used, '__module__', '')}.{getattr(used, '__qualname__', '')}")
-            inner = [used, *vars(used).values()] if isinstance(used, type) else [used]
-            more = {f for f in inner if isinstance(f, types.FunctionType) and f.__module__.startswith("tests.")}
-            left += more - seen
-            seen |= more
-    return frozenset(found)
-
-
-def _used(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the objects that a function's code names: globals, and attributes of modules."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    known = function.__globals__
-    for code in _codes(function.__code__):
-        modules = [known[n] for n in code.co_names if isinstance(known.get(n), types.ModuleType)]
-        for name in code.co_names:
-            if name in known:
-                yield known[name]
-            yield from (vars(module)[name] for module in modules if name in vars(module))
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+    Raises:
+        LookupError: where `quick` names no case, so that none is lost when cases are renamed.
+    """
+    named = [pytest.param(case, id=case) if isinstance(case, str) else case for case in cases]
+    if unknown := set(quick) - {case.id for case in named}:
+        raise LookupError(f"no such cases: {', '.join(sorted(unknown))}")
+    chosen_ones = [case for case in named if case.id in quick]
+    return [*chosen_ones, *further(lambda: [case for case in named if case.id not in quick], one_in)]

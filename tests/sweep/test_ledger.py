@@ -15,6 +15,7 @@ from launchers.slurm import state as standing
 from launchers.slurm.queue import Job
 from launchers.slurm.state import adopt, reconciled
 from launchers.trials import Trial
+from tests.support.tiers import full
 from titan import status
 from titan.run import identity
 from titan.run.compose import composed
@@ -194,8 +195,8 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
 @pytest.mark.parametrize(
     ("override", "same"),
     [
-        ("cluster.time=10", True), ("cluster.partition=x", True), ("name=y", True), ("training.seed=1", False),
-        ("training.repeat=1", False), ("memory=full", False), ("parallelism=fsdp", False), ("checkpoint=off", False),
+        full("cluster.time=10", True), ("name=y", True), full("training.seed=1", False),
+        full("training.repeat=1", False), full("parallelism=fsdp", False), ("checkpoint=off", False),
     ],
 )  # fmt: skip
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
@@ -209,11 +210,11 @@ NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65
 @pytest.mark.parametrize(
     ("before", "after", "varied", "found"),
     [
-        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], [], 0, id="open-degrees-on-more-nodes"),
-        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], ["cluster.nodes=4"], None, id="nodes-are-varied"),
-        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=4"], [], 1, id="it-is-one-of-those"),
-        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=8"], [], None, id="it-could-be-any-of-those"),
-        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4", "training.seed=1"], [], None, id="another-seed"),
+        full(["cluster.nodes=2"], ["cluster.nodes=4"], [], 0, id="open-degrees-on-more-nodes"),
+        full(["cluster.nodes=2"], ["cluster.nodes=4"], ["cluster.nodes=4"], None, id="nodes-are-varied"),
+        full(["cluster.nodes=2,4"], ["cluster.nodes=4"], [], 1, id="it-is-one-of-those"),
+        full(["cluster.nodes=2,4"], ["cluster.nodes=8"], [], None, id="it-could-be-any-of-those"),
+        full(["cluster.nodes=2"], ["cluster.nodes=4", "training.seed=1"], [], None, id="another-seed"),
         pytest.param(["older"], ["cluster.nodes=2"], [], 0, id="a-ledger-without-what-was-asked"),
     ],
 )

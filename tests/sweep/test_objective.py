@@ -16,6 +16,7 @@ from launchers.start import run_local
 from tests.support import learning_sweeper
 from tests.support.learning_sweeper import Learning
 from tests.support.runs import TINY
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.sweep import ledger, objective
 from titan.sweep.schema import Sweep
@@ -51,6 +52,7 @@ def test_a_sweeper_gets_the_objective_and_batches_keep_names_and_axes(tmp_path: 
     assert found.spec.axes == {"optimizer.lr": ("0.001", "0.01")}
 
 
+@pytest.mark.full
 def test_a_failed_trial_is_worse_than_all_others(tmp_path: Path) -> None:
     explodes = ("optimizer=sgd", "training.clip_norm=null", "training.bad_steps=1", "sweep.objective=last_loss")
     assert sweep("optimizer.lr=1e30,1e-3", *explodes) == 1
@@ -62,14 +64,10 @@ def test_a_failed_trial_is_worse_than_all_others(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         pytest.param(["evaluation.tokens=0"], "sweep.objective=validation_loss: evaluation.tokens", id="no-evaluation"),
-        pytest.param(
-            ["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: ", id="no-wait"
-        ),
-        pytest.param(
-            ["hydra/launcher=slurm", "hydra.launcher.dry_run=true"], "chooses trials by the results", id="dry"
-        ),
-        pytest.param(["sweep.objective=los", "training.steps=1"], "result.json has no such number", id="unknown"),
-        pytest.param(
+        full(["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: ", id="no-wait"),
+        full(["hydra/launcher=slurm", "hydra.launcher.dry_run=true"], "chooses trials by the results", id="dry"),
+        full(["sweep.objective=los", "training.steps=1"], "result.json has no such number", id="unknown"),
+        full(
             ["+hydra.sweeper.direction=maximize", "sweep.direction=minimize"], "leave one of them out", id="direction"
         ),
     ],

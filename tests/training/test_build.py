@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import IGNORED
 from titan.parallelism import mesh
@@ -47,10 +48,10 @@ def test_says_each_transformation_in_order(tmp_path: Path) -> None:
 
 TECHNIQUES = [
     pytest.param([], id="none"),
-    pytest.param(["memory=full"], id="checkpointing"),
+    full(["memory=full"], id="checkpointing"),
     pytest.param(["compile=block", "compile.backend=eager"], id="compile"),
-    pytest.param(["memory=full", "compile=block", "compile.backend=eager"], id="both"),
-    pytest.param(["precision=bf16"], id="bf16"),
+    full(["memory=full", "compile=block", "compile.backend=eager"], id="both"),
+    full(["precision=bf16"], id="bf16"),
 ]
 
 
@@ -75,7 +76,7 @@ def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tu
     return [(n, tuple(p.shape), str(p.dtype)) for n, p in train_step.named_parameters()]
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "hsdp4"])
+@pytest.mark.parametrize("layout", ["ddp2", full("fsdp2"), full("hsdp4")])
 def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "memory=full", layout=layout)
     expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(tiny(tmp_path)).named_parameters()]

@@ -17,7 +17,7 @@ from titan.checkpoint import manifest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kills"),
     [pytest.param("single, mixture", 2, id="single"), pytest.param("fsdp 2, restarts itself", 1, id="restarts")],

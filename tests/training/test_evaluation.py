@@ -11,6 +11,7 @@ import torch
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import prepared_folders, task_files
 from tests.support.runs import TINY, Seen, Tensors, same, tiny, train, weights, whole
+from tests.support.tiers import table
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
@@ -66,8 +67,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(one[key] - other[key]) / max(abs(other[key]), 1e-9) for key in one)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.full] if x == "cp" else []) for x in LAYOUTS])
+@pytest.mark.parametrize("layout", table(LAYOUTS, ("pp",)))
 def test_all_layouts_measure_the_same(tmp_path: Path, given: list[str], alone: dict[str, float], layout: str) -> None:
     found = measured(trained(tmp_path / layout, given, f"parallelism={layout}", "evaluation.ema=0.5"))
     # the exponential of a sum over a word's tokens has the absolute error of that sum as its relative error

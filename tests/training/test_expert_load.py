@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.matrix import DOCUMENTS
 from tests.support.matrix_experts import MODELS
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.model.experts import Router
 from titan.training.expert_load import STEPS, ExpertLoad
 from titan.training.trainer import Trainer
@@ -31,7 +32,7 @@ def spied(trainer: Trainer) -> list[list[float]]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp3"])
+@pytest.mark.parametrize("layout", [full("single"), "fsdp3"])
 def test_tokens_are_counted_once_and_only_those_that_count(layout: str, tmp_path: Path) -> None:
     """Not again in recomputation, in validation or in metrics of layers; no masked tokens, and no rows that fill up."""
     settings = (*MODELS["qwen3_moe"], *DOCUMENTS, "memory=full", "evaluation.tokens=64", "evaluation.every=1")

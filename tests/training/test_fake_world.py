@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.machines import detector
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
@@ -115,11 +116,11 @@ JOBS = [
         64,
         511,
         id="405b-on-512",
-        marks=pytest.mark.full,
     ),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("overrides", "nodes", "rank"), JOBS)
 def test_a_rank_of_a_big_job_computes_its_share(
     overrides: list[str], nodes: int, rank: int, on_gpus: None, tmp_path: Path
@@ -134,6 +135,7 @@ def test_a_rank_of_a_big_job_computes_its_share(
     assert 0 < did.parameters <= run.model.parameters()
 
 
+@pytest.mark.full
 def test_muon_orthogonalises_a_ranks_share_only(on_gpus: None, tmp_path: Path) -> None:
     """Of 14 matrices each of 16 ranks has one at most; five matmuls of squares of the shorter side, and of both."""
     job = ["model=llama8b", "model.layers=2", "parallelism=fsdp_tp", "parallelism.tensor=8", "optimizer=muon"]
@@ -144,7 +146,7 @@ def test_muon_orthogonalises_a_ranks_share_only(on_gpus: None, tmp_path: Path) -
     assert first == 5 * 2 * dim**2 * ffn
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
+@pytest.mark.parametrize("method", [full("allgather"), full("ulysses"), "ring"])
 def test_rows_of_262144_tokens(method: str, on_gpus: None, tmp_path: Path) -> None:
     settings = ["model=llama8b", "model.layers=2", "parallelism=4d", "parallelism.context=4", "parallelism.tensor=2"]
     how = [f"parallelism.context_method={method}", "parallelism.pipeline=1", "memory=full"]

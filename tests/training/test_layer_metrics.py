@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import learned, steps, tiny, train
+from tests.support.tiers import table
 
 EVERY = (*MODEL, "optimizer=sgd", "checkpoint=off", "metrics.layers_every=2", "training.global_batch=112")
 LAYOUTS = {
@@ -24,10 +25,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[pytest.mark.full] if n != "ddp tied" else []) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", table(LAYOUTS, ("ddp tied",)))
 def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> None:
     science = tuple(s for s in LAYOUTS[layout] if s.startswith(("dataset.", "model.")))
     alone, split = tiny(tmp_path / "alone", *EVERY, *science), tiny(tmp_path / "split", *EVERY, *LAYOUTS[layout])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.matrix import MODEL
 from tests.support.runs import learned, steps, tiny, train
+from tests.support.tiers import table
 from titan.metrics.lines import read_lines
 from titan.training.operations import Operations
 from titan.training.trainer import Trainer
@@ -101,15 +102,13 @@ CASES = {
     "compiled-backward": (("compile=block", "compile.backend=aot_eager"), W1, "backward", 0,
                           "micro-batch 1, rank 0, row 13"),
 }  # fmt: skip
-QUICK = ("single-forward", "fsdp-backward", "tp-forward", "pp-backward")
+QUICK = ("single-forward", "fsdp-backward", "pp-backward")
 
 
-def cases() -> list[Any]:
-    return [pytest.param(*CASES[n], id=n, marks=[] if n in QUICK else pytest.mark.full) for n in CASES]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("settings, module, direction, rank, where", cases())
+@pytest.mark.parametrize(
+    "settings, module, direction, rank, where",
+    table([pytest.param(*case, id=name) for name, case in CASES.items()], QUICK),
+)
 def test_the_origin_of_a_planted_value_is_named(
     tmp_path: Path, settings: tuple[str, ...], module: str, direction: str, rank: int, where: str
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, tuples
 
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
 from titan.training.rank_times import SlowRanks, median_of_others
@@ -37,9 +38,9 @@ def asleep(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param("fsdp2", (), id="fsdp", marks=pytest.mark.full),
+        full("fsdp2", (), id="fsdp"),
         pytest.param("ddp2", (), id="ddp"),
-        pytest.param("single", TENSOR, id="tp", marks=pytest.mark.full),
+        full("single", TENSOR, id="tp"),
     ],
 )
 def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path: Path) -> None:

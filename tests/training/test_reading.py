@@ -18,6 +18,7 @@ import torch
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.processes import until
 from tests.support.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
+from tests.support.tiers import full
 from titan.dataset.loader import IGNORED, row_hash
 from titan.errors import ConfigError
 from titan.run import attempts, summary
@@ -61,9 +62,9 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param("single", "fsdp3", id="single-then-fsdp3"),
+        full("single", "fsdp3", id="single-then-fsdp3"),
         pytest.param("ddp3", "fsdp2", id="ddp3-then-fsdp2"),
-        pytest.param("fsdp2", "single", id="fsdp2-then-single"),
+        full("fsdp2", "single", id="fsdp2-then-single"),
     ],
 )
 def test_mixtures_stages_and_growth_go_on_under_any_layout(before: str, after: str, tmp_path: Path) -> None:
@@ -81,21 +82,21 @@ def test_mixtures_stages_and_growth_go_on_under_any_layout(before: str, after: s
 
 LATER = [
     pytest.param(["dataset.stages={512: {a: 1, b: 1}}"], id="a-later-stage"),
-    pytest.param(["dataset.skip=[[30,40]]"], id="rows-to-skip"),
-    pytest.param(["training.grow=[[384,256]]"], id="a-larger-batch"),
-    pytest.param(
+    full(["dataset.skip=[[30,40]]"], id="rows-to-skip"),
+    full(["training.grow=[[384,256]]"], id="a-larger-batch"),
+    full(
         ["+dataset@dataset.sources.c=synthetic", "dataset.sources.c.tokens=2000", "dataset.sources.c.vocab=64",
          "dataset.stages={400: {a: 1, c: 2}}"],
         id="a-new-source",
     ),
 ]  # fmt: skip
 EARLIER = [
-    pytest.param(["dataset.stages={256: {a: 1, b: 1}}"], "dataset.stages was null", id="an-earlier-stage"),
+    full(["dataset.stages={256: {a: 1, b: 1}}"], "dataset.stages was null", id="an-earlier-stage"),
     pytest.param(["dataset.skip=[[3,4]]"], "dataset.skip was", id="rows-that-were-read"),
     pytest.param(["training.grow=[[128,256]]"], "training.grow was", id="a-batch-that-grew"),
-    pytest.param(["dataset.weights={a: 1, b: 1}"], "dataset.weights was", id="other-weights"),
-    pytest.param(["dataset.mask_documents=true"], "dataset.mask_documents was false, now true", id="masks"),
-    pytest.param(["dataset.sources.b.tokens=9001"], "data was", id="other-data"),
+    full(["dataset.weights={a: 1, b: 1}"], "dataset.weights was", id="other-weights"),
+    full(["dataset.mask_documents=true"], "dataset.mask_documents was false, now true", id="masks"),
+    full(["dataset.sources.b.tokens=9001"], "data was", id="other-data"),
 ]
 
 
@@ -135,7 +136,7 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
     assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp3"])
+@pytest.mark.parametrize("layout", [full("single"), "fsdp3"])
 def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = ["dataset.validation=0.2", "evaluation.tokens=96"]
     run = mixture(tmp_path / "run", *evaluation, layout=layout)
@@ -262,7 +263,7 @@ def run_of(folder: Path) -> Run:
     return composed(["cluster=cpu", f"hydra.run.dir={folder}"])
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Path) -> None:
     """Its first attempt is killed when it has to wait for data; the second one has other ranks."""
     cache = {**os.environ, "TITAN_CACHE": str(tmp_path / "live")}
@@ -286,6 +287,7 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
         assert float(got[2]) == pytest.approx(float(wanted[2]), rel=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path: Path) -> None:
     live = command(tmp_path, "dataset.stream=true", "checkpoint.every=0", f"hydra.run.dir={tmp_path}/run")
@@ -303,6 +305,7 @@ def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path:
     assert rows_of(run)[3][0] == [24, 31]
 
 
+@pytest.mark.full
 def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path) -> None:
     live = command(tmp_path, "dataset.stream=true", f"hydra.run.dir={tmp_path}/run")
     env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
@@ -344,6 +347,7 @@ def _alive(word: str) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_a_stream_that_can_not_be_prepared_fails_with_the_reason(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"line {i} of many"}) for i in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines, "no JSON"]))

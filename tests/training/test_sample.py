@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.runs import tiny, train
+from tests.support.tiers import table
 from titan.training.sample import sample_continuation
 
 
@@ -55,7 +56,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", table(LAYOUTS, ("pp",)))
 def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
     def before(trainer: Any) -> list[list[int]]:
         drawn: list[list[int]] = []

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.support.ranks import run_ranks
+from tests.support.tiers import full, table
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
@@ -37,7 +38,6 @@ LAYOUTS = {
     "zbv": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 parallelism.schedule=ZBVZeroBubble "
     "model.layers=26 training.global_batch=8192",
 }
-QUICK = ("fsdp", "1f1b")
 
 
 def run(layout: str, *more: str) -> Run:
@@ -58,9 +58,7 @@ def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
     return result.rank_result(one, one.layout, speeds(one), rank_trace(one, rank, whole=whole), "cuda")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", table(LAYOUTS, ("fsdp",)))
 def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     one = run(layout)
     last = one.layout.devices - one.layout.devices // one.layout.pipeline
@@ -75,10 +73,8 @@ def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     ("more", "moved"),
     [
         pytest.param(["cluster.hardware.link_gb_per_second=5"], "weights and gradients", id="slower-links"),
-        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed", marks=pytest.mark.full),
-        pytest.param(
-            ["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory", marks=pytest.mark.full
-        ),
+        full(["memory=none"], "recomputation", id="nothing-recomputed"),
+        full(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
     ],
 )
 def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) -> None:
@@ -88,6 +84,7 @@ def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) ->
     assert abs(ratio[moved] - 1) > 0.3
 
 
+@pytest.mark.full
 def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
     one = run("1f1b")
     found = traced(one, speeds(one))

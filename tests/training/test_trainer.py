@@ -18,6 +18,7 @@ from torch._inductor.exc import InductorError
 from tests.checkpoint.test_manager import stop_at
 from tests.support.ranks import RankFailed
 from tests.support.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
+from tests.support.tiers import full
 from titan.checkpoint.state import train_state_dict
 from titan.parallelism.microbatches import Microbatches
 from titan.training.train_step import TrainStep
@@ -66,16 +67,13 @@ def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], lis
 
 
 POISON = [
-    pytest.param("single", ["optimizer=adamw"], True, id="adamw-loss"),
+    full("single", ["optimizer=adamw"], True, id="adamw-loss"),
     pytest.param("single", ["optimizer=adamw"], False, id="adamw-gradients"),
-    pytest.param("single", ["optimizer=adamw", "optimizer.implementation=for-loop"], True, id="adamw-loop"),
-    pytest.param("single", ["optimizer=sgd", "optimizer.momentum=0.9"], False, id="sgd-momentum"),
-    pytest.param("single", ["optimizer=sgd"], True, id="sgd"),
-    pytest.param("fsdp2", ["optimizer=adamw"], True, id="adamw-loss-fsdp2"),
-    pytest.param("fsdp2", ["optimizer=adamw"], False, id="adamw-gradients-fsdp2"),
-    pytest.param("fsdp2", ["optimizer=adamw", "optimizer.implementation=for-loop"], False, id="adamw-loop-fsdp2"),
-    pytest.param("fsdp2", ["optimizer=sgd", "optimizer.momentum=0.9"], True, id="sgd-momentum-fsdp2"),
-    pytest.param("ddp2", ["optimizer=adamw"], True, id="adamw-loss-ddp2"),
+    full("single", ["optimizer=sgd"], True, id="sgd"),
+    full("fsdp2", ["optimizer=adamw"], True, id="adamw-loss-fsdp2"),
+    full("fsdp2", ["optimizer=adamw", "optimizer.implementation=for-loop"], False, id="adamw-loop-fsdp2"),
+    full("fsdp2", ["optimizer=sgd", "optimizer.momentum=0.9"], True, id="sgd-momentum-fsdp2"),
+    full("ddp2", ["optimizer=adamw"], True, id="adamw-loss-ddp2"),
 ]
 
 
@@ -104,7 +102,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert same(saved(run, 6), seen[0].last)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", full("sgd")])
 def test_a_bad_first_step_is_as_if_it_was_not(optimizer: str, tmp_path: Path) -> None:
     """Also of the optimizer's state: momentum that a skipped step made would be chance bytes."""
     momentum = ["optimizer.momentum=0.9", "optimizer.weight_decay=0.1"] if optimizer == "sgd" else []
@@ -114,7 +112,7 @@ def test_a_bad_first_step_is_as_if_it_was_not(optimizer: str, tmp_path: Path) ->
     assert all(not bool(tensor.any()) for name, tensor in second.items() if name.startswith("optimizer."))
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp2"])
+@pytest.mark.parametrize("layout", ["single", full("ddp2")])
 def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "training.steps=9", "training.bad_steps=3", "checkpoint.every=4", layout=layout)
     rank = run.layout.devices - 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
+from tests.support.tiers import full
 from titan import train as training
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
@@ -79,7 +80,7 @@ def destroyed() -> list[bool]:
     return calls
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize("fails", [full(False), True], ids=["ends", "fails"])
 def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: Path) -> None:
     def before(trainer: Trainer) -> list[bool]:
         def step(*clock: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -34,6 +35,7 @@ from tests.support.made_weights import (
     meta,
     native,
 )
+from tests.support.tiers import table
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
@@ -68,8 +70,16 @@ def out(source: Path, folder: Path, **how: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shard_bytes", [pytest.param(10**9, id="one-file"), pytest.param(50_000, id="several")])
-@pytest.mark.parametrize("model", MODELS)
+SIZES = {"one-file": 10**9, "several": 50_000}
+EXPORTED = [
+    pytest.param(*model.values, SIZES[size], id=f"{model.id}-{size}")
+    for model, size in zip(MODELS, itertools.cycle(SIZES), strict=False)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "shard_bytes"), table(EXPORTED, ("llama-stretched-several", "qwen3-tied-stretched-one-file"))
+)
 def test_transformers_loads_it_and_has_the_same_logits(model: Decoder, shard_bytes: int, tmp_path: Path) -> None:
     native(tmp_path / "a", model)
     folder = out(tmp_path / "a", tmp_path / "b", format="hf", dtype="fp32", shard_bytes=shard_bytes)
@@ -87,7 +97,10 @@ def as_stored(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str,
     return {name: w if name.endswith("router.bias") else w.to(dtype) for name, w in weights.items()}
 
 
-@pytest.mark.parametrize("model", MODELS)
+QUICK = ("llama-stretched", "llama-tied-wide-heads", "qwen3-moe", "llama4", "deepseek-v3", "deepseek-v2")
+
+
+@pytest.mark.parametrize("model", table(MODELS, QUICK))
 def test_to_hugging_face_and_back(model: Decoder, tmp_path: Path) -> None:
     written = native(tmp_path / "a", model)
     for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -413,6 +426,7 @@ print(json.dumps({format: peak(lambda: work(format)) for format in ("hf", "titan
 """
 
 
+@pytest.mark.full
 def test_a_model_is_never_in_memory_whole(tmp_path: Path) -> None:
     """75 MB in files of 10 MB or, of Meta's, 9 MB, above what a process takes; all would be noticed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors go back to the system at once

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.made_weights import LLAMA, QWEN3, SMALL, hf, meta, native
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.runs import tiny, whole
+from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.config.settings import plain, show
 from titan.errors import ConfigError
@@ -95,18 +96,15 @@ WRITERS: dict[str, Callable[[Path, Decoder], Any]] = {
     ("layout", "write", "model"),
     [
         pytest.param("single", "meta", LLAMA, id="single-meta"),
-        pytest.param("ddp", "native", LLAMA, id="ddp-native"),
-        pytest.param("fsdp", "hf", QWEN3, id="fsdp-hf-qwen3"),
-        pytest.param("fsdp", "meta", LLAMA, id="fsdp-meta"),
-        pytest.param("fsdp3", "meta", TIED, id="fsdp3-meta-tied"),
+        full("ddp", "native", LLAMA, id="ddp-native"),
+        full("fsdp", "hf", QWEN3, id="fsdp-hf-qwen3"),
+        full("fsdp3", "meta", TIED, id="fsdp3-meta-tied"),
         pytest.param("tp", "meta", LLAMA, id="tp-meta"),
-        pytest.param("tp", "native", TIED, id="tp-native-tied"),
-        pytest.param("fsdp_tp", "hf", LLAMA, id="fsdp_tp-hf"),
-        pytest.param("fsdp_tp", "meta", LLAMA, id="fsdp_tp-meta"),
-        pytest.param("pp", "hf", TIED, id="pp-hf-tied"),
-        pytest.param("pp", "native", LLAMA, id="pp-native"),
-        pytest.param("zbv", "meta", Llama(**SMALL | {"layers": 4}, tied=True), id="zbv-meta-tied"),
-        pytest.param("3d", "hf", TIED, id="3d-hf-tied"),
+        full("tp", "native", TIED, id="tp-native-tied"),
+        full("fsdp_tp", "hf", LLAMA, id="fsdp_tp-hf"),
+        full("pp", "hf", TIED, id="pp-hf-tied"),
+        full("zbv", "meta", Llama(**SMALL | {"layers": 4}, tied=True), id="zbv-meta-tied"),
+        full("3d", "hf", TIED, id="3d-hf-tied"),
     ],
 )
 def test_every_layout_has_what_one_device_has(layout: str, write: str, model: Decoder, tmp_path: Path) -> None:
@@ -143,13 +141,14 @@ def test_values_are_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("layout", "changes", "sentence"),
     [
-        pytest.param({"layers": 3}, "lacks layers.2.", id="missing"),
-        pytest.param({"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="shape"),
+        pytest.param("fsdp", {"layers": 3}, "lacks layers.2.", id="fsdp-missing"),
+        pytest.param(
+            "single", {"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="single-shape"
+        ),
     ],
 )
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_what_does_not_fit_is_named(changes: dict[str, int], sentence: str, layout: str, tmp_path: Path) -> None:
     native(tmp_path / "weights", LLAMA)
     run = run_of(Llama(**SMALL | changes), tmp_path, *LAYOUTS[layout])

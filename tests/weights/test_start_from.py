@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from tests.support.runs import Seen, saved, steps, tiny, train, weights
+from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.run import attempts
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 from titan.weights.formats import open_weights
+
+TIED = {"untied": "false", "tied": "true"}
 
 
 def bits_equal(state: dict[str, torch.Tensor], given: Any) -> bool:
@@ -25,7 +28,7 @@ def bits_equal(state: dict[str, torch.Tensor], given: Any) -> bool:
     return ours.keys() == given.shapes.keys() and all(torch.equal(t, given.read(n)) for n, t in ours.items())
 
 
-@pytest.fixture(scope="module", params=["false", "true"], ids=["untied", "tied"])
+@pytest.fixture(scope="module")
 def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that has been trained, with its weights in Hugging Face's format in fp32 as well."""
     folder = tmp_path_factory.mktemp("parent") / "run"
@@ -35,12 +38,27 @@ def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return run
 
 
+def of(*kinds: str) -> pytest.MarkDecorator:
+    """The parents of a test."""
+    return pytest.mark.parametrize("parent", [TIED[kind] for kind in kinds], ids=kinds, indirect=True)
+
+
 def tied(run: Run) -> str:
     return f"model.tied={str(run.model.tied).lower()}"
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp3", "ddp2"])
-@pytest.mark.parametrize("form", ["run", "checkpoint", "hf"])
+@pytest.mark.parametrize(
+    ("parent", "form", "layout"),
+    [
+        pytest.param("true", "hf", "fsdp3", id="tied-hf-fsdp3"),
+        full("true", "run", "ddp2", id="tied-run-ddp2"),
+        full("true", "checkpoint", "single", id="tied-checkpoint-single"),
+        full("false", "hf", "fsdp3", id="untied-hf-fsdp3"),
+        full("false", "run", "single", id="untied-run-single"),
+        full("false", "checkpoint", "ddp2", id="untied-checkpoint-ddp2"),
+    ],
+    indirect=["parent"],
+)
 def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, parent: Run, tmp_path: Path) -> None:
     (folder,) = manifest.complete(Path(parent.directory))
     path = {"run": parent.directory, "checkpoint": folder, "hf": folder / "hf"}[form]
@@ -56,6 +74,7 @@ def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, p
     assert document["kind"] == "start"
 
 
+@of("tied")
 def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> None:
     (folder,) = manifest.complete(Path(parent.directory))
     layout = ["parallelism.pipeline=2", "parallelism.tensor=1", "parallelism.microbatches=4"]
@@ -66,6 +85,7 @@ def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> No
     assert bits_equal(state, open_weights(folder))
 
 
+@of("untied")
 def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
     def science(path: object, name: str) -> str:
         (tmp_path / name).mkdir()
@@ -82,6 +102,7 @@ def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent:
     assert science(different / "hf", "c") != science(folder / "hf", "d")
 
 
+@of("untied")
 def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, tmp_path: Path) -> None:
     shutil.copytree(manifest.complete(Path(parent.directory))[0] / "hf", tmp_path / "hf")
     settings = [tied(parent), f"checkpoint.weights={tmp_path}/hf"]
@@ -100,6 +121,7 @@ def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, t
         pytest.param(["checkpoint.resume={folder}"], r"checkpoint.resume=\S+ contains weights already", id="both"),
     ],
 )
+@of("untied")
 def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, parent: Run, tmp_path: Path) -> None:
     (folder,) = manifest.complete(Path(parent.directory))
     more = [setting.format(folder=folder) for setting in settings]
@@ -108,8 +130,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
         attempts.begin_attempt(run)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layout", ["single", "fsdp3"])
+@pytest.mark.parametrize(("layout", "mode"), [("fsdp3", "async"), full("single", "sync")])
 def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_path: Path) -> None:
     how = ["checkpoint.every=2", f"checkpoint={mode}", "checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
     run = tiny(tmp_path, *how, "training.steps=4", layout=layout)

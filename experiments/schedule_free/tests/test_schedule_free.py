@@ -14,6 +14,7 @@ from experiments.schedule_free.update import Averaging
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import task_files
 from tests.support.runs import TINY, Tensors, learned, same, saved, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.metrics.lines import read_lines
@@ -129,8 +130,7 @@ def validations(run: Run) -> list[float]:
 LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("3d", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["fsdp", full("3d")])
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
     evaluation = ["evaluation.tokens=64", "evaluation.every=1"]
     more = [*OWN, *evaluation, "training.steps=4", "model.kv_heads=2", "checkpoint.keep=9"]

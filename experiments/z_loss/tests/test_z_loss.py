@@ -13,6 +13,7 @@ from torch import nn
 from experiments.z_loss.max_z import MaxZ
 from tests.support.matrix import MODEL
 from tests.support.runs import steps, tiny, train
+from tests.support.tiers import full
 from titan.model import loss_terms
 from titan.model.layers import Head
 from titan.model.loss_terms import Term
@@ -43,9 +44,9 @@ def test_the_loss_and_its_gradients(chunk: int | None) -> None:
 @pytest.mark.parametrize(
     ("recipe", "wanted"),
     [
-        pytest.param("plain", (0.0, None, None), marks=pytest.mark.full),
-        pytest.param("z_loss", (1e-4, None, None), marks=pytest.mark.full),
-        pytest.param("soft_cap", (0.0, 30.0, None), marks=pytest.mark.full),
+        full("plain", (0.0, None, None)),
+        full("z_loss", (1e-4, None, None)),
+        full("soft_cap", (0.0, 30.0, None)),
         ("z_loss_soft_cap", (1e-4, 30.0, None)),
         ("max_z", (0.0, None, {"max_z": MaxZ(coefficient=2e-4)})),
     ],
@@ -56,8 +57,7 @@ def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
     assert run.training.global_batch == 512
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["tp", pytest.param("3d", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["tp", full("3d")])
 def test_layouts_learn_the_same(tmp_path: Path, layout: str) -> None:
     alone = tiny(tmp_path / "alone", CONF, *LARGE)
     split = tiny(tmp_path / "split", CONF, *LARGE, f"parallelism={layout}")
