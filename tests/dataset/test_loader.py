@@ -370,9 +370,7 @@ def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) ->
         return get(self)
 
     monkeypatch.setattr(Loader, "_get", slow)
-    monkeypatch.setattr(
-        loader_module, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic)
-    )
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     assert read(alone(corpus), plan(5), DataShard(0, 1), 1)[0].wait_seconds == 2.5
 
 

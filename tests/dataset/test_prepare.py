@@ -25,9 +25,8 @@ from tests.support.tiers import full
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
-from titan.dataset.preprocess import report
+from titan.dataset.preprocess import report, workers
 from titan.dataset.preprocess import shard_job as units
-from titan.dataset.preprocess import workers
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus

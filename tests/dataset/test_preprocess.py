@@ -41,7 +41,8 @@ def dead() -> int:
 @pytest.fixture(autouse=True)
 def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time by which locks are judged: however long a test takes, they do not get older."""
-    monkeypatch.setattr(leases, "time", SimpleNamespace(time=lambda now=time.time(): now))
+    now = time.time()
+    monkeypatch.setattr(leases, "time", SimpleNamespace(time=lambda: now))
 
 
 def age(path: Path, seconds: float) -> None:
