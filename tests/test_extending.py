@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from launchers import start
 from launchers.command import command
 from tests.support import examples, task_files
+from tests.support.composing import composed
 from tests.support.runs import TINY, steps, train
 from tests.support.tiers import full, table
 from titan import evaluate
@@ -21,7 +22,6 @@ from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
 from titan.metrics.lines import read_lines
 from titan.run import identity
-from titan.run.compose import composed
 from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]

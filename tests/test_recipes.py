@@ -13,13 +13,13 @@ import yaml
 
 from launchers import start
 from launchers.command import command
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import TINY, tiny, train
 from tests.support.tiers import table
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
-from titan.run.compose import composed
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
 from titan.schedule.schema import WSD, Cosine, Schedule

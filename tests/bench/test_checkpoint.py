@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.runs import train
 from titan.bench import command
 from titan.bench.checkpoint import EVERY, summarise, write_plain_file
-from titan.run.compose import composed
 
 SMALL = [
     "cluster.device=cpu", "model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.composing import composed
 from titan.bench import command, experts
 from titan.model import grouped
-from titan.run.compose import composed
 
 
 @pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.PRODUCTS[:2]])

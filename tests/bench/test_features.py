@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
+from tests.support.composing import composed
 from tests.support.tiers import table
 from titan.bench import command, features
-from titan.run.compose import composed
 
 
 @pytest.mark.parametrize(

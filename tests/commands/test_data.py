@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.composing import composed
 from titan import data
 from titan.run import attempts
-from titan.run.compose import composed
 
 pytestmark = pytest.mark.usefixtures("without_progress")  # whole outputs are compared here
 TEXT = "".join(f"word{i} " + ("\n<|e|>" if i % 50 == 49 else "") for i in range(3000))

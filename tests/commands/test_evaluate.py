@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import task_files
+from tests.support.composing import composed
 from tests.support.runs import saved, train, weights
 from tests.support.tiers import full
 from tests.training.test_evaluation import BASE, difference
@@ -19,7 +20,6 @@ from titan.evaluation.items import Item
 from titan.evaluation.schema import Task
 from titan.evaluation.scores import figures
 from titan.metrics.lines import read_lines
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.evaluation.request import LEFT_OUT
 from titan.training.replay import request

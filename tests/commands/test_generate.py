@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.support import made_weights
+from tests.support.composing import composed
 from tests.support.runs import TINY, train
 from tests.support.tiers import full
 from titan import generate
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model.schema import Llama
-from titan.run.compose import composed
 
 TITAN4K = load_tokenizer("titan4k")
 MODEL = Llama(**made_weights.SMALL | {"vocab": 4200})

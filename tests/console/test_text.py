@@ -10,6 +10,7 @@ import yaml
 
 from launchers import start, trials
 from launchers.command import command
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import TINY
 from tests.support.tiers import full, table
@@ -20,7 +21,6 @@ from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
 from titan.report import collect
 from titan.run import attempts, compose, identity, lineage, records, summary
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.sweep import ledger
 

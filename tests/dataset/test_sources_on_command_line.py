@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.composing import composed
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.run.compose import composed
 from titan.run.identity import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent

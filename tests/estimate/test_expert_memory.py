@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.estimate.test_memory import CLOSE, traced
+from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import table
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import peak
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.trace.ranks import rank_trace
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from tests.estimate.test_step_time import speeds
+from tests.support.composing import composed
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import operations
 from titan.estimate import plan as planning
 from titan.estimate.operations import collective
 from titan.estimate.step_time import CAUSES, StepTime, step_time
 from titan.parallelism.pipeline.stage_plan import stage_layers
-from titan.run.compose import composed
 from titan.run.run import Run
 
 BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "checkpoint=off", "cluster=h100",

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full
 from titan.cluster import devices
@@ -19,7 +20,6 @@ from titan.estimate.fit import available, choose_microbatches, memory_estimate, 
 from titan.estimate.rank_sizes import GIB, rank_rows, weight_sharding
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
-from titan.run.compose import composed
 from titan.run.schema import Recipe
 from titan.training.schema import Training
 

@@ -10,13 +10,13 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
+from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, table
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.estimate.traced.memory import Live, peak
 from titan.model.loss_terms import Tokens
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
 from titan.training.trace.rank import trace

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import table
 from titan.estimate.rank_sizes import RankSizes, Stage
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.build import build
 from titan.training.trace.rank import _world

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.composing import composed
 from titan.estimate import plan as planning
 from titan.estimate import refine
 from titan.estimate.causes import COMMUNICATION, IDLE, grouped
 from titan.estimate.refine import Factors, Refinement, Sample
-from titan.run.compose import composed
 
 FACTOR, SECONDS = st.floats(0.4, 2.5), st.floats(0.01, 100.0)
 NOISE = st.floats(-0.5, 0.5)

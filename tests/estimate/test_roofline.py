@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from titan.cluster import devices
 from titan.estimate import roofline
 from titan.estimate.roofline import Rates
-from titan.run.compose import composed
 from titan.run.run import Run
 
 H200 = Rates(matmul=750e12, matmul_8bit=1400e12, copy=4.2e12, attention=0.65 * 750e12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
@@ -11,7 +12,6 @@ from titan.estimate.plan import device_speeds, hardware_of
 from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.search import Bounds, Candidate, best_changes, override_of, points, search
 from titan.estimate.step_time import step_time
-from titan.run.compose import composed
 from titan.run.run import Run
 
 COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.runs import TINY
 from tests.support.tiers import full, table
 from titan.bench import fit_costs
@@ -20,7 +21,6 @@ from titan.estimate.constants import fitted
 from titan.estimate.operations import Speeds, collective
 from titan.estimate.step_time import CAUSES, StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES, order, simulate, timetable
-from titan.run.compose import composed
 from titan.run.run import Run
 
 H100 = Hardware(

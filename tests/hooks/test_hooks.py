@@ -12,6 +12,7 @@ import pytest
 
 from launchers.command import command
 from launchers.start import run_local
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import TINY, learned, steps, tiny, train
@@ -22,7 +23,6 @@ from titan.hooks.schema import MOMENTS
 from titan.metrics.lines import read_lines
 from titan.run import attempts, identity
 from titan.run.attempts import FinishedRun
-from titan.run.compose import composed
 from titan.run.directory import read_attempts
 from titan.run.ended import is_done
 

@@ -11,9 +11,9 @@ import pytest
 from launchers.slurm.grid import SlurmSweep
 from launchers.slurm.script import text
 from launchers.trials import Trial
+from tests.support.composing import composed
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
-from titan.run.compose import composed
 from titan.sweep import job_exit
 from titan.sweep.ledger import SLURM, SweepSpec
 from titan.sweep.schema import SlurmLaunch

@@ -16,13 +16,13 @@ import pytest
 from launchers.slurm import queue
 from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
 from launchers.slurm.shape import shape
+from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.cluster.schema import minutes
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import StopSignals

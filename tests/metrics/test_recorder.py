@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.composing import composed
 from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import finite, peak_memory_gib
 from titan.model.init_weights import materialise
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.recording import speed
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import tiers
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import tiny
 from titan.cluster import devices
@@ -29,7 +30,6 @@ from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
 from titan.model.schema_llama4 import Llama4
 from titan.parallelism import mesh
-from titan.run.compose import composed
 from titan.training.build import build as assemble
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -13,10 +13,10 @@ import pytest
 
 from launchers.command import command
 from launchers.start import run_local
+from tests.support.composing import composed
 from tests.support.runs import TINY
 from titan import evaluate, generate
 from titan.errors import ConfigError
-from titan.run.compose import composed
 
 CODE = """
 from dataclasses import dataclass

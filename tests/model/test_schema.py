@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full
 from titan.cluster import devices
@@ -28,7 +29,6 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity
 from titan.run.axes import PLUGGABLE
-from titan.run.compose import composed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full
 from titan.cluster import devices
@@ -24,7 +25,6 @@ from titan.errors import ConfigError
 from titan.model import attention
 from titan.parallelism import context_kernels
 from titan.parallelism.context_kernels import PADDED, KeyMask
-from titan.run.compose import composed
 from titan.training import build
 
 EXACT = 1e-5  # law 3

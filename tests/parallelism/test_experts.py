@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_manager import in_two_attempts
+from tests.support.composing import composed
 from tests.support.matrix import EXACT, Case, Outcome
 from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, cases, measure
 from tests.support.ranks import run_ranks
@@ -17,7 +18,6 @@ from tests.support.tiers import full, table
 from titan.errors import ConfigError
 from titan.model.experts import dispatch
 from titan.parallelism.expert import Exchange
-from titan.run.compose import composed
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.composing import composed
 from tests.support.process_groups import LAYOUTS, count, now, store_traffic
 from tests.support.processes import until
 from tests.support.ranks import run_ranks
@@ -30,7 +31,6 @@ from titan.files.atomic import write_json
 from titan.parallelism import mesh
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, in_direction_group, neighbours, p2p_groups
 from titan.parallelism.schema import Layout
-from titan.run.compose import composed
 from titan.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.composing import composed
 from tests.support.runs import Seen, difference, learned, same, saved, steps, tiny, train
 from tests.support.tiers import full, table
 from titan.checkpoint import manifest
@@ -24,7 +25,6 @@ from titan.precision import low_precision
 from titan.precision.low_precision import Scales
 from titan.precision.low_precision import product as multiplication
 from titan.precision.schema import Precision, WeightSharding
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 

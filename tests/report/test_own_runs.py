@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import made_runs
+from tests.support.composing import composed
 from tests.support.made_runs import Attempt, Story, made
 from tests.support.runs import TINY
 from tests.support.runs import train as train_ranks
@@ -20,7 +21,6 @@ from titan.estimate import plan as planning
 from titan.estimate.causes import COMMUNICATION, grouped
 from titan.report import own_runs
 from titan.report.collect import collect
-from titan.run.compose import composed
 from titan.run.run import Run
 
 HARDWARE = (

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.page_reader import Reader
 from tests.support.tiers import table
 from titan.console.numbers import rounded
@@ -18,7 +19,6 @@ from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import Outcome, figures
 from titan.report.render.plan_memory import Steps
 from titan.report.render.template import POLICY
-from titan.run.compose import composed
 
 NASTY = '<script>alert("x")</script>'
 COMMON = (

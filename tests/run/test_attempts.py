@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from launchers import start
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import TINY, save_of
 from tests.support.tiers import full
@@ -28,7 +29,6 @@ from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.run import attempts
 from titan.run.attempts import Attempt, FinishedRun, begin_attempt
-from titan.run.compose import composed
 from titan.run.directory import is_locked, parse_attempts, read_attempts
 from titan.run.lock import locked
 from titan.run.paths import BEGUN, FILES

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.runs import steps, tiny, train
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import command_line, summary
-from titan.run.compose import composed
 
 CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full
 from titan.cluster import devices
@@ -18,7 +19,6 @@ from titan.compile.compiler import missing_compiler
 from titan.errors import ConfigError
 from titan.run import compile_scope, identity
 from titan.run.compile_scope import eager_seconds
-from titan.run.compose import composed
 from titan.run.resolve import moved
 from titan.run.run import Run
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full, table
 from titan.cluster import devices
@@ -20,7 +21,6 @@ from titan.evaluation.schema import Task
 from titan.hooks.schema import Hook
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.run import identity
-from titan.run.compose import composed
 from titan.run.run import Run, as_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import KINDS as SCHEDULES

@@ -27,12 +27,12 @@ import torch
 import yaml
 
 from tests.checkpoint.test_manager import stop_at
+from tests.support.composing import composed
 from tests.support.ranks import RankFailed
 from tests.support.runs import TINY, Tensors, learned, same, train
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train as train_tokenizer
 from titan.errors import ConfigError
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training import checkpointing
 from titan.training.trainer import Trainer

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from tests.support.composing import composed
 from tests.support.runs import TINY
 from titan.estimate.plan import Figure
 from titan.run import identity, prediction
-from titan.run.compose import composed
 from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
 from titan.sweep import ledger

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.composing import composed
 from titan.estimate import fit, memory
-from titan.run.compose import composed
 
 FEW = ("training.steps=4", "metrics.plot=false")
 SMALL = ("model.dim=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from tests.support.composing import composed
 from tests.support.made_weights import about, complete
 from tests.support.ranks import run_ranks
 from titan.checkpoint import manifest
@@ -31,7 +32,6 @@ from titan.metrics.lines import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
-from titan.run.compose import composed
 from titan.run.directory import read_attempts
 from titan.run.lock import locked
 from titan.run.run import Run, as_model

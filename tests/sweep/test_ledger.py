@@ -15,10 +15,10 @@ from launchers.slurm import state as standing
 from launchers.slurm.queue import Job
 from launchers.slurm.state import adopt, reconciled
 from launchers.trials import Trial
+from tests.support.composing import composed
 from tests.support.tiers import full
 from titan import status
 from titan.run import identity
-from titan.run.compose import composed
 from titan.run.directory import is_locked
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState

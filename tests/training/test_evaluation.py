@@ -10,6 +10,7 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import prepared_folders, task_files
+from tests.support.composing import composed
 from tests.support.runs import TINY, Seen, Tensors, same, tiny, train, weights, whole
 from tests.support.tiers import table
 from titan.checkpoint.state import train_state_dict
@@ -18,7 +19,6 @@ from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequence
 from titan.errors import ConfigError
 from titan.metrics.lines import read_lines
 from titan.parallelism.mesh import World
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.evaluation.sets import eval_sets
 from titan.training.trainer import Trainer

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
@@ -22,7 +23,6 @@ from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.build import build
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
+from tests.support.composing import composed
 from tests.support.processes import until
 from tests.support.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
 from tests.support.tiers import full
 from titan.dataset.loader import IGNORED, row_hash
 from titan.errors import ConfigError
 from titan.run import attempts, summary
-from titan.run.compose import composed
 from titan.run.run import Run
 
 BASE = [setting for setting in TINY if not setting.startswith("dataset")]

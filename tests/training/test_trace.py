@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, table
 from titan.errors import ConfigError
@@ -16,7 +17,6 @@ from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
 from titan.estimate.traced import result
 from titan.estimate.traced.result import RankResult
-from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.trace.ranks import rank_trace, traced
 
