@@ -264,7 +264,7 @@ class TestOnDemand:
 class TestDamage:
     """What is only seen in the content of files, by the ranks."""
 
-    @pytest.mark.parametrize(("file", "layout"), [("__0_0.distcp", "fsdp2"), full(".metadata", "single")])
+    @pytest.mark.parametrize(("file", "layout"), [full("__0_0.distcp", "fsdp2"), (".metadata", "single")])
     def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
         self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -35,8 +35,8 @@ def made(name: str) -> Run:
 @pytest.mark.parametrize(
     ("name", "factors"),
     [
-        pytest.param("8-devices", UNCHANGED, id="8-devices"),
-        full("4-devices-experts", UNCHANGED, id="4-devices-experts"),
+        full("8-devices", UNCHANGED, id="8-devices"),
+        pytest.param("4-devices-experts", UNCHANGED, id="4-devices-experts"),
         full("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined"),
         full("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory"),
     ],

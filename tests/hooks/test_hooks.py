@@ -128,10 +128,10 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [o for o in TINY if not o.startswith("training.steps")]
-    overrides += ["-m", "training.steps=9", "training.seed=0,1", "modules=[tests]", hook("prune", "Stop")]
+    overrides += ["-m", "training.steps=9", "training.seed=1", "modules=[tests]", hook("prune", "Stop")]
     for _ in range(2):
         assert command([*overrides, f"hydra.sweep.dir={tmp_path}/sweep"], run_local) == 0
-    assert "2 of 2 trials: stopped, not started again" in capsys.readouterr().out
+    assert "1 of 1 trials: stopped, not started again" in capsys.readouterr().out
     for trial in (tmp_path / "sweep").glob("seed*"):
         assert [document["attempt"] for document in read_attempts(trial)] == [1]
 

@@ -262,9 +262,7 @@ def test_in_bfloat16(case: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "case"),
     [
-        (full if (kernel, case.method) == ("flex", "allgather") else pytest.param)(
-            kernel, str(case), id=f"{kernel}-{case}"
-        )
+        (full if kernel == "flex" else pytest.param)(kernel, str(case), id=f"{kernel}-{case}")
         for kernel in ("flash", "flex")
         for case in table(2, chunk=CHUNK)
     ],

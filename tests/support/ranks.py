@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan.cluster.rank_error import LOST
+
 
 class RankFailed(Exception):
     """A rank raised, died or did not end in time; the message holds its traceback."""
@@ -96,10 +98,19 @@ def _collect(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> lis
                 raise RankFailed(f"no result in time from ranks {missing}") from None
             continue
         if error is not None:
-            cause = f" after others died, {_died(ranks)}" if _died(ranks) else ""
+            dead = _died_before(error, ranks, deadline)
+            cause = f" after others died, {dead}" if dead else ""
             raise RankFailed(f"rank {rank} of {len(ranks)}{cause}:\n{error}")
         values[rank] = pickle.loads(value)
     return [values[rank] for rank in range(len(ranks))]
+
+
+def _died_before(error: str, ranks: Sequence[BaseProcess], deadline: float) -> str:
+    """Return the ranks whose end a rank's error may follow from: their connections close before they have ended."""
+    patience = min(time.monotonic() + 2, deadline) if LOST.search(error) else 0.0
+    while not (dead := _died(ranks)) and time.monotonic() < patience:
+        time.sleep(0.01)
+    return dead
 
 
 def _died(ranks: Sequence[BaseProcess]) -> str:

@@ -107,6 +107,7 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
         objective.value(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
 
 
+@pytest.mark.full
 def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
     asked = [
         "hydra/sweeper=optuna",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.support.composing import composed
 from tests.support.ranks import run_ranks
-from tests.support.tiers import full, table
+from tests.support.tiers import table
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import device_speeds, hardware_of
@@ -69,12 +69,13 @@ def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     assert short.time.actions == pytest.approx(whole.time.actions, rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "moved"),
     [
         pytest.param(["cluster.hardware.link_gb_per_second=5"], "weights and gradients", id="slower-links"),
-        full(["memory=none"], "recomputation", id="nothing-recomputed"),
-        full(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
+        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed"),
+        pytest.param(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
     ],
 )
 def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) -> None:
