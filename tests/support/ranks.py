@@ -107,7 +107,7 @@ def _collect(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> lis
 
 def _died_before(error: str, ranks: Sequence[BaseProcess], deadline: float) -> str:
     """Return the ranks whose end a rank's error may follow from: their connections close before they have ended."""
-    patience = min(time.monotonic() + 2, deadline) if LOST.search(error) else 0.0
+    patience = min(time.monotonic() + 10, deadline) if LOST.search(error) else 0.0
     while not (dead := _died(ranks)) and time.monotonic() < patience:
         time.sleep(0.01)
     return dead
