@@ -160,7 +160,7 @@ def test_compose_rejects(overrides: Sequence[str], sentence: str) -> None:
     assert sentence in str(rejected.value)
 
 
-@pytest.mark.parametrize("parallelism", [full("single"), "ddp"])
+@pytest.mark.parametrize("parallelism", ["single", full("ddp")])
 def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: pytest.CaptureFixture[str]) -> None:
     diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "schedule.warmup=0"]
     run = api.compose(*TINY, *diverging, f"parallelism={parallelism}", f"hydra.run.dir={tmp_path}/run")

@@ -32,6 +32,7 @@ def timed(layout: str, figures: dict[str, float], shapes: range = range(len(SHAP
     return [one(_run(SHAPES[i], layout)) for i in shapes]
 
 
+@pytest.mark.full
 def test_prices_of_one_device_are_recovered() -> None:
     found = step_figures.single_prices(timed("single", FIGURES | PRICES), FIGURES)
     assert found == pytest.approx(PRICES, rel=1e-3)

@@ -191,6 +191,7 @@ class TestRuns:
         assert [document["attempt"] for document in read_attempts(tmp_path / "run")] == [1, 2]
         assert Remote(f"{bucket}/run").index().keys() == {6, 8}
 
+    @pytest.mark.full
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent", f"checkpoint.path={bucket}")
         last = train(parent)[0].last

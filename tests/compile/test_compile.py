@@ -94,6 +94,7 @@ SCOPES = [
 
 
 @pytest.mark.parametrize(("scope", "kept", "count"), SCOPES)
+@pytest.mark.full
 def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: Memory, count: int) -> None:
     one, seen = stage(Compile(scope, "aot_eager"), kept, whole=True), []
     assert difference(trained(one), trained(stage())) <= EXACT
@@ -217,6 +218,7 @@ def test_stages_share_the_blocks_graph() -> None:
     assert graphs() == 4
 
 
+@pytest.mark.full
 def test_more_stages_than_torch_allows_one_function_are_compiled() -> None:
     shape = replace(SHAPE, layers=3)
     with torch._dynamo.config.patch(recompile_limit=2):

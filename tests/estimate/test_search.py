@@ -41,6 +41,7 @@ def made(name: str) -> Run:
         full("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory"),
     ],
 )
+@pytest.mark.full
 def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> None:
     run = made(name)
     devices = run.layout.devices

@@ -79,6 +79,7 @@ def test_a_step_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture
     assert calls[odd + 1 :] == [*again, ("on_run_end", "3")]
 
 
+@pytest.mark.full
 def test_norms_are_those_of_one_device(tmp_path: Path) -> None:
     own = (*MODEL, "optimizer=sgd", "checkpoint=off", "modules=[tests]", "model.tied=true", hook("norms", "Norms"))
     alone = tiny(tmp_path / "alone", *own)
@@ -126,6 +127,7 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
 
 
+@pytest.mark.full
 def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [o for o in TINY if not o.startswith("training.steps")]
     overrides += ["-m", "training.steps=9", "training.seed=1", "modules=[tests]", hook("prune", "Stop")]

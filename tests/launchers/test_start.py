@@ -157,7 +157,7 @@ DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a w
 @pytest.mark.parametrize(
     ("launcher", "more", "code", "said"),
     [
-        pytest.param("torchrun", [], 0, DONE, id="torchrun-trains"),
+        full("torchrun", [], 0, DONE, id="torchrun-trains"),
         full("srun", [], 0, DONE, id="srun-trains"),
         full("torchrun", ["model.dim=banana"], 2, REFUSED, id="torchrun-refuses"),
         full("srun", ["model.dim=banana"], 2, REFUSED, id="srun-refuses"),

@@ -27,7 +27,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
 
 QUICK = (
     "qwen3_moe-ep_zbv-none-2", "qwen3_moe-ep_hsdp-none-4", "qwen3_moe-ep_in_tp-full-1", "documents-ep_tp",
-    "capacity-ep_cp", "muon-ep_pp", "loaded-ep-4",
+    "capacity-ep_cp", "muon-ep_pp",
 )  # fmt: skip
 
 

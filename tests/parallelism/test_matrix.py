@@ -12,8 +12,8 @@ from tests.support.tiers import full, table
 
 QUICK = (
     "ddp", "fsdp", "cp", "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced",
-    "cp-ring-in-order", "Interleaved1F1B-fsdp-reduced-tied", "fsdp-resharded-to-2-of-4", "fsdp-offloaded",
-    "full-off-zbv", "llama4-documents-cp-allgather", "terms-chunked-full-tp-pp", "fsdp-tp-pp-in-groups",
+    "cp-ring-in-order", "Interleaved1F1B-fsdp-reduced-tied", "fsdp-offloaded",
+    "full-off-zbv", "llama4-documents-cp-allgather", "terms-chunked-full-tp-pp",
 )  # fmt: skip
 """Each dimension, kind of schedule, way to share a row and technique once."""
 

@@ -24,6 +24,7 @@ def story(seed: int, level: float = 3.0) -> Story:
     return Story(seed=seed, steps=12, every=0, spread=SPREAD, level=level)
 
 
+@pytest.mark.full
 def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Path) -> None:
     answers = []
     for number in range(20):

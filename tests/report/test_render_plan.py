@@ -95,6 +95,7 @@ def test_a_page_has_the_figures_of_the_plan(name: str) -> None:
     assert sum(map(float, parts[:-1])) == pytest.approx(outcome.plan.fullest.gib, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_search_is_shown_with_its_command_lines_and_its_front() -> None:
     outcome, _, _ = searched()
     assert outcome.found is not None

@@ -136,7 +136,7 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
     assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
 
 
-@pytest.mark.parametrize("layout", [full("single"), "fsdp3"])
+@pytest.mark.parametrize("layout", ["single", full("fsdp3")])
 def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = ["dataset.validation=0.2", "evaluation.tokens=96"]
     run = mixture(tmp_path / "run", *evaluation, layout=layout)

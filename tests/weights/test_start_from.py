@@ -130,7 +130,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
         attempts.begin_attempt(run)
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("fsdp3", "async"), full("single", "sync")])
+@pytest.mark.parametrize(("layout", "mode"), [full("fsdp3", "async"), ("single", "sync")])
 def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_path: Path) -> None:
     how = ["checkpoint.every=2", f"checkpoint={mode}", "checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
     run = tiny(tmp_path, *how, "training.steps=4", layout=layout)

@@ -131,6 +131,7 @@ LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 
 
 @pytest.mark.parametrize("layout", ["fsdp", full("3d")])
+@pytest.mark.full
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
     evaluation = ["evaluation.tokens=64", "evaluation.every=1"]
     more = [*OWN, *evaluation, "training.steps=4", "model.kv_heads=2", "checkpoint.keep=9"]

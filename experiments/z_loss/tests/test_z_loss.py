@@ -58,6 +58,7 @@ def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp", full("3d")])
+@pytest.mark.full
 def test_layouts_learn_the_same(tmp_path: Path, layout: str) -> None:
     alone = tiny(tmp_path / "alone", CONF, *LARGE)
     split = tiny(tmp_path / "split", CONF, *LARGE, f"parallelism={layout}")
