@@ -1,13 +1,15 @@
 # Everything runs in a virtual environment of its own, set up at first use and again only when its pins change.
 PYTHON ?= python3
 VENV   ?= .venv
+# of pytest: with three on two cores, none is idle while a test waits for a file or a signal
+WORKERS ?= 3
 RUN    ?= $(VENV)/bin/python
 PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
 OWN     = $(findstring $(VENV),$(RUN))
 ENV     = $(if $(OWN),$(VENV)/.titan,)
 GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
-PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu clean
 
