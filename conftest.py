@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from tests.support import cpu_time, tiers
+from titan.cluster import devices
+from titan.compile.compiler import missing_compiler
 from titan.dataset.preprocess.report import Meter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -78,6 +80,13 @@ def apart() -> Iterator[None]:
 def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the lines of a preparation that takes longer than half a second."""
     monkeypatch.setattr(Meter, "_due", lambda meter: False)
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip a test that compiles for CPUs where that can't be done."""
+    if lacking := missing_compiler(devices.detect("cpu"), "inductor"):
+        pytest.skip(f"{lacking}: apt-get install g++")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -231,7 +231,10 @@ def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
         api.open_run(tmp_path)
 
 
-def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_that_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     given = ["model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic", "cluster.price=2"]
     found = api.plan(*given)
     assert plan_command.main(given) == 0

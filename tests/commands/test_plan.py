@@ -167,6 +167,9 @@ def test_a_trace_agrees_with_the_model_and_is_in_every_output(
     assert f"peak {rounded(trace['ranks'][0]['live_gib'])} GiB: backward of the head" in page
 
 
-def test_a_trace_takes_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_takes_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert plan.main(["-m", *RUN, "training.seed=1,2", "plan.trace=true"]) == 2
     assert "plan.trace=true: takes one run; leave out -m." in capsys.readouterr().err

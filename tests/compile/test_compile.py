@@ -269,7 +269,7 @@ SMALL = replace(SHAPE, layers=1)  # compiling C++ takes long
 
 
 @pytest.fixture
-def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def inductor(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without workers, whose locks would not survive a fork, and with nothing left behind."""
     import torch._inductor.config
 

@@ -32,6 +32,7 @@ with low_precision.quiet():  # so that ranks need not, each for itself
     for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
         importlib.import_module(f"torchao.{name}")
 
+COMPILES = pytest.mark.usefixtures("compiler")
 SMALL = ("float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8")
 SHAPE = (
     "model.dim=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "training.seq_len=32",
@@ -346,7 +347,13 @@ class TestGathering:
         assert set(train(run, watch)[0].extra) == {bytes_}
 
     @pytest.mark.parametrize(
-        "how", [full("memory=full"), "parallelism.reshard=never", full("memory.offload=true"), full("compile=block")]
+        "how",
+        [
+            full("memory=full"),
+            "parallelism.reshard=never",
+            full("memory.offload=true"),
+            full("compile=block", marks=COMPILES),
+        ],
     )
     def test_with_other_techniques(self, how: str, runs: Runs) -> None:
         (run, ranks), (plain, expected) = (
@@ -417,7 +424,7 @@ REJECTED = [
     full(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
     pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no matmul of the model", id="all-skipped"),
     full(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
-    full([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
+    full([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales", marks=COMPILES),
     full(["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'", id="skip"),
     full(["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"),
 ]

@@ -90,7 +90,10 @@ def test_a_plan_with_own_runs(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert content["fit"]["runs"] == 5
 
 
-def test_a_sweep_is_refined_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_refined_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     given = ["-m", *TINY, *HARDWARE, "parallelism=single,fsdp", "name=two", f"plan.fit={folder}"]
     assert plan.main(given) == 0
     out = capsys.readouterr().out

@@ -68,10 +68,12 @@ QUICK = (
 @pytest.mark.parametrize(
     ("axis", "choice"), table([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=4)
 )
-def test_every_choice_composes(axis: str, choice: str) -> None:
+def test_every_choice_composes(axis: str, choice: str, request: pytest.FixtureRequest) -> None:
     memory = "cluster.memory_gib=1000000"
     overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]
     overrides += ["precision.emulate=true"] if axis == "precision" else []
+    if any(o.startswith("compile=") and o not in ("compile=off", "compile=auto") for o in overrides):
+        request.getfixturevalue("compiler")
     run = composed(overrides, elsewhere=axis == "cluster")
     assert run.choices[axis] == choice
     written = {
