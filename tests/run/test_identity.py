@@ -148,7 +148,8 @@ def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run
 
 @pytest.mark.parametrize(
     "override",
-    [full("parallelism=fsdp"), full("memory=full"), full("compile=block", marks=pytest.mark.usefixtures("compiler")), "checkpoint=off", "metrics=wandb",
+    [full("parallelism=fsdp"), full("memory=full"), "checkpoint=off", "metrics=wandb",
+     full("compile=block", marks=pytest.mark.usefixtures("compiler")),
      full("debug=deterministic"), "profile=once", full("cluster=cpu"), full("name=y"), full("hydra.run.dir=z")],
 )  # fmt: skip
 def test_execution_choices_change_no_science(override: str, base: Run) -> None:
