@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -67,6 +68,7 @@ def _rank(
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what comes from the parent is not for this process to collect
     try:
         if store:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))

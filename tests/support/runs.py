@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,7 +118,6 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
 def _rank(
     rank: int, size: int, run: Run, attempt: Attempt, meeting: str, before: Callable[[Trainer], Any] | None
 ) -> Seen:
-    gc.freeze()  # what comes from the parent is not for this process to collect
     seen = Seen()
 
     class Watched(Trainer):
