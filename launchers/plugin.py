@@ -151,6 +151,9 @@ def _check_place(config: DictConfig) -> None:
     if not folder.strip():
         raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
     check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
+    there = next(f for f in (Path(folder).absolute(), *Path(folder).absolute().parents) if f.exists())
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"hydra.sweep.dir={folder}: {there} can't be written; choose another directory.")
     if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
         raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the sweep's directory; leave it out.")
 

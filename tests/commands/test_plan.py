@@ -173,3 +173,12 @@ def test_a_trace_takes_one_run(
     monkeypatch.chdir(tmp_path)
     assert plan.main(["-m", *RUN, "training.seed=1,2", "plan.trace=true"]) == 2
     assert "plan.trace=true: takes one run; leave out -m." in capsys.readouterr().err
+
+
+def test_a_sweep_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launchers.plugin.os.access", lambda *_: False)  # root may write everywhere
+    assert plan.main(["-m", *RUN, "training.seed=1,2", "name=x"]) == 2
+    assert f"hydra.sweep.dir=runs/x: {tmp_path} can't be written; choose another" in capsys.readouterr().err
