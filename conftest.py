@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.support import cpu_time, tiers
-from titan.cluster import devices
-from titan.compile.compiler import missing_compiler
+from tests.support.machines import NO_COMPILER
 from titan.dataset.preprocess.report import Meter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -85,8 +84,8 @@ def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compiler() -> None:
     """Skip a test that compiles for CPUs where that can't be done."""
-    if lacking := missing_compiler(devices.detect("cpu"), "inductor"):
-        pytest.skip(f"{lacking}: apt-get install g++")
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -188,7 +188,8 @@ def test_command(
         assert arguments(profile.Show, words[words.index("titan.profile") + 2 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
-        given = words[words.index("titan.compare") + 1 :]
+        made = {"runs/grid": ["runs/low", "runs/high"]}  # the grid is another command's, which may run elsewhere
+        given = [new for word in words[words.index("titan.compare") + 1 :] for new in made.get(word, [word])]
         assert command.elsewhere or compare.main(given) == 2 * command.refused
     elif "titan.plan" in words:
         assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
@@ -203,6 +204,8 @@ def test_command(
         clusters = words[0] == "srun" or "hydra/launcher=slurm" in words
         compose.composed(words[words.index("titan.train") + 1 :], elsewhere=clusters)
     else:
+        if "dataset.tokenizer=my.tiktoken" in words:  # the command before trains it
+            assert train.main(["my.tiktoken", "--ranks", "700", "corpus/"]) == 0
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.composing import composed
+from tests.support.machines import NO_COMPILER
 from tests.support.runs import Seen, difference, learned, same, saved, steps, tiny, train
 from tests.support.tiers import full, table
 from titan.checkpoint import manifest
@@ -32,7 +33,7 @@ with low_precision.quiet():  # so that ranks need not, each for itself
     for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
         importlib.import_module(f"torchao.{name}")
 
-COMPILES = pytest.mark.usefixtures("compiler")
+COMPILES = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 SMALL = ("float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8")
 SHAPE = (
     "model.dim=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "training.seq_len=32",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.machines import NO_COMPILER, detector
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import settings
@@ -149,7 +149,7 @@ def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run
 @pytest.mark.parametrize(
     "override",
     [full("parallelism=fsdp"), full("memory=full"), "checkpoint=off", "metrics=wandb",
-     full("compile=block", marks=pytest.mark.usefixtures("compiler")),
+     full("compile=block", marks=pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)),
      full("debug=deterministic"), "profile=once", full("cluster=cpu"), full("name=y"), full("hydra.run.dir=z")],
 )  # fmt: skip
 def test_execution_choices_change_no_science(override: str, base: Run) -> None:
