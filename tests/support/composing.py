@@ -1,4 +1,4 @@
-"""Compose runs as `titan.run.compose.composed` does, in a third of the time, for tests that are not about composing.
+"""Compose runs as `titan.run.compose.composed` does, in half the time, for tests that are not about composing.
 
 What choices (AXIS=CHOICE) compose to is kept, and a copy gets the values: as for the trials of a grid, by the same code
 (`launchers.composing`), whose tests compare it with Hydra.
