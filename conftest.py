@@ -58,6 +58,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector, of this process and of ranks that it forks, pass over what all tests share."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

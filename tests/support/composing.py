@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from functools import cache
 
+from omegaconf import OmegaConf
+
 from launchers.composing import Composer
 from titan.config import modules
 from titan.run import compose
@@ -33,14 +35,14 @@ def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool
     """Return the run of a list of overrides; of Hydra's node, it takes the run's directory only."""
     lines = [o for o in present(overrides) if not o.startswith(DIRECTORY)]
     directories = [o.removeprefix(DIRECTORY) for o in overrides if o.startswith(DIRECTORY)]
-    named = bool(directories) or elsewhere  # else the directory's name has the time
-    if not named or any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
+    if any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
         return compose.composed(overrides, ranks, elsewhere)
     compose.register()
     with HydraErrors(lines):
         trusted = modules.trusted(lines)
         composer = _composer(os.environ.get("TITAN_CONF", ""))
         cfg = composer(lines)
+        OmegaConf.clear_cache(cfg)  # the time, which is in the directory's name
         check_optional(composer.known, cfg)
         if directories:
             cfg.hydra.run.dir = directories[-1].strip("'\"")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import math
@@ -134,7 +135,7 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
     Raises:
         ConfigError: as `build`, except for missing values.
     """
-    fields, hints = _fields(cls), typing.get_type_hints(cls)
+    fields, hints = _fields(cls), _hints(cls)
     data = _with_present_keys(data, fields, path)
     for key in data:
         if key not in fields:
@@ -177,6 +178,12 @@ def _with_present_keys(
             warn_once(f"{typed}: this setting is now called {now}; use that name.")
         found[new] = data[old]
     return found
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a schema's fields, read once: each composition asks for those of all schemas."""
+    return typing.get_type_hints(cls)
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -231,7 +238,7 @@ def values_of(kind: Any) -> Any:
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the schema's default values as plain containers, nested schemas included."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     out: dict[str, Any] = {}
     for field in _fields(cls).values():
         kind = hints[field.name]

@@ -66,19 +66,24 @@ def _check_logging(cfg: DictConfig) -> None:
         raise ConfigError(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
 
 
-def files(cfg: DictConfig) -> dict[str, str]:
-    """Return the files of `hydra.output_subdir`, by path in the run's directory; none where that is null.
+def files(cfg: DictConfig) -> dict[str, Any]:
+    """Return what the files of `hydra.output_subdir` say, by path in the run's directory; none where that is null.
 
-    They have what Hydra writes, with secrets redacted and interpolations unresolved.
+    They have what Hydra writes, with secrets redacted and interpolations unresolved; `as_yaml` gives their text.
     """
     subdir = cfg.hydra.output_subdir
     if subdir is None:
         return {}
-    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    content: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     node = {key: value for key, value in content["hydra"].items() if key not in HELP}
     own = {key: value for key, value in content.items() if key != "hydra"}
     parts = {"config": own, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
-    return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(OmegaConf.create(redacted(p))) for name, p in parts.items()}
+    return {f"{subdir}/{name}.yaml": redacted(part) for name, part in parts.items()}
+
+
+def as_yaml(content: Any) -> str:
+    """Return the text of one of the `files`."""
+    return OmegaConf.to_yaml(OmegaConf.create(content))
 
 
 def without_secrets(cfg: Any) -> Any:

@@ -33,7 +33,7 @@ def resolve(
     elsewhere: bool = False,
     choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
-    hydra: Mapping[str, str] | None = None,
+    hydra: Mapping[str, Any] | None = None,
     options: tuple[str, ...] = (),
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.

@@ -34,7 +34,7 @@ class Run(Recipe):
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
-        hydra: texts of Hydra's own files, by path in the run's directory.
+        hydra: what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.files`.
         options: options of the command line that say where choices come from, such as --config-dir.
     """
 
@@ -46,7 +46,7 @@ class Run(Recipe):
     directory: str
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
-    hydra: Mapping[str, str] = field(default_factory=dict, repr=False)
+    hydra: Mapping[str, Any] = field(default_factory=dict, repr=False)
     options: tuple[str, ...] = ()
 
     @property
