@@ -99,8 +99,11 @@ def test_a_table_without_a_named_case_is_refused() -> None:
 
 
 PLUGIN = """
+from tests.support import cpu_time
 from tests.support.cpu_time import add_options as pytest_addoption
 from tests.support.cpu_time import register as pytest_configure
+
+cpu_time.slowness = lambda: 1.0
 """
 BURNING = """
 import subprocess, sys, time
