@@ -55,10 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector, of this process and of ranks that it forks, pass over what all tests share."""
+    """Let the garbage collector, of this process and of ranks that it forks, pass over what all tests share.
+
+    A training of this process must not undo that when it ends, and lists of half a million objects be walked again by
+    each that follows.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.unfreeze = lambda: None
+    gc.set_threshold(50_000, 20, 20)  # small objects come and go by the million, and few are in cycles
 
 
 @pytest.fixture(autouse=True)

@@ -544,18 +544,12 @@ class Trainer:
 
 @contextmanager
 def _no_automatic_gc() -> Iterator[None]:
-    """Turn Python's automatic garbage collection off: each rank would pause at another step, and all wait each time.
-
-    Afterwards it is as before: a caller of the API may have frozen objects, or have turned collection off.
-    """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    """Turn Python's automatic garbage collection off: each rank would pause at another step, and all wait each time."""
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
-        if not frozen:
-            gc.unfreeze()
+        gc.enable()
+        gc.unfreeze()
