@@ -134,6 +134,7 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "line 1 is no item of this task (KeyError: 'sentence_bad')" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_strategy_of_ones_own(mine: Path) -> None:
     runs_ = [trained(overrides, *SMALL, "model.layers=2") for overrides in examples.trainings(STRATEGY)]
     assert {type(run.parallelism.groups["ffn"]).__module__ for run in runs_ if run.parallelism.groups} == {

@@ -48,8 +48,7 @@ CASES = [
     pytest.param("hsdp4", (CLIPPED,), id="hsdp4-clipped"),
 ]
 QUICK = (
-    "ddp2", "fsdp2", "ddp2-microbatches2", "fsdp3-uneven-microbatches2-tied",
-    "fsdp2-no-reshard", "fsdp2-checkpointing", "fsdp2-clipped",
+    "ddp2", "fsdp2", "ddp2-microbatches2", "fsdp3-uneven-microbatches2-tied", "fsdp2-no-reshard", "fsdp2-checkpointing",
 )  # fmt: skip
 LEARNING = (*QUICK, "fsdp4-a-rank-without-rows", "hsdp4")
 LATER = {"single-microbatches3", "fsdp2-microbatches2", "single-checkpointing", "hsdp4-clipped", "single-compile"}

@@ -67,7 +67,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [full("sync"), "async"])
 def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) -> None:
     how = (f"checkpoint={mode}", "checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
     run = tiny(tmp_path, *how, layout="fsdp2")

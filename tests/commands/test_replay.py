@@ -55,6 +55,7 @@ def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) 
     assert files(run) == before
 
 
+@pytest.mark.full
 def test_a_copy_of_a_checkpoint_serves_too(tmp_path: Path) -> None:
     made = trained(tmp_path / "runs" / "first", *SETTINGS, f"checkpoint.path=file://{tmp_path}/elsewhere")
     shutil.rmtree(tmp_path / "runs" / "first" / "checkpoints")
@@ -106,6 +107,7 @@ def test_the_first_layer_that_differs_is_named(run: Run, tmp_path: Path) -> None
     assert same["verdict"].startswith("both are the same, bitwise")
 
 
+@pytest.mark.full
 def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path: Path) -> None:
     other = trained(tmp_path / "other", *SETTINGS, "training.seed=1")
     seen = replayed(run, tmp_path, "step=4", f"against={other.directory}")

@@ -151,6 +151,7 @@ def test_the_compiler_keeps_to_a_budget() -> None:
     assert config.activation_memory_budget == 1
 
 
+@pytest.mark.full
 def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
     assert saved(stage(Compile("block", "aot_eager"), Memory("full"))) == saved(stage(OFF, Memory("full")))
 

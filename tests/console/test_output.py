@@ -77,6 +77,7 @@ def test_a_command_whose_output_is_its_product_ends(redirect: str, code: int, sa
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(tmp_path: Path) -> None:
     line = [
         *TINY,

@@ -296,6 +296,7 @@ def test_sizes_in_words() -> None:
     assert found == ["0 bytes", "999 bytes", "1.0 kB", "12.3 kB", "123 MB", "60.0 TB", "5,000.0 TB"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dataset",
     [

@@ -74,8 +74,7 @@ MODELS = [
 
 
 QUICK = (
-    "llama", "llama-group-of-1", "llama-group-of-4", "llama-tied", "qwen3-moe", "llama4", "llama4-long-chunks",
-    "deepseek-v3", "deepseek-v2",
+    "llama", "llama-group-of-1", "llama-group-of-4", "llama-tied", "qwen3-moe", "llama4", "deepseek-v3",
 )  # fmt: skip
 
 

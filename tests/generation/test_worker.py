@@ -98,7 +98,7 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
     ("config", "temperature"),
     [
         pytest.param(Llama(**SMALL), 1.0, id="llama-drawn"),
-        pytest.param(Llama(**SMALL, tied=True), 1.0, id="llama-tied-drawn"),
+        full(Llama(**SMALL, tied=True), 1.0, id="llama-tied-drawn"),
         pytest.param(Qwen3(**SMALL, head_dim=16), 1.0, id="qwen3-drawn"),
         full(Llama(**SMALL, tied=True), 0.0, id="llama-tied-greedy"),
     ],
@@ -119,6 +119,7 @@ def test_tensor_ranks_give_the_tokens_of_one_device(config: Decoder, temperature
         assert taken["norm.weight"] == config.dim
 
 
+@pytest.mark.full
 def test_tensor_ranks_agree_in_bf16() -> None:
     first, second = (found for found, _, _ in run_ranks(cut, 2, weights_of(tiny()), BF16, 1.0))
     assert first == second

@@ -11,9 +11,8 @@ from tests.support.runs import same
 from tests.support.tiers import full, table
 
 QUICK = (
-    "ddp", "fsdp", "cp", "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced",
-    "cp-ring-in-order", "Interleaved1F1B-fsdp-reduced-tied", "fsdp-offloaded",
-    "full-off-zbv", "llama4-documents-cp-allgather", "terms-chunked-full-tp-pp",
+    "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
+    "Interleaved1F1B-fsdp-reduced-tied", "fsdp-offloaded", "full-off-zbv", "llama4-documents-cp-allgather", "terms-tp",
 )  # fmt: skip
 """Each dimension, kind of schedule, way to share a row and technique once."""
 
@@ -60,7 +59,7 @@ def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: py
 
 
 KEPT = [
-    ("selective", "tp"),
+    full("selective", "tp"),
     *(full("full", layout) for layout in ("fsdp", "tp", "pp", "cp ring", "3d")),
     *(full("selective", layout) for layout in ("fsdp", "pp", "cp ring", "3d")),
     full("every_n", "3d"),

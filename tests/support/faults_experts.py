@@ -144,7 +144,7 @@ FAULTS = (
         "titan/training/trainer.py",
         "self.load.update(metrics[-self.load.size :], skipped)",
         "self.load.update(loss.double()[-self.load.size :], skipped)",
-        f"{GRADIENTS}[qwen3_moe-ep_hsdp-none-4]",
+        f"{GRADIENTS}[muon-ep_hsdp]",
     ),
     fault(
         "balancing: the state is not in checkpoints",
@@ -221,14 +221,14 @@ FAULTS = (
         EXCHANGE,
         'return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]',
         'return world.experts["shard"]',
-        f"{GRADIENTS}[qwen3_moe-ep_hsdp-none-4]",
+        f"{GRADIENTS}[muon-ep_hsdp]",
     ),
     fault(
         "expert parallelism: ranks share experts across stages",
         "titan/parallelism/mesh.py",
         'return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
         'return _regrouped(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
-        f"{GRADIENTS}[muon-ep_pp]",
+        f"{GRADIENTS}[qwen3_moe-ep_zbv-none-2]",
     ),
     fault(
         "expert parallelism: tensor ranks sum gradients of experts once more",
@@ -263,6 +263,6 @@ FAULTS = (
         "titan/optimizer/muon.py",
         "x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)",
         "x = x / torch.linalg.vector_norm(x).clamp(min=EPS)",
-        f"{GRADIENTS}[muon-ep_pp]",
+        f"{GRADIENTS}[muon-ep_hsdp]",
     ),
 )

@@ -142,6 +142,7 @@ def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_p
         assert config["max_position_embeddings"] == run.training.seq_len
 
 
+@pytest.mark.full
 def test_meta_format_leaves_too(tmp_path: Path) -> None:
     run = tiny(tmp_path, "checkpoint.export=meta", "checkpoint.export_dtype=fp32", layout="fsdp2")
     seen: list[Seen] = train(run)

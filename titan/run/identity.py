@@ -8,6 +8,7 @@ runs; `code_id` the code. A new setting whose default keeps the old meaning chan
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import subprocess
@@ -180,6 +181,7 @@ def git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster

@@ -38,6 +38,7 @@ def test_its_settings_are_part_of_the_ids() -> None:
     assert run.optimizer.state_bytes(10, 5) == 60
 
 
+@pytest.mark.full
 def test_layouts_learn_the_same(tmp_path: Path) -> None:
     runs = [tiny(tmp_path / layout, *LION, "checkpoint=off", layout=layout) for layout in ("single", "fsdp2")]
     for run in runs:
