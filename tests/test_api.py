@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.support.runs import TINY
-from tests.support.tiers import full
 from titan import api
 from titan import plan as plan_command
 from titan.console.numbers import rounded
@@ -160,7 +159,8 @@ def test_compose_rejects(overrides: Sequence[str], sentence: str) -> None:
     assert sentence in str(rejected.value)
 
 
-@pytest.mark.parametrize("parallelism", ["single", full("ddp")])
+@pytest.mark.full
+@pytest.mark.parametrize("parallelism", ["single", "ddp"])
 def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: pytest.CaptureFixture[str]) -> None:
     diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "schedule.warmup=0"]
     run = api.compose(*TINY, *diverging, f"parallelism={parallelism}", f"hydra.run.dir={tmp_path}/run")

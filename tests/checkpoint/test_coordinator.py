@@ -111,6 +111,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
     assert (tmp_path / "there" / "run" / "step-3" / manifest.NAME).is_file()
 
 
+@pytest.mark.full
 def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(trainer: Trainer) -> list[SaveOutcome]:
         def opened(folder: Path) -> Any:

@@ -57,6 +57,7 @@ class TestErrorsThatPass:
         assert train(run)[0].code == 0
         assert [line["step"] for line in steps(run)] == [5, 6]
 
+    @pytest.mark.full
     def test_while_checksums_are_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = tiny(tmp_path, "training.steps=6", layout="fsdp2")
         train(run, stop_at(2))
@@ -130,6 +131,7 @@ class TestParentsThatGoOn:
     def weights(self, run: Any, step: int) -> dict[str, torch.Tensor]:
         return {name: t for name, t in saved(run, step).items() if name.startswith("model.")}
 
+    @pytest.mark.full
     def test_given_weights_are_those_of_the_first_life(self, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
         train(parent)

@@ -100,7 +100,8 @@ def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_p
     assert [line["rows"][0] for line in steps(runs[0])] == [0, 8, 16, 24, 32]
 
 
-@pytest.mark.parametrize(("layout", "tied"), [full("single", "false"), full("fsdp2", "false"), ("fsdp2", "true")])
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
 def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: str, tmp_path: Path) -> None:
     often = ["evaluation.every=2", "evaluation.tokens=64", "checkpoint.every=2", "training.steps=4"]
     run = tiny(tmp_path, *often, f"model.tied={tied}", layout=layout)

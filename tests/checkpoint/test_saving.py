@@ -37,7 +37,8 @@ def flip(file: Path) -> None:
 
 
 class TestAsync:
-    @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
+    @pytest.mark.full
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
     def test_saves_what_a_save_that_waits_saves(self, layout: str, tmp_path: Path) -> None:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
         waits = tiny(tmp_path / "sync", *how, layout=layout)

@@ -109,7 +109,8 @@ def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: M
     assert [*seen, graphs()] == [count, 2 * count, 2 * count]
 
 
-@pytest.mark.parametrize("scope", ["block", full("model")])
+@pytest.mark.full
+@pytest.mark.parametrize("scope", ["block", "model"])
 def test_bf16(scope: Any) -> None:
     plain, one = stage(), stage(Compile(scope, "aot_eager"), Memory("selective"), whole=True)
     for each in (plain, one):

@@ -280,6 +280,7 @@ def test_tokenizers_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     assert opened[0] == [2, 3]
 
 
+@pytest.mark.full
 def test_tokenizers_without_a_network(server: Repositories, tmp_path: Path) -> None:
     questions = [["tokenizer", "some/model"], ["tokenizer", "some/bare"]]
     before = asked(*questions, home=tmp_path, HF_ENDPOINT=server.url)

@@ -94,6 +94,7 @@ FAMILY_QUICK = "deepseek_v3_debug-tokens-precision=bf16-parallelism=tp"
 BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in FAMILY_CASES]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "shape", "more"), table(BY_FAMILY, (FAMILY_QUICK,), one_in=3))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
     chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []

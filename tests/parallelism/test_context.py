@@ -253,6 +253,7 @@ def test_masks_of_blocks(case: str) -> None:
     assert errors(2, (2,), kernel="flex")[case] <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", parameters(table(2, dtype=torch.bfloat16)))
 def test_in_bfloat16(case: str) -> None:
     assert errors(4, (2,), torch.bfloat16)[case] <= ROUNDED

@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "layout"), table(CASES, ("float8_rowwise-ep",), one_in=2))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, trained: Any) -> None:
     (one, (alone,)), (many, ranks) = trained(precision), trained(precision, *LAYOUTS[layout])

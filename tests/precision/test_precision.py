@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.composing import composed
 from tests.support.machines import NO_COMPILER
 from tests.support.runs import Seen, difference, learned, same, saved, steps, tiny, train
-from tests.support.tiers import full, table
+from tests.support.tiers import full, further
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.layers import Linear
@@ -252,7 +252,8 @@ LAYOUTS_OF = {
 CASES = [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in BOUNDS for layout in LAYOUTS_OF[kind]]
 
 
-@pytest.mark.parametrize(("precision", "layout"), table(CASES, (), one_in=3))
+@pytest.mark.full
+@pytest.mark.parametrize(("precision", "layout"), further(lambda: CASES, one_in=3))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs) -> None:
     (one, (alone,)), (many, ranks) = runs("single", precision), runs(layout, precision)
     gradients, losses, norms = BOUNDS[precision]
@@ -279,7 +280,8 @@ def test_low_precision_is_not_fp32(runs: Runs) -> None:
 
 
 class TestGathering:
-    @pytest.mark.parametrize("tied", [full("false"), "true"])
+    @pytest.mark.full
+    @pytest.mark.parametrize("tied", ["false", "true"])
     def test_a_head_in_float8_is_gathered_as_computed(self, tied: str, runs: Runs) -> None:
         how = ("precision.skip=[]", f"model.tied={tied}")
         (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
@@ -309,6 +311,7 @@ class TestGathering:
         kept = train(tiny(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
         assert kept and "torch.float32" not in kept
 
+    @pytest.mark.full
     def test_scales_beforehand_change_no_bit(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         _, ranks = runs("fsdp", "float8")
         monkeypatch.setattr(Scales, "update", lambda self: None)

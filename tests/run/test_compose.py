@@ -268,7 +268,11 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
     (site / "mypack/conf/optimizer/lion.yaml").write_text("# Theirs.\n_target_: mypack.Lion\nzeal: 0.7\n")
     shown = python("-m", "titan.train", "--help", PYTHONPATH=str(site))
     assert ["lion", "Theirs."] in [line.split() for line in shown.stdout.splitlines()]
-    program = "from titan.run.compose import composed; print(composed({}).optimizer)"
+    program = (  # that stores a schema of its own before titan stores any
+        "from hydra.core.config_store import ConfigStore as Store\n"
+        "Store.instance().store('theirs', {{}}, 'schema/optimizer')\n"
+        "from titan.run.compose import composed\nprint(composed({}).optimizer)"
+    )
     trusted = python("-c", program.format(["optimizer=lion", "modules=[mypack]"]), PYTHONPATH=str(site))
     assert "Lion(" in trusted.stdout and "zeal=0.7" in trusted.stdout
     refused = python("-m", "titan.train", "optimizer=lion", PYTHONPATH=str(site))

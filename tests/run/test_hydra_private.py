@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from titan.run import hydra_private
@@ -56,8 +57,14 @@ def test_the_store_of_choices_has_groups() -> None:
     assert store.list("made_up/stripes") == []
 
 
+def test_yaml_is_what_omegaconf_writes() -> None:
+    texts = ["1e-4", "yes", "null", "0o7", "${a.b}", "???", "", "ä\n b", "1:20", "2024-01-01"]
+    content = {"texts": texts, "numbers": [1e-4, 1e20, 0, True, None], "nested": {"a": {}, "b": [], "1": {"c": "x: y"}}}
+    assert hydra_private.dump_yaml(content) == OmegaConf.to_yaml(OmegaConf.create(content))
+
+
 def test_no_other_module_uses_private_names() -> None:
-    private = re.compile(r"^\s*(from|import) hydra\._|\bimport_module\(.hydra\._", re.MULTILINE)
+    private = re.compile(r"^\s*(from|import) (hydra|omegaconf)\._|\bimport_module\(.hydra\._", re.MULTILINE)
     files = [file for top in ("titan", "launchers", "tests") for file in (ROOT / top).rglob("*.py")]
     users = {str(file.relative_to(ROOT)) for file in files if private.search(file.read_text())}
     assert users == {"titan/run/hydra_private.py"}

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.ranks import run_ranks
-from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
@@ -146,7 +145,8 @@ def test_muon_orthogonalises_a_ranks_share_only(on_gpus: None, tmp_path: Path) -
     assert first == 5 * 2 * dim**2 * ffn
 
 
-@pytest.mark.parametrize("method", [full("allgather"), full("ulysses"), "ring"])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
 def test_rows_of_262144_tokens(method: str, on_gpus: None, tmp_path: Path) -> None:
     settings = ["model=llama8b", "model.layers=2", "parallelism=4d", "parallelism.context=4", "parallelism.tensor=2"]
     how = [f"parallelism.context_method={method}", "parallelism.pipeline=1", "memory=full"]

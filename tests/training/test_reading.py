@@ -136,7 +136,8 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
     assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
 
 
-@pytest.mark.parametrize("layout", ["single", full("fsdp3")])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single", "fsdp3"])
 def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = ["dataset.validation=0.2", "evaluation.tokens=96"]
     run = mixture(tmp_path / "run", *evaluation, layout=layout)
@@ -186,6 +187,7 @@ def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
         assert (gradient - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max()
 
 
+@pytest.mark.full
 def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
     figures = {}
     for apart in ("true", "false"):

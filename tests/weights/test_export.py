@@ -343,6 +343,7 @@ def json_of(tokenizer: RankTokenizer, cache: list[Any] = []) -> Any:  # noqa: B0
     return cache[0]
 
 
+@pytest.mark.full
 def test_documents_begin_as_with_llama_3(tmp_path: Path) -> None:
     letters = [bytes([i]) for i in range(256)]
     tokens = (

@@ -69,7 +69,8 @@ def _check_logging(cfg: DictConfig) -> None:
 def files(cfg: DictConfig) -> dict[str, Any]:
     """Return what the files of `hydra.output_subdir` say, by path in the run's directory; none where that is null.
 
-    They have what Hydra writes, with secrets redacted and interpolations unresolved; `as_yaml` gives their text.
+    They have what Hydra writes, with secrets redacted and interpolations unresolved; `hydra_private.dump_yaml` gives
+    their text.
     """
     subdir = cfg.hydra.output_subdir
     if subdir is None:
@@ -79,11 +80,6 @@ def files(cfg: DictConfig) -> dict[str, Any]:
     own = {key: value for key, value in content.items() if key != "hydra"}
     parts = {"config": own, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
     return {f"{subdir}/{name}.yaml": redacted(part) for name, part in parts.items()}
-
-
-def as_yaml(content: Any) -> str:
-    """Return the text of one of the `files`."""
-    return OmegaConf.to_yaml(OmegaConf.create(content))
 
 
 def without_secrets(cfg: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Everything that titan uses of Hydra beside its public API: no other module imports `hydra._internal`.
+"""Everything that titan uses of Hydra and OmegaConf beside their public APIs: no other module imports it.
 
 Hydra's public API composes one run (`initialize_config_dir`, `compose`), which `titan.run.hydra_session` uses. Sweeps,
 callbacks, the command line's options and what --cfg and --info show have none. tests/run/test_hydra_private.py fails
@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import yaml
 from hydra._internal import utils
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -20,6 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf._utils import get_omega_conf_dumper
 
 __all__ = [
     "Callbacks",
@@ -27,6 +29,7 @@ __all__ = [
     "basic_sweeper",
     "clear_group",
     "compose_mode",
+    "dump_yaml",
     "get_overrides_dirname",
     "hand_over",
     "option_parser",
@@ -54,6 +57,7 @@ USED: dict[str, tuple[str, ...]] = {
         "self", "hydra_context", "task_function", "config",
     ),
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.validate_batch_is_legal": ("self", "batch"),
+    "omegaconf._utils.get_omega_conf_dumper": (),
 }  # fmt: skip
 """The private names, with the parameters that titan passes or overrides."""
 
@@ -103,6 +107,12 @@ def shared_store() -> ConfigStore:
     store = ConfigStore.instance()
     store.__dict__["__deepcopy__"] = lambda memo: store
     return store
+
+
+def dump_yaml(content: Any) -> str:
+    """Return plain containers as the text that `OmegaConf.to_yaml` gives, which makes nodes of each value first."""
+    dumper = get_omega_conf_dumper()
+    return yaml.dump(content, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
 
 
 def clear_group(store: ConfigStore, package: str, group: str) -> None:

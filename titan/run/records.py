@@ -16,7 +16,7 @@ import yaml
 
 from titan.console.text import redacted
 from titan.files.atomic import write_atomic
-from titan.run import hydra_node, identity, own_code, prediction
+from titan.run import hydra_private, identity, own_code, prediction
 from titan.run.directory import RUN, read_attempts
 from titan.run.lock import unwritable
 from titan.run.run import Run, as_config
@@ -35,7 +35,7 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
     try:
         for name, content in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
-            write_atomic(directory / name, hydra_node.as_yaml(content))
+            write_atomic(directory / name, hydra_private.dump_yaml(content))
         write_atomic(directory / "env.json", json.dumps(redacted(_environment(run)), indent=1))
         # last: what fails before it leaves the run as it was
         write_attempts(directory, [*earlier, redacted(_document(run, attempt, science))])

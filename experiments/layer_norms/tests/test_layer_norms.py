@@ -13,7 +13,6 @@ from torch import Tensor
 from experiments.layer_norms.cosine import Measure
 from tests.support.matrix import MODEL
 from tests.support.runs import learned, steps, tiny, train
-from tests.support.tiers import full
 from titan.run.run import Run
 
 CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
@@ -67,13 +66,14 @@ def test_a_repeated_step_has_no_figure() -> None:
     assert [bool(call(measure, step, gradients)) for step in (1, 2, 3, 3, 4)] == [False, True, True, False, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(("parallelism.pipeline=2", "parallelism.microbatches=4"), id="pp"),
-        full(("parallelism=3d",), id="3d"),
-        full(("parallelism=cp",), id="cp"),
-        full(("parallelism=ddp", "compile=block", "compile.backend=aot_eager"), id="ddp-compiled"),
+        pytest.param(("parallelism=3d",), id="3d"),
+        pytest.param(("parallelism=cp",), id="cp"),
+        pytest.param(("parallelism=ddp", "compile=block", "compile.backend=aot_eager"), id="ddp-compiled"),
     ],
 )  # fmt: skip
 def test_layouts_give_the_same_figures_and_training_is_as_without(tmp_path: Path, layout: tuple[str, ...]) -> None:
