@@ -112,7 +112,8 @@ def shared_store() -> ConfigStore:
 def dump_yaml(content: Any) -> str:
     """Return plain containers as the text that `OmegaConf.to_yaml` gives, which makes nodes of each value first."""
     dumper = get_omega_conf_dumper()
-    return yaml.dump(content, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
+    text: str = yaml.dump(content, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
+    return text
 
 
 def clear_group(store: ConfigStore, package: str, group: str) -> None:
