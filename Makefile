@@ -16,7 +16,7 @@ PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
 
-test: $(VENV)/.test      ## every law and every mechanism once: about five minutes on two cores
+test: $(VENV)/.test      ## every law, and most mechanisms once: about four minutes on two cores
 	$(PYTEST) $(ARGS)
 
 test-rest: $(VENV)/.test ## what `make test` leaves out, which are further cases of the same: about twenty minutes
