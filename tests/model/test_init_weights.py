@@ -75,6 +75,14 @@ def test_whole_is_the_union_of_any_boxes(partition: tuple[tuple[int, ...], list[
         assert torch.equal(sampled(shape, box), whole[tuple(slice(*side) for side in box)])
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 31, 32, 33, 47, 48, 50, 1000, 1024])
+def test_a_part_of_a_block_has_the_values_of_the_whole(size: int) -> None:
+    whole = torch.empty(size).normal_(generator=torch.Generator().manual_seed(3))
+    for used in range(1, size + 1):
+        found = init_weights._sample(torch.empty(size), used, torch.Generator().manual_seed(3))
+        assert torch.equal(found[:used], whole[:used])
+
+
 def test_rows_do_not_depend_on_how_many_follow() -> None:
     assert torch.equal(sampled((13, 8)), sampled((29, 8))[:13])
 

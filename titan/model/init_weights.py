@@ -22,6 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 BLOCK_VALUES = 2**18
 """Approximate elements per block: few enough to waste little at a shard's edges, enough to make seeding cheap."""
 
+CPU_VALUES = 16
+"""Normal values that torch's CPU kernel makes at a time."""
 CLIP = 3.0
 """Standard deviations at which sampled values are clipped."""
 
@@ -61,7 +63,8 @@ def fill_normal(
     """
     if local.numel() == 0:
         return
-    rows = max(1, BLOCK_VALUES // math.prod(shape[1:]))
+    width = math.prod(shape[1:])
+    rows = max(1, BLOCK_VALUES // width)
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
     generator = torch.Generator(local.device)
     # A block is sampled whole even if the parameter ends inside it, so that values do not depend on the end.
@@ -70,10 +73,21 @@ def fill_normal(
     with torch.no_grad():
         for block in range(first // rows, (last - 1) // rows + 1):
             generator.manual_seed(block_seed(seed, name, block))
-            values.normal_(generator=generator).clamp_(-CLIP, CLIP).mul_(std)
             start, stop = max(first, block * rows), min(last, (block + 1) * rows)
+            _sample(values.view(-1), (stop - block * rows) * width, generator).clamp_(-CLIP, CLIP).mul_(std)
             sampled = values[start - block * rows : stop - block * rows]
             local[start - first : stop - first].copy_(sampled[(slice(None), *columns)])
+
+
+def _sample(values: Tensor, used: int, generator: torch.Generator) -> Tensor:
+    """Sample normal values and return them: on a CPU only as many as are used, which are those of the whole block.
+
+    torch's CPU kernel draws its uniform numbers in order and makes normal ones of sixteen at a time, but of the last
+    sixteen once more where the size is no multiple of that.
+    """
+    count = -(-used // CPU_VALUES) * CPU_VALUES
+    whole = values.device.type != "cpu" or count > len(values) - CPU_VALUES
+    return (values if whole else values[:count]).normal_(generator=generator)
 
 
 def materialise(model: nn.Module, initial: Mapping[str, Initial], seed: int, device: torch.device | str) -> None:
