@@ -1,8 +1,9 @@
 """Which tests run: the quick tier (`make test`), the rest (`make test-rest`) or all (`make test-all`).
 
 The quick tier has every law, what finds the planted faults, and most mechanisms once, as far as four minutes go. Tests
-and cases with the mark `full` are further ones, which CI runs too, and those with the mark `thorough` are cases of large tables beyond a sample. Cases of large tables are generated
-only for the tier that runs them (`table`, `further`): pytest takes longer to collect a case than some take to run.
+and cases with the mark `full` are further ones, which CI runs too, and those with the mark `thorough` are cases of
+large tables beyond a sample. Cases of large tables are generated only for the tier that runs them (`table`, `further`):
+pytest takes longer to collect a case than some take to run.
 """
 
 from __future__ import annotations
