@@ -29,10 +29,6 @@ from titan.precision.schema import Precision, WeightSharding
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
-with low_precision.quiet():  # so that ranks need not, each for itself
-    for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
-        importlib.import_module(f"torchao.{name}")
-
 COMPILES = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 SMALL = ("float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8")
 SHAPE = (
@@ -225,6 +221,14 @@ class Runs:
             run = tiny(self.folder / str(len(self.known)), *settings)
             self.known[key] = run, train(run)
         return self.known[key]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchao_is_imported() -> None:
+    """Import what ranks need once, before they are forked."""
+    with low_precision.quiet():
+        for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
+            importlib.import_module(f"torchao.{name}")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from titan.errors import ConfigError
 from titan.report import statistics
@@ -30,7 +30,7 @@ CHANCES = st.lists(st.floats(0, 1), min_size=1, max_size=9)
 
 @given(VALUES)
 def test_a_paired_interval_and_its_p_are_those_of_students_test(values: list[float]) -> None:
-    found, reference = statistics.paired(values), stats.ttest_1samp(values, 0)
+    found, reference = statistics.paired(values), scipy.stats.ttest_1samp(values, 0)
     interval, bounds = found.interval(), reference.confidence_interval(0.95)
     assert found.p() == pytest.approx(reference.pvalue, abs=1e-12)
     assert (interval.low, interval.high) == pytest.approx((bounds.low, bounds.high))
@@ -39,7 +39,7 @@ def test_a_paired_interval_and_its_p_are_those_of_students_test(values: list[flo
 
 @given(VALUES, VALUES)
 def test_independent_samples_are_compared_as_welch_does(a: list[float], b: list[float]) -> None:
-    found, reference = welch(a, b), stats.ttest_ind(a, b, equal_var=False)
+    found, reference = welch(a, b), scipy.stats.ttest_ind(a, b, equal_var=False)
     assert found.p() == pytest.approx(reference.pvalue, abs=1e-12)
     assert found.freedom == pytest.approx(reference.df)
 
@@ -49,8 +49,8 @@ def test_equivalence_is_the_larger_of_two_one_sided_tests_and_the_90_percent_int
     values: list[float], margin: float
 ) -> None:
     found = statistics.paired(values)
-    below = stats.ttest_1samp(values, -margin, alternative="greater").pvalue
-    above = stats.ttest_1samp(values, margin, alternative="less").pvalue
+    below = scipy.stats.ttest_1samp(values, -margin, alternative="greater").pvalue
+    above = scipy.stats.ttest_1samp(values, margin, alternative="less").pvalue
     p, interval = found.p_equivalent(margin), found.interval(0.9)
     assert p == pytest.approx(max(below, above), abs=1e-12)
     inside = interval.low is not None and interval.high is not None and -margin < interval.low < interval.high < margin
