@@ -231,6 +231,7 @@ def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
         api.open_run(tmp_path)
 
 
+@pytest.mark.full
 def test_a_plan_is_that_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

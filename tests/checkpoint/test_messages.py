@@ -109,6 +109,7 @@ def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
     assert [rank.extra for rank in with_saves] == [rank.extra for rank in without]
 
 
+@pytest.mark.full
 def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     def broken(trainer: Trainer) -> dict[str, Any]:
         write = Plans.write

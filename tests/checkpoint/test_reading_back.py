@@ -54,6 +54,7 @@ class TestMetadata:
             with pytest.raises(Foreign, match=r"names pathlib._local.Path"):
                 Reader(tmp_path).read_metadata()
 
+    @pytest.mark.full
     def test_are_parsed_once_to_load_and_once_more_by_rank_0_to_look(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from tests.support.tiers import full
 from titan import calibrate, plan
 from titan.bench import calibration, ranks, trials
 from titan.cluster.devices import Machine
@@ -97,10 +96,11 @@ def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        full(300, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
+        pytest.param(300, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
         pytest.param(0.1, "2 ranks did not finish their measurements within 0.1 seconds", id="silent"),
     ],
 )

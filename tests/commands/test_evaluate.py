@@ -73,6 +73,7 @@ def test_other_layouts_and_chosen_tasks(run: Run, folder: Path, tmp_path: Path) 
     assert {key.split("/")[1] for key in one["results"]["weights"] if "/" in key} == {"lambada"}
 
 
+@pytest.mark.full
 def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path: Path) -> None:
     """As measured of a checkpoint whose weights are replaced by the mean."""
     found = evaluated(run, tmp_path / "out.json", "average=2", "tasks=[]")

@@ -85,6 +85,7 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_command_lines_of_a_page_plan_to_its_figures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

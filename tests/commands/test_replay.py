@@ -78,6 +78,7 @@ def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> N
     assert {t["row"] for t in tokens} == set(range(record["rows"][0], record["rows"][1] + 1))
 
 
+@pytest.mark.full
 def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
     made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
     seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), steps(made)[4]

@@ -157,6 +157,7 @@ def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
     assert saved(stage(Compile("block", "aot_eager"), Memory("full"))) == saved(stage(OFF, Memory("full")))
 
 
+@pytest.mark.full
 def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_needs() -> None:
     how = Compile("block", "aot_eager")
     tokens = X.numel()

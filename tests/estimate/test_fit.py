@@ -268,6 +268,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
     assert memory_estimate(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
+@pytest.mark.full
 def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     with pytest.raises(ConfigError, match=r"With memory=full it needs .* Try memory=full, or set"):

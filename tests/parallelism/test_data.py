@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
-from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.model import init_weights
 from titan.model.schema import Llama
@@ -64,14 +63,15 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     return gradients, count.get("c10d::allreduce_", 0), count.get("c10d::_reduce_scatter_base_", 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "wrap", "ranks", "scatters"),
     [
         pytest.param(TIED, "fsdp-whole", 2, 1, id="fsdp-whole-tied"),
-        full(CONFIG, "ddp", 2, 0, id="ddp-untied"),
-        full(CONFIG, "fsdp", 2, 2, id="fsdp-untied"),
-        full(CONFIG, "fsdp-kept", 2, 2, id="fsdp-kept-untied"),
-        full(CONFIG, "hsdp", 4, 2, id="hsdp-untied"),
+        pytest.param(CONFIG, "ddp", 2, 0, id="ddp-untied"),
+        pytest.param(CONFIG, "fsdp", 2, 2, id="fsdp-untied"),
+        pytest.param(CONFIG, "fsdp-kept", 2, 2, id="fsdp-kept-untied"),
+        pytest.param(CONFIG, "hsdp", 4, 2, id="hsdp-untied"),
     ],
 )
 def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str, ranks: int, scatters: int) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
-from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout
@@ -51,7 +50,8 @@ def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
     assert run_ranks(joined, 2, joined=False) == [True, True]
 
 
-@pytest.mark.parametrize(("mode", "exchange"), [full("off", False), ("sync", True)])
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
 def test_a_run_asks_for_it_where_it_saves_or_loads(mode: str, exchange: bool, tmp_path: Path) -> None:
     save, off = tiny(tmp_path / "run", layout="ddp2"), [f"checkpoint={mode}", "training.steps=4"]
     train(save)

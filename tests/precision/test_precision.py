@@ -268,7 +268,8 @@ def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norms)
 
 
-@pytest.mark.parametrize("layout", [full("ddp"), "twice"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ddp", "twice"])
 def test_fsdp_in_float8_is_bitwise(layout: str, runs: Runs) -> None:
     """Weights that are gathered in float8 have the scale of the whole: the same bits as where no rank cuts them."""
     (_, ranks), (_, others) = runs("fsdp", "float8"), runs(layout, "float8")
