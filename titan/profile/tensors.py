@@ -77,4 +77,4 @@ def watch_out_of_memory(folder: Path, rank: int, known: Callable[[], Owners], sh
         show(f"out of memory on rank {rank}: {text}")
 
     library: Any = torch._C
-    library._cuda_attachOutOfMemoryObserver(observer)
+    library._cuda_attach_out_of_memory_observer(observer)

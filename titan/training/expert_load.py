@@ -38,6 +38,8 @@ class ExpertLoad:
         self.routers, self.layers, self.chosen, self.rate = routers, layers, chosen, rate
         self.experts, self.size = experts, layers * (experts + 1)
         self._uneven = np.zeros(layers, dtype=int)
+        device = next((router.load.device for router in routers.values()), None)
+        self._places = torch.tensor(list(routers), dtype=torch.long, device=device)  # hosts would wait for a list
 
     @torch.no_grad()
     def update(self, counts: Tensor, skipped: Tensor) -> None:
@@ -49,7 +51,7 @@ class ExpertLoad:
         """
         if not self.routers:
             return
-        routers, chosen = list(self.routers.values()), counts.view(self.layers, -1)[list(self.routers), :-1]
+        routers, chosen = list(self.routers.values()), counts.view(self.layers, -1)[self._places, :-1]
         total, mean = chosen.sum(-1, keepdim=True), chosen.mean(-1, keepdim=True)
         keep = skipped | (total == 0)
         loads = [router.load for router in routers]

@@ -308,7 +308,7 @@ class Trainer:
         self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
         self.requeue = self.requeue or metrics[REQUEUE] > 0
-        if metrics[VOID]:  # a signal came while a rank waited for data: this was no step, and none came after it
+        if metrics[VOID] > 0:  # a signal came while a rank waited for data: this was no step, and none came after it
             self.step = min(self.step, step.step - 1)
             self.rows = self.run.training.rows_before(self.step + 1)
             return False
