@@ -93,9 +93,18 @@ def test_a_table_has_the_named_cases_first(tier: str) -> None:
     assert (len(found) == 2) == (tier == "quick") and (len(found) == 401) == (tier == "all")
 
 
+@each_tier
+def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str) -> None:
+    names = [f"case-{number}" for number in range(20)]
+    found = tiers.table(CASES, ("case-30",), one_in=10**6, rest=names)
+    further = [case.id for case in found if "full" in marks_of([case])]
+    assert set(names) <= set(further) if tier != "quick" else further == []
+
+
 def test_a_table_without_a_named_case_is_refused() -> None:
-    with pytest.raises(LookupError, match="no such cases: case-x"):
-        tiers.table(CASES, ("case-7", "case-x"))
+    for named in ({"quick": ("case-7", "case-x")}, {"quick": (), "rest": ("case-x",)}):
+        with pytest.raises(LookupError, match="no such cases: case-x"):
+            tiers.table(CASES, **named)
 
 
 PLUGIN = """

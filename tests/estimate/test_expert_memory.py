@@ -9,7 +9,7 @@ import pytest
 from tests.estimate.test_memory import CLOSE, traced
 from tests.support.composing import composed
 from tests.support.ranks import run_ranks
-from tests.support.tiers import table
+from tests.support.tiers import further, table
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import peak
@@ -90,12 +90,12 @@ FAMILY_CASES = [
     ("experts", "precision=bf16 parallelism=fsdp parallelism.expert=2 memory=full"),
     ("experts", "precision=bf16 parallelism=fsdp_tp memory=full"),
 ]
-FAMILY_QUICK = "deepseek_v3_debug-tokens-precision=bf16-parallelism=tp"
+FAMILY_REST = "deepseek_v3_debug-tokens-precision=bf16-parallelism=tp"
 BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in FAMILY_CASES]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "shape", "more"), table(BY_FAMILY, (FAMILY_QUICK,), one_in=3))
+@pytest.mark.parametrize(("model", "shape", "more"), further(lambda: BY_FAMILY, 3, rest=(FAMILY_REST,)))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
     chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
     estimated, found = both(run(shape, *chosen, *more.split(), model=model))

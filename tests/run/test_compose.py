@@ -268,7 +268,7 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
     (site / "mypack/conf/optimizer/lion.yaml").write_text("# Theirs.\n_target_: mypack.Lion\nzeal: 0.7\n")
     shown = python("-m", "titan.train", "--help", PYTHONPATH=str(site))
     assert ["lion", "Theirs."] in [line.split() for line in shown.stdout.splitlines()]
-    program = (  # that stores a schema of its own before titan stores any
+    program = (  # that stores a schema before titan stores any
         "from hydra.core.config_store import ConfigStore as Store\n"
         "Store.instance().store('theirs', {{}}, 'schema/optimizer')\n"
         "from titan.run.compose import composed\nprint(composed({}).optimizer)"

@@ -52,16 +52,17 @@ def full(*values: Any, id: str | None = None, marks: Any = ()) -> Any:
     return pytest.param(*values, id=id, marks=[pytest.mark.full, *others])
 
 
-def further(generate: Callable[[], Iterable[Any]], one_in: int = 1) -> list[Any]:
+def further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
     """Return the cases of a large table that `make test` leaves out, generated only where they run.
 
     Args:
         generate: returns the cases, each a `pytest.param` with an id.
         one_in: `make test-rest` runs one in so many, chosen by a hash of their ids; `make test-all` runs all.
+        rest: the ids of those that `make test-rest` runs in any case.
     """
     if chosen() == "quick":
         return []
-    marked = [_further(case, zlib.crc32(str(case.id).encode()) % one_in == 0) for case in generate()]
+    marked = [_further(c, c.id in rest or zlib.crc32(str(c.id).encode()) % one_in == 0) for c in generate()]
     return [case for case, in_sample in marked if in_sample or chosen() == "all"]
 
 
@@ -70,19 +71,20 @@ def _further(case: Any, in_sample: bool) -> tuple[Any, bool]:
     return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark]), in_sample
 
 
-def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1) -> list[Any]:
+def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
     """Return the cases of a large table: those that `make test` runs, and in other tiers `further` ones.
 
     Args:
         cases: each a `pytest.param` with an id, or a text that is its own id.
         quick: the ids of those that `make test` runs.
         one_in: of the others, `make test-rest` runs one in so many.
+        rest: the ids of others that `make test-rest` runs in any case.
 
     Raises:
-        LookupError: where `quick` names no case, so that none is lost when cases are renamed.
+        LookupError: where `quick` or `rest` names no case, so that none is lost when cases are renamed.
     """
     named = [pytest.param(case, id=case) if isinstance(case, str) else case for case in cases]
-    if unknown := set(quick) - {case.id for case in named}:
+    if unknown := {*quick, *rest} - {case.id for case in named}:
         raise LookupError(f"no such cases: {', '.join(sorted(unknown))}")
     chosen_ones = [case for case in named if case.id in quick]
-    return [*chosen_ones, *further(lambda: [case for case in named if case.id not in quick], one_in)]
+    return [*chosen_ones, *further(lambda: [case for case in named if case.id not in quick], one_in, rest)]

@@ -24,6 +24,7 @@ BLOCK_VALUES = 2**18
 
 CPU_VALUES = 16
 """Normal values that torch's CPU kernel makes at a time."""
+
 CLIP = 3.0
 """Standard deviations at which sampled values are clipped."""
 
@@ -67,7 +68,7 @@ def fill_normal(
     rows = max(1, BLOCK_VALUES // width)
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
     generator = torch.Generator(local.device)
-    # A block is sampled whole even if the parameter ends inside it, so that values do not depend on the end.
+    # Values are those of the whole block even if the parameter ends inside it: they do not depend on the end.
     values = torch.empty((rows, *shape[1:]), device=local.device, dtype=torch.float32)
     first, last = offset[0], offset[0] + local.shape[0]
     with torch.no_grad():

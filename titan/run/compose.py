@@ -41,7 +41,7 @@ from titan.training.schema import LossTerm
 def register() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
     store = hydra_private.shared_store()
-    if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored schemas of their own before
+    if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored theirs before
         _register_schemas(store)
     Plugins.instance().register(ExtraConfigs)
     _register_launchers(store)
