@@ -93,6 +93,30 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
             assert members(world.model_parallel) == along("pipeline", "context", "tensor")
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=2, shard=4, expert=2),
+        Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2, expert=4),
+        Layout(replicate=2, shard=4, expert=4),
+    ],
+    ids=str,
+)
+def test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage(
+    layout: Layout, fake: Callable[[int, int], None]
+) -> None:
+    replica = layout.shard * layout.context * layout.tensor
+    for rank in range(layout.devices):
+        fake(rank, layout.devices)
+        experts = mesh.build_world(RankInfo(rank, layout.devices, rank), layout, CPU).experts
+        assert experts is not None
+        first, start = rank // layout.expert * layout.expert, rank // replica * replica
+        assert members(experts.get_group("expert")) == list(range(first, first + layout.expert))
+        assert members(experts.get_group("shard")) == list(
+            range(start + rank % layout.expert, start + replica, layout.expert)
+        )
+
+
 def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
     for recipe, name in (("bench_405b_16384", "16,384"), ("bench_405b_16384_long", "16,384, long rows")):
         assert composed([f"recipe={recipe}"], elsewhere=True).layout == LAYOUTS[name]

@@ -10,6 +10,7 @@ from tests.support.fault import fault
 MODEL, LOAD, LAYOUTS = "model/test_experts.py", "training/test_expert_load.py", "parallelism/test_experts.py"
 GRADIENTS = f"{LAYOUTS}::test_gradients_of_each_expert_are_those_of_one_device"
 EXPERTS, BALANCE = "titan/model/experts.py", "titan/model/balance.py"
+NEIGHBOURS = "test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage"
 EXCHANGE, COUNTS = "titan/parallelism/expert.py", "titan/training/expert_load.py"
 
 FAULTS = (
@@ -228,7 +229,7 @@ FAULTS = (
         "titan/parallelism/mesh.py",
         'return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
         'return _regrouped(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
-        f"{GRADIENTS}[qwen3_moe-ep_zbv-none-2]",
+        f"parallelism/test_groups.py::{NEIGHBOURS}",
     ),
     fault(
         "expert parallelism: tensor ranks sum gradients of experts once more",
