@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan.checkpoint.manifest import Corrupt
+from titan.debug.activity import Activity
 from titan.errors import ConfigError
 from titan.parallelism.exchange import Exchange
+from titan.parallelism.mesh import World
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,12 +65,27 @@ class _Error(NamedTuple):
 class Coordinator:
     """Collective operations, seen from one rank; all ranks call the same ones in the same order."""
 
-    def __init__(self, rank: int, world_size: int, exchange: Exchange | None = None) -> None:
-        """Create the coordinator of `rank`; with `exchange` None over the default process group's store."""
+    def __init__(
+        self, rank: int, world_size: int, exchange: Exchange | None = None, activity: Activity | None = None
+    ) -> None:
+        """Create the coordinator of `rank`.
+
+        Args:
+            rank, world_size: this rank, and the number of ranks.
+            exchange: sends its messages; None: over the default process group's store.
+            activity: where to record progress with files and tensors.
+        """
         self.rank, self.world_size = rank, world_size
+        self.activity = activity or Activity()
         if exchange is None and world_size > 1:
             exchange = Exchange(dist.distributed_c10d._get_default_store(), rank, world_size)
         self.exchange = exchange
+
+    @classmethod
+    def of(cls, world: World) -> Coordinator:
+        """Return the coordinator of a rank of a world."""
+        info = world.rank_info
+        return cls(info.rank, info.world_size, world.exchange, world.activity)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
