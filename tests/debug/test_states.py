@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.simulated_ranks import SimulatedRun
 from tests.support.tiers import full
+from titan.cluster.rank_info import RankInfo
 from titan.debug import folder, rank_state
 from titan.debug.activity import EVALUATING, SAVING, Activity
 from titan.debug.clock import (
@@ -25,6 +26,7 @@ from titan.debug.clock import (
 from titan.debug.flight import Operation
 from titan.debug.folder import Folder
 from titan.debug.rank_state import Group, RankState
+from titan.debug.states import States
 from titan.debug.verdict import Verdict
 
 MOST = 200
@@ -104,6 +106,26 @@ def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: P
     assert states.silent_here() == {1} and states.writes() and not states.undecided()
     states.rank = 1
     assert not states.writes()
+
+
+def test_a_node_writes_one_file(tmp_path: Path) -> None:
+    """Real ranks of a node, with its memory."""
+    now = [0.0]
+    clocks = [Clock(Activity(now=lambda: now[0]), None, 3) for _ in range(3)]
+    ranks = [
+        States(tmp_path, RankInfo(n, 3, n), 1, clock, lambda key: Folder(tmp_path / "memory", 64))
+        for n, clock in enumerate(clocks)
+    ]
+    for beat in range(30):
+        now[0] = float(beat)
+        for number, states in enumerate(ranks):
+            states.write(RankState(number, pid=os.getpid(), attempt=1, beat=beat))
+    assert ranks[0].shared.names() == ["node-0.json"] and {clock.ranks_here for clock in clocks} == {3}
+    ranks[2].read_node()
+    assert sorted(ranks[2].known) == [0, 1, 2]
+    for states in ranks:
+        states.close()
+    assert not (tmp_path / "memory").exists()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), pytest.param(128, id="128"), full(2048, id="2,048")])
