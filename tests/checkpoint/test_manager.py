@@ -140,7 +140,7 @@ def _dies_at(trainer: Trainer, step: int) -> Any:
 @pytest.mark.parametrize(
     ("settings", "folders"),
     [
-        full(["checkpoint.every=1", "checkpoint.keep=2"], ["step-4", "step-5"], id="keep-2"),
+        pytest.param(["checkpoint.every=1", "checkpoint.keep=2"], ["step-4", "step-5"], id="keep-2"),
         full(["checkpoint.every=2", "checkpoint.keep=9"], ["step-2", "step-4", "step-5"], id="keep-9"),
         full(["checkpoint.every=0"], ["step-5"], id="end-only"),
         pytest.param(["checkpoint=off", "checkpoint.every=1"], [], id="off"),

@@ -17,7 +17,9 @@ from tests.support.ranks import RankFailed
 from tests.support.runs import learned, same, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.restore import _check_share
 from titan.checkpoint.staging import Staging
 from titan.run.run import Run
 from titan.training import checkpointing
@@ -279,6 +281,16 @@ class TestDamage:
         assert document["from_step"] == 2
         assert "step-4 is damaged" in document["notes"][0]
         assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-4", "step-6"], "step 4 was done again"
+
+    def test_ranks_share_the_files_that_they_verify(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path, "training.steps=1"))
+        (folder,) = manifest.complete(tmp_path)
+        name = sorted(json.loads((folder / manifest.NAME).read_text())["files"])[1]
+        flip(folder / name)
+        unused: Any = object()
+        ranks = [Coordinator(rank, 2, unused) for rank in (0, 1)]
+        first, second = (_check_share(folder, rank, checksums=True) for rank in ranks)
+        assert first is None and second is not None and name in second.message
 
     def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
         train(tiny(tmp_path, "checkpoint.every=2", "training.steps=3"))

@@ -95,7 +95,9 @@ def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Live]:
     return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device)
 
 
-@pytest.mark.parametrize(("shape", "layout", "mode"), table(CASES, ("blocks-fsdp-full",), one_in=3))
+@pytest.mark.parametrize(
+    ("shape", "layout", "mode"), table(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"), one_in=3)
+)
 def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
     estimated, found = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)

@@ -16,11 +16,19 @@ from tests.support.runs import save_of, tiny
 from tests.support.tiers import full, table
 from titan import compare, status
 from titan.errors import ConfigError
+from titan.files import untrusted
 from titan.metrics import plot
 from titan.metrics.lines import read_lines
 from titan.run import attempts
 from titan.run.directory import is_finished, read_attempts
 from titan.sweep import ledger
+
+
+@pytest.mark.parametrize("name", ["../key", "/etc/passwd", "a/b", "a\\b", "..", ".", "", "a\nb", "s3::b", 7, "x" * 300])
+def test_a_files_name_stays_in_its_folder(name: Any) -> None:
+    with pytest.raises(ValueError, match="which is not a file in its folder"):
+        untrusted.file_name(name)
+
 
 DEEP = "[" * 300_000
 
