@@ -52,7 +52,6 @@ from titan.training.step_metrics import (
     END,
     LOSS,
     PAIRS,
-    PLACES,
     PROFILE,
     REQUEUE,
     SAVE,
@@ -271,7 +270,7 @@ class Trainer:
             save=self.saving.should_save(),
             profile=self.profiling.request(),
             end=self.hooks.stop is not None,
-            places=self.rank_times.places(self.step),
+            slots=self.rank_times.slots(self.step),
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -302,8 +301,8 @@ class Trainer:
 
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them and log them; return whether a step that has started must be repeated."""
-        *metrics, norm = step.read()
-        metrics, counts = step_metrics.split_counts(metrics, self.load.size if self.load else 0)
+        values, norm = step.read()
+        metrics, slots, counts = step_metrics.split(values, self.rank_times.count, self.load.size if self.load else 0)
         seconds = step.timer.seconds()
         self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
@@ -319,8 +318,8 @@ class Trainer:
         loss = metrics[LOSS] / max(1, metrics[VALID])
         cause = self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
-        ranks, news = self.rank_times.read(step.step, metrics[PLACES : len(metrics) - len(self.train_step.terms)])
-        for line in news:
+        ranks, warnings = self.rank_times.read(step.step, slots)
+        for line in warnings:
             self._warn(line)
         own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
         if self.recorder:
