@@ -178,7 +178,8 @@ def _sizes_of(tensors: Sequence[TensorInfo], dims: int) -> Integers:
 def _bytes(tensors: Sequence[TensorInfo], held: _Held, rows: Integers) -> Integers:
     """Return the bytes of some boxes, at least 1."""
     each = np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
-    return np.maximum(held.boxes[rows, SIZES].prod(1) * each[held.tensor[rows]], 1)
+    found: Integers = np.maximum(held.boxes[rows, SIZES].prod(1) * each[held.tensor[rows]], 1)
+    return found
 
 
 class _Points:

@@ -21,10 +21,10 @@ from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
 from titan.profile import clock
 
-LOSS, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(10)
-"""Indices into the vector: summed loss, requests to stop, to be started again after that, to save, to profile and (a
-hook's) to end the run, ranks that had nothing to read, targets that count, pairs of tokens that attend to each other,
-first piece of the batch hash."""
+LOSS, SQUARES, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(11)
+"""Indices into the vector: summed loss, sum of the gradients' squares, requests to stop, to be started again after
+that, to save, to profile and (a hook's) to end the run, ranks that had nothing to read, targets that count, pairs of
+tokens that attend to each other, first piece of the batch hash."""
 HASH_PIECES, PIECE_BITS = 4, 16
 """A 64-bit hash is sent as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 RANK_SLOTS = HASH + HASH_PIECES
@@ -35,6 +35,7 @@ def pack(
     loss: Tensor,
     batch: Batch,
     *,
+    squares: Tensor | None = None,
     stop: bool,
     requeue: bool,
     save: bool,
@@ -47,6 +48,7 @@ def pack(
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
         batch: what this rank read.
+        squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
         stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
         save: whether this rank asks for a checkpoint.
@@ -62,7 +64,8 @@ def pack(
     if loss.device.type == "cuda":
         host = host.pin_memory()
     losses = loss.double().flatten()
-    return torch.cat([losses[:1], host.to(loss.device, non_blocking=True), losses[1:]])
+    first = torch.stack([losses[0], torch.zeros_like(losses[0]) if squares is None else squares])
+    return torch.cat([first, host.to(loss.device, non_blocking=True), losses[1:]])
 
 
 def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The training loop, and what it does between steps.
 
-A step never waits for the host: its metrics (loss, norm, hash, requests to stop or save) are summed over the ranks into
+A step never waits for the host: its metrics (loss, norm, hash, requests to stop or save) are summed over the ranks in
 one small vector on the device (`titan.training.step_metrics`) and read while the next step runs.
 """
 
@@ -55,6 +55,7 @@ from titan.training.step_metrics import (
     PROFILE,
     REQUEUE,
     SAVE,
+    SQUARES,
     STOP,
     VALID,
     VOID,
@@ -230,11 +231,15 @@ class Trainer:
         loss = self.train_step.backward(rows, 1 / tokens)
         self.rank_times.end_backward()
         metrics = self.world.sum(self._pack_metrics(loss, batch))
-        gradients = self.train_step.gradients()
+        gradients, norm = self.train_step.gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
-            grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())
-        self.hooks.before_optimizer(self.step)
-        norm = self.train_step.norm()
+            scale = tokens / metrics[VALID].clamp(min=1)
+            grad_norm.scale(gradients, scale.float())
+            norm = norm * scale
+        norm = norm.float()
+        if self.hooks.wants("before_optimizer"):  # it may change gradients
+            self.hooks.before_optimizer(self.step)
+            norm = self.train_step.norm()
         if layers:
             layers.before_update()
         if self.run.training.clip_norm is not None:
@@ -265,6 +270,7 @@ class Trainer:
         return step_metrics.pack(
             loss,
             batch,
+            squares=self.train_step.gradient_squares(),
             stop=self.stop.requested,
             requeue=self.stop.requeue,
             save=self.saving.should_save(),
