@@ -31,7 +31,7 @@ planted: $(VENV)/.test   ## faults planted in copies of the repository, which `m
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)
 
-hangs: $(VENV)/.test     ## runs of which a rank hangs in thirty ways, and what they say: ten minutes
+hangs: $(VENV)/.test     ## runs of which a rank hangs in sixty ways, and what they say: twenty minutes
 	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)

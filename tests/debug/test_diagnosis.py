@@ -13,6 +13,7 @@ from titan.debug.flight import Operation
 from titan.debug.rank_state import Group, RankState
 
 ALL = {"w": Group("shard", range(4))}
+UNITED = {"u": Group("shard", range(2, 4)), "w": Group("world", range(4))}
 GRIDS = {"t": Group("tensor", range(2)), "w": Group("world", range(4))}
 
 
@@ -29,20 +30,27 @@ def waits(number: int, at: int = 7, kind: str = "all-gather", group: str = "w", 
     return rank(number, **{"pending": (op,), "entered": {group: at}, **more})
 
 
-def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4) -> World:
-    return World(size, {state.rank: state for state in states}, frozenset(silent))
+def issued(number: int, at: int = 7, *, of: int | None = None, group: str = "w", **more: Any) -> RankState:
+    """A rank whose device has not completed a collective `at`, while the host has issued others up to `of`."""
+    ops = tuple(Operation(group, n, "all-gather", started=None) for n in range(at, (of or at) + 1))
+    common = {"pending": ops, "entered": {group: of or at}, "completed": {group: at - 1}}
+    return rank(number, **(common | more))
 
 
-STOPPED = {2: "T"}
+def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4, **processes: str) -> World:
+    by_rank = {int(name.removeprefix("of_")): state for name, state in processes.items()}
+    return World(size, {state.rank: state for state in states}, frozenset(silent), by_rank)
+
+
 IN = "in the all-gather of layer 12 (fsdp), step 118"
 LATE: dict[str, Any] = {"entered": {"w": 6}}
 CASES = {
     "stopped": (
-        world(waits(0), waits(1), rank(2), waits(3, neighbours=STOPPED), silent=(2,)),
+        world(waits(0), waits(1), rank(2), waits(3), silent=(2,), of_2="T"),
         f"waiting for rank 2 {IN}; rank 2: stopped (SIGSTOP), process 102 on n1",
     ),
     "dead": (
-        world(waits(0), waits(1), rank(2), waits(3, neighbours={2: ""}), silent=(2,)),
+        world(waits(0), waits(1), rank(2), waits(3), silent=(2,), of_2=""),
         f"waiting for rank 2 {IN}; rank 2: dead, process 102 on n1",
     ),
     "host-unreachable": (
@@ -106,6 +114,42 @@ CASES = {
         "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: computing gradients in layer 12 "
         "(a.py:1 in f), step 118, process 101 on n0",
     ),
+    "nccl-loader": (
+        world(
+            issued(0, of=9), issued(1, of=8), issued(3), rank(2, phase=activity.DATA, reads="l.py:5 in read", **LATE)
+        ),
+        f"waiting for rank 2 {IN}; rank 2: waiting for data (l.py:5 in read), step 118, process 102 on n1",
+    ),
+    "nccl-hosts-are-ahead": (
+        world(
+            issued(0, group="t", groups=GRIDS),
+            rank(1, groups=GRIDS, entered={"t": 6, "w": 1}),
+            issued(2, 1, group="w", groups=GRIDS),
+            issued(3, 1, group="w", groups=GRIDS),
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: computing gradients in layer 12 "
+        "(a.py:1 in f), step 118, process 101 on n0",
+    ),
+    "nccl-another-collective": (
+        world(
+            issued(0, group="t", groups=GRIDS),
+            rank(
+                1,
+                groups=GRIDS,
+                entered={"t": 6, "w": 2},
+                pending=(Operation("w", 2, "barrier", "", False, started=None),),
+            ),
+            issued(2, group="u", groups=UNITED),
+            issued(3, group="u", groups=UNITED),
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: in another collective, a "
+        "barrier, step 118, process 101 on n0",
+    ),
+    "nccl-one-gpu-has-not-completed-it": (
+        world(issued(0, 8), issued(1, 8), issued(3, 8), issued(2, 7, of=8)),
+        "waiting for rank 2 in the all-gather of layer 12 (fsdp), step 118; rank 2: its GPU has not completed the "
+        "all-gather, step 118, process 102 on n1",
+    ),
     "pipeline": (
         world(rank(0, transfers=True), rank(1, phase=activity.DATA), size=2),
         "waiting for rank 1 in a message between stages (pp), step 118; rank 1: waiting for data (a.py:1 in f), "
@@ -141,6 +185,31 @@ def test_the_rank_and_the_cause_are_named(name: str) -> None:
 def test_ranks_that_are_slow_together_are_no_error(states: list[RankState], words: str, usual: bool) -> None:
     found = diagnose(world(*states, size=2))
     assert (found.ranks, found.what, found.usual) == ((), words, usual)
+
+
+@pytest.mark.parametrize(("make", "timed"), [(issued, True), (waits, False)])
+def test_a_collective_that_all_have_entered_names_no_rank(make: Any, timed: bool) -> None:
+    found = diagnose(world(*(make(n) for n in range(4))))
+    assert (found.ranks, found.together) == ((), True)
+    words = "all 4 ranks have entered the all-gather of layer 12 (fsdp), step 118, and none has completed it; "
+    assert found.what.startswith(words) and ("TORCH_NCCL_ENABLE_TIMING" in found.what) == timed
+
+
+def test_groups_of_other_ranks_under_the_same_name_are_not_compared() -> None:
+    """Subgroups of one split may have one name."""
+    left, right = ({"s": Group("shard", members)} for members in (range(2), range(2, 4)))
+    busy = rank(1, groups=left, entered={"s": 6})
+    found = diagnose(
+        world(waits(0, group="s", groups=left), busy, *(issued(n, 3, group="s", groups=right) for n in (2, 3)))
+    )
+    assert found.ranks == (1,)
+
+
+def test_one_of_2048_ranks_is_found() -> None:
+    groups = {"w": Group("world", range(2048))}
+    states = [issued(n, groups=groups, of=12) for n in range(2047)]
+    found = diagnose(world(*states, rank(2047, groups=groups, **LATE), size=2048))
+    assert found.ranks == (2047,)
 
 
 def test_a_checkpoint_waits_for_the_rank_that_writes() -> None:

@@ -6,8 +6,10 @@ import pickle
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C import _distributed_c10d
 
-from titan.debug.flight import Operation, entered, kind
+from titan.debug.flight import Collectives, Operation, collectives, dump, kind
 
 
 def entry(number: int, name: str = "gloo:all_reduce", *, ended: bool = True, state: str = "scheduled") -> Any:
@@ -33,21 +35,53 @@ def test_collectives_in_words(name: str, words: str) -> None:
 
 def test_what_has_not_ended_is_pending_and_known_from_before_or_not() -> None:
     entries = [entry(1), entry(2), entry(3, ended=False), entry(4, "gloo:barrier", ended=False)]
-    last, pending = entered(pickle.dumps({"entries": entries}))
-    assert last == {"0": 4}
+    found = collectives(pickle.dumps({"entries": entries}))
+    assert (found.entered, found.completed) == ({"0": 4}, {"0": 2})
     line = "train_step.py:9 in norm"
-    assert pending == [
+    assert found.pending == (
         Operation("0", 3, "all-reduce", "[[4]]", True, line=line),
         Operation("0", 4, "barrier", "[[4]]", False, line=line),
-    ]
+    )
 
 
-def test_nccl_says_what_its_gpu_has_started() -> None:
-    entries = [
-        entry(n, "nccl:all_reduce", ended=False, state=s) for n, s in enumerate(("completed", "started", "scheduled"))
-    ]
-    assert [op.started for op in entered(pickle.dumps({"entries": entries}))[1]] == [True, False]
+def nccl(*states: str, **more: Any) -> bytes:
+    """A recorder of NCCL with one collective in each of these states, the last ones not retired."""
+    entries = [entry(n + 1, "nccl:all_reduce", ended=s == "completed", state=s) for n, s in enumerate(states)]
+    return pickle.dumps({"entries": [{**e, "pg_id": 3} for e in entries], **more})
+
+
+def test_nccl_says_what_its_gpu_has_started_where_it_is_timed() -> None:
+    found = collectives(nccl("completed", "started", "scheduled"))
+    assert [op.started for op in found.pending] == [True, False]
+
+
+def test_without_timing_it_is_not_known_what_its_gpu_has_started() -> None:
+    found = collectives(nccl("completed", "completed", "scheduled", "scheduled"))
+    assert [(op.number, op.started) for op in found.pending] == [(3, None), (4, None)]
+    assert (found.entered, found.completed) == ({"0": 4}, {"0": 2})
+
+
+def test_a_collective_of_nccl_that_has_timed_out_has_not_ended() -> None:
+    content = pickle.loads(nccl("completed", "scheduled"))
+    content["entries"][1]["retired"] = True
+    assert [op.number for op in collectives(pickle.dumps(content)).pending] == [2]
+
+
+def test_a_group_whose_collectives_left_the_ring_buffer_keeps_its_numbers() -> None:
+    status = {"3": {"last_enqueued_collective": 90, "last_started_collective": -1, "last_completed_collective": 88}}
+    found = collectives(nccl("scheduled", pg_status=status))
+    assert (found.entered, found.completed) == ({"0": 90}, {"0": 88})
+
+
+@pytest.mark.parametrize(("backend", "name"), [("nccl", b"nccl"), ("gloo", b"others")])
+def test_the_recorder_is_that_of_the_backend(backend: str, name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build with CUDA has both, and each knows its own collectives alone."""
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: b"nccl", raising=False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", lambda: b"others", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    assert dump() == name
 
 
 def test_no_recorder_is_no_collective() -> None:
-    assert entered(b"") == ({}, [])
+    assert collectives(b"") == Collectives({}, {}, ())

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +16,9 @@ from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
-from titan.debug import activity, rank_state, verdict
+from titan.debug import verdict
 from titan.debug.activity import COMPUTING, Activity
 from titan.debug.place import places
-from titan.debug.rank_state import Group, RankState, StateFile
 from titan.debug.verdict import HangError, Messages, Verdict
 from titan.debug.watch import Watch
 from titan.status import hang_of
@@ -91,19 +89,9 @@ def test_the_first_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     assert code == 130 and "waiting for rank 1 in the" in errors and not alive(pid)
 
 
-def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    state = RankState(3, "n1", attempt=2, beat=5, groups={"w": Group("world", range(0, 8, 2))}, neighbours={1: "T"})
-    file = StateFile(tmp_path, 3)
-    file.write(state)
-    file.close()
-    assert rank_state.read(tmp_path, 3, 2) == state
-    assert rank_state.read(tmp_path, 3, 1) is None and rank_state.read(tmp_path, 0, 2) is None
-
-
-def test_the_usual_time_leaves_out_what_comes_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_time_leaves_out_what_comes_between_steps() -> None:
     now = [7.0]
-    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    what = Activity()
+    what = Activity(now=lambda: now[0])
     for step in range(1, 5):
         what.begin_step(step)
         now[0] += 0.25

@@ -1,12 +1,14 @@
 """A run of which a rank hangs as planned: `python -m tests.support.hanging_rank train SETTING ...`.
 
-The environment variable HANG holds the plan as JSON: what happens, in which rank, at which step.
+The environment variable HANG holds the plan as JSON: what happens, in which rank, at which step, and of which backend
+the Flight Recorder seems to be.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -28,9 +30,32 @@ LONG = 600.0
 def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
     """Train, and hang as planned."""
     plan = json.loads(os.environ[PLAN])
+    if plan["recorder"] == "nccl":
+        _record_as_nccl()
     if plan["rank"] == rank_info.rank:
         PLANTS[plan["what"]](plan["step"])
     return rank.work(payload, rank_info, report)
+
+
+def _record_as_nccl() -> None:
+    """Let torch have two recorders, as with CUDA: NCCL's, without the times of starts, and an empty one of others."""
+    from torch._C import _distributed_c10d as library
+
+    from titan.debug import flight
+
+    real: Callable[[], bytes] = library._dump_fr_trace
+
+    def dump() -> bytes:
+        content = pickle.loads(real())
+        for entry in content["entries"]:
+            entry["profiling_name"] = "nccl:" + entry["profiling_name"].partition(":")[2]
+            entry["state"] = "completed" if entry["retired"] else "scheduled"
+            entry["time_discovered_started_ns"] = None
+        return pickle.dumps(content)
+
+    others = pickle.dumps({**pickle.loads(real()), "entries": [], "pg_status": {}})
+    library._dump_nccl_trace, library._dump_fr_trace = dump, lambda: others  # type: ignore[attr-defined]
+    flight._uses_nccl = lambda: True
 
 
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:

@@ -1,9 +1,10 @@
-"""Let one rank of a run hang in thirty ways, and report what was said, when, and the exit code: `python -m
+"""Let one rank of a run hang in sixty ways, and report what was said, when, and the exit code: `python -m
 tests.support.hangs [NAME ...]`.
 
 Each is a real run (`python -m titan.train ...`) of a tiny model with timeouts of seconds. A rank stops (SIGSTOP), is
 killed, or sleeps in its loader, in a save or in the compiler, or enters a collective that the others do not. The right
-rank has to be named, and no run may last longer than `cluster.timeout` and 30 seconds. It takes about ten minutes.
+rank has to be named, and no run may last longer than `cluster.timeout` and 30 seconds. Each of the thirty is run twice:
+with gloo's Flight Recorder, and with its content as NCCL's has it. It takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -41,17 +42,18 @@ SAVES = {"off": ("checkpoint=off",), "sync": ("checkpoint=sync",), "async": ("ch
 
 @dataclass(frozen=True)
 class Case:
-    """A hang: what happens, in which layout and rank, and how it saves."""
+    """A hang: what happens, in which layout and rank, how it saves, and the form of the recorder."""
 
     what: str
     layout: str
     save: str
     rank: int
+    recorder: str = "gloo"
 
     @property
     def name(self) -> str:
         """Its name on the command line."""
-        return f"{self.what}, {self.layout}, {self.save}"
+        return f"{self.what}, {self.layout}, {self.save}, {self.recorder}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Seen:
 
 
 def cases() -> list[Case]:
-    """Return the thirty hangs."""
+    """Return the thirty hangs, with each form of the recorder."""
     found = []
     for layout in LAYOUTS:
         rank = RANK[layout]
@@ -79,7 +81,8 @@ def cases() -> list[Case]:
         found += [Case("stop", layout, "async", rank), Case("stop in save", layout, "async", rank)]
         found += [Case("loader", layout, "off", READS[layout])]
         found += [Case("save", layout, "sync" if layout in ("fsdp", "pp") else "async", rank)]
-    return [*found, Case("compile", "fsdp", "off", 1), Case("compile", "tp", "off", 1)]
+    found += [Case("compile", "fsdp", "off", 1), Case("compile", "tp", "off", 1)]
+    return [replace(case, recorder=recorder) for recorder in ("gloo", "nccl") for case in found]
 
 
 def settings(case: Case, directory: Path) -> list[str]:
@@ -97,7 +100,7 @@ def settings(case: Case, directory: Path) -> list[str]:
 
 def hang(case: Case, directory: Path, more: Sequence[str] = ()) -> Seen:
     """Run one and return what became of it; the hang begins when its metrics stop."""
-    plan = {"what": case.what, "rank": case.rank, "step": STEP}
+    plan = {"what": case.what, "rank": case.rank, "step": STEP, "recorder": case.recorder}
     arguments = ["-m", "tests.support.hanging_rank", "train", *settings(case, directory), *more]
     said: list[tuple[float, str]] = []
     with program(*arguments, env={PLAN: json.dumps(plan)}) as process:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan.checkpoint.assignment import describe
-from titan.checkpoint.coordinator import _packed
+from titan.checkpoint.coordinator import pack_message
 from titan.checkpoint.manifest import File
 from titan.checkpoint.plans import RankPositions, Written
 from titan.parallelism.exchange import Exchange
@@ -114,11 +114,11 @@ def rounds(ranks: int, first: bool) -> list[Round]:
     files = {f"__{ranks - 1}_0.distcp": File(2**30, "0123abcd")}
     return [
         (
-            _packed((holdings if first else holdings.digest(), None)),
-            [_packed((part if first else None, None)) for part in parts],
+            pack_message((holdings if first else holdings.digest(), None)),
+            [pack_message((part if first else None, None)) for part in parts],
         ),
-        (_packed(((written, files), None)), _packed((("tokenizer.json", 2**40), None))),
-        (None, _packed(None)),
+        (pack_message(((written, files), None)), pack_message((("tokenizer.json", 2**40), None))),
+        (None, pack_message(None)),
     ]
 
 

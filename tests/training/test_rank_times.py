@@ -93,6 +93,11 @@ def test_slow_ranks(layout: Layout, own: list[float], data: list[float], news: s
         assert ranks.named == []
 
 
+def test_no_rank_is_named_where_none_is_asked_for() -> None:
+    ranks = SlowRanks(Profile(slow_steps=0), Layout(replicate=2))
+    assert ranks.add(np.array([1.0, 9.0]), np.zeros(2)) == ranks.named == []
+
+
 @given(lists(tuples(integers(0, 2), floats(0, 9)), min_size=1, max_size=12))
 def test_the_median_of_others(pairs: list[tuple[int, float]]) -> None:
     groups, values = (list(column) for column in zip(*pairs, strict=True))

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan.checkpoint.manifest import Corrupt
+from titan.debug.activity import Activity
 from titan.errors import ConfigError
 from titan.parallelism.exchange import Exchange
+from titan.parallelism.mesh import World
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,19 +65,34 @@ class _Error(NamedTuple):
 class Coordinator:
     """Collective operations, seen from one rank; all ranks call the same ones in the same order."""
 
-    def __init__(self, rank: int, world_size: int, exchange: Exchange | None = None) -> None:
-        """Create the coordinator of `rank`; with `exchange` None over the default process group's store."""
+    def __init__(
+        self, rank: int, world_size: int, exchange: Exchange | None = None, activity: Activity | None = None
+    ) -> None:
+        """Create the coordinator of `rank`.
+
+        Args:
+            rank, world_size: this rank, and the number of ranks.
+            exchange: sends its messages; None: over the default process group's store.
+            activity: where to record progress with files and tensors.
+        """
         self.rank, self.world_size = rank, world_size
+        self.activity = activity or Activity()
         if exchange is None and world_size > 1:
             exchange = Exchange(dist.distributed_c10d._get_default_store(), rank, world_size)
         self.exchange = exchange
+
+    @classmethod
+    def of(cls, world: World) -> Coordinator:
+        """Return the coordinator of a rank of a world."""
+        info = world.rank_info
+        return cls(info.rank, info.world_size, world.exchange, world.activity)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
         if self.exchange is None:
             return value
-        message = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
-        return value if self.rank == 0 else _unpacked(message)
+        message = self.exchange.broadcast(pack_message(value) if self.rank == 0 else b"")
+        return value if self.rank == 0 else unpack_message(message)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.
@@ -139,7 +156,7 @@ class Coordinator:
     ) -> Any:
         if self.exchange is None:
             return self._answer(lambda: (None, error) if error else _tried(lambda: conclude([result])), dealt)
-        messages = self._gathered(_packed((result, error)))
+        messages = self._gathered(pack_message((result, error)))
         return self._answer(lambda: _concluded(messages, conclude), dealt)
 
     def _gathered(self, message: bytes) -> list[bytes] | ConnectionError | None:
@@ -173,8 +190,8 @@ class Coordinator:
         """Return this rank's own one of rank 0's answers."""
         if self.exchange is None:
             return answers[0]
-        messages = [_packed(answer) for answer in answers]
-        return _unpacked(self.exchange.scatter(messages))
+        messages = [pack_message(answer) for answer in answers]
+        return unpack_message(self.exchange.scatter(messages))
 
     def _all(self) -> range:
         """Return all ranks on rank 0, none on the others."""
@@ -187,7 +204,9 @@ def _concluded(
     """Call `conclude` with all ranks' results, or return the first rank's error."""
     if isinstance(messages, ConnectionError):
         return None, CoordinationError(str(messages))
-    known = {message: _unpacked(message) for message in messages or ()}  # replicas' equal messages are unpacked once
+    known = {
+        message: unpack_message(message) for message in messages or ()
+    }  # replicas' equal messages are unpacked once
     parts = [known[message] for message in messages or ()]
     for rank, (_, error) in enumerate(parts):
         if error:
@@ -199,12 +218,13 @@ def _nothing(results: Sequence[object]) -> None:
     """Ignore the results."""
 
 
-def _packed(value: Any) -> bytes:
+def pack_message(value: Any) -> bytes:
     """Pickle and compress a value: plans of many tensors shrink to a tenth."""
     return zlib.compress(pickle.dumps(value), 1)
 
 
-def _unpacked(message: bytes) -> Any:
+def unpack_message(message: bytes) -> Any:
+    """Return the value that `pack_message` was given."""
     return pickle.loads(zlib.decompress(message))
 
 

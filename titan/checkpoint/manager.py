@@ -272,6 +272,7 @@ class _Save:
         Raises:
             CoordinationError: on all ranks, when it failed on any.
         """
+        self.writer.fs.advance = coordinator.activity.advance_save
         self.plans.accept(coordinator.scatter(self._propose, self._assign))
         try:
             name, size = coordinator.gather(self._write, self._conclude)

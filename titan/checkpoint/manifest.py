@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_type_hints
@@ -212,8 +212,8 @@ def read(folder: Path) -> Manifest | None:
         return None
 
 
-def verify(folder: Path, files: Mapping[str, File]) -> None:
-    """Verify the checksums of files.
+def verify(folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
+    """Verify the checksums of files, and call `advance` after each.
 
     Raises:
         Damaged: when a file differs; the message names the first.
@@ -226,6 +226,7 @@ def verify(folder: Path, files: Mapping[str, File]) -> None:
             raise Corrupt(f"{name} can't be read ({error.strerror})") from error
         if found != file:
             raise Corrupt(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
+        advance()
 
 
 def checksum_of(file: Path) -> File:

@@ -7,11 +7,13 @@ must be in the checkpoint's folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 
 from titan.checkpoint import safe_pickle
 from titan.checkpoint.safe_pickle import Global, Made
@@ -74,6 +77,19 @@ class Reader(FileSystemReader):
     def _parsed(self) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             return parse(file.read())
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans what a rank reads; calls `advance` after each tensor that it has read."""
+
+    def __init__(self, advance: Callable[[], None]) -> None:
+        super().__init__()
+        self.advance = advance
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """See torch's `LoadPlanner`."""
+        super().commit_tensor(read_item, tensor)
+        self.advance()
 
 
 def parse(content: bytes) -> Metadata:

@@ -109,11 +109,12 @@ class Remote:
         else:
             self._try(lambda: self.fs.pipe_file(path, content))
 
-    def upload(self, folder: Path, files: Mapping[str, File]) -> None:
-        """Upload files of the checkpoint in `folder`."""
+    def upload(self, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
+        """Upload files of the checkpoint in `folder`, and call `advance` after each."""
         self._try(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
             self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
+            advance()
 
     def begin(self, about: Manifest) -> None:
         """Record the files of an upload in the index before it starts, so that those of a killed one can be removed.
@@ -176,8 +177,10 @@ class Remote:
                 with suppress(FileNotFoundError):
                     self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
-    def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
-        """Fetch files of a checkpoint into `folder` and verify their checksums.
+    def fetch(
+        self, step: int, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each.
 
         Raises:
             Damaged: when a file differs.
@@ -187,6 +190,7 @@ class Remote:
             found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
             if found != due:
                 raise Corrupt(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
+            advance()
 
     def _copy(self, source: str, target: Path) -> File:
         target.unlink(missing_ok=True)  # it may be a link

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Corrupt, File
-from titan.checkpoint.reader import METADATA, Foreign, Reader
+from titan.checkpoint.reader import METADATA, Foreign, LoadPlanner, Reader
 from titan.checkpoint.state import EVALUATION, TrainState, is_average, train_state_dict
 from titan.config.settings import show
 from titan.errors import ConfigError, RunError
@@ -73,7 +73,7 @@ def _check_share(folder: Path, coordinator: Coordinator, checksums: bool) -> _Pr
         mine = dict(sorted(found.files.items())[coordinator.rank :: coordinator.world_size])
         manifest.sizes(folder, found.files if coordinator.rank == 0 else mine)
         if checksums:
-            manifest.verify(folder, mine)
+            manifest.verify(folder, mine, coordinator.activity.advance)
     except (Corrupt, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
@@ -111,9 +111,8 @@ def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> bool
     state, reader = train_state_dict(trained), Reader(folder)
     try:
         complete = _compare(state, reader, coordinator)
-        coordinator.run_all(
-            lambda: load(state, storage_reader=reader, no_dist=True)
-        )  # each rank plans for itself what it reads
+        planner = LoadPlanner(coordinator.activity.advance)  # each rank plans for itself what it reads
+        coordinator.run_all(lambda: load(state, storage_reader=reader, planner=planner, no_dist=True))
     except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it and rerun the same command, which "

@@ -27,7 +27,7 @@ def copying(how: Checkpoint, path: str, directory: str, coordinator: Coordinator
 def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, coordinator: Coordinator) -> None:
     mine = manifest.share(about.files, coordinator.rank, coordinator.world_size)
     coordinator.on_rank0(lambda: remote.begin(about))
-    coordinator.run_all(lambda: remote.upload(folder, mine))
+    coordinator.run_all(lambda: remote.upload(folder, mine, coordinator.activity.advance_save))
     gone = coordinator.on_rank0(lambda: _publish(remote, folder, about, how))
     share = sorted(gone.items())[coordinator.rank :: coordinator.world_size]
     coordinator.run_all(lambda: remote.remove(share))
@@ -51,7 +51,7 @@ def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Pat
     folder = manifest.folder_of(directory, step)
     about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
     mine = dict(sorted(about.files.items())[coordinator.rank :: coordinator.world_size])
-    coordinator.run_all(lambda: remote.fetch(step, folder, mine))
+    coordinator.run_all(lambda: remote.fetch(step, folder, mine, coordinator.activity.advance))
     coordinator.on_rank0(lambda: manifest.write(folder, about))
     return folder
 

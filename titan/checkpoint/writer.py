@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,22 @@ class Writer(FileSystemWriter):
 
 
 class Counting(FileSystem):
-    """A file system that records size and checksum of written files."""
+    """A file system that records size and checksum of written files.
+
+    Attributes:
+        files: the written files by their names.
+        advance: called whenever something is written.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, File] = {}
+        self.advance: Callable[[], None] = lambda: None
 
     @contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
         """Open a file; see torch's `FileSystemBase`."""
         with super().create_stream(path, mode) as raw:
-            stream = _Stream(raw)
+            stream = _Stream(raw, self.advance)
             yield stream
         self.files[Path(path).name] = File(stream.size, f"{stream.crc:08x}")
 
@@ -74,8 +80,8 @@ class Counting(FileSystem):
 class _Stream(io.IOBase):
     """A file opened for sequential writing."""
 
-    def __init__(self, raw: Any) -> None:
-        self.raw, self.size, self.crc = raw, 0, 0
+    def __init__(self, raw: Any, advance: Callable[[], None]) -> None:
+        self.raw, self.advance, self.size, self.crc = raw, advance, 0, 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -83,6 +89,7 @@ class _Stream(io.IOBase):
         while done < len(view):  # on a nearly full disk a write may be partial
             done += self.raw.write(view[done:]) or 0
         self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        self.advance()
         return len(view)
 
     def tell(self) -> int:

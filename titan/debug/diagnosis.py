@@ -4,7 +4,12 @@ silent        a rank that does not write its state: stopped, dead, or its host i
 different     ranks in different collectives of one group under the same number: those that have never
               entered this one before, else those that are in the minority
 late          a rank that others wait for and that does not wait itself: it reads data, compiles, writes, computes
+behind        of ranks that have all entered the same collectives, those that have completed fewer of them
 crossed       ranks that all wait for each other, in different groups: those in a collective that is new to them
+together      ranks that have all entered a collective, and none has completed it: no rank is named
+
+A rank waits for those that have not entered its oldest collective. Later ones say nothing where a device computes them:
+the host issues them ahead.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan.debug import activity, rank_state
 from titan.debug.flight import Operation
 from titan.debug.rank_state import RankState
 
+IN_STEP = (activity.STARTING, activity.DATA, activity.COMPUTING, activity.UPDATING)
+"""The phases of which each step has one, and what comes before the first."""
 NAMES = {
     "shard": "fsdp",
     "replicate": "ddp",
@@ -39,11 +46,13 @@ class World:
         size: how many there are.
         states: what each rank does; the last state of one that is silent.
         silent: ranks that do not write their state.
+        processes: the state in /proc of each rank's process, as its node sees it.
     """
 
     size: int
     states: Mapping[int, RankState]
     silent: frozenset[int]
+    processes: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,14 @@ class Diagnosis:
             118; rank 3: stopped (SIGSTOP), process 123 on n1".
         usual: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
         node: the name of the node of the first of these ranks; empty where it is not known.
+        together: whether ranks wait in a collective that all of them have entered.
     """
 
     ranks: tuple[int, ...]
     what: str
     usual: bool = False
     node: str = ""
+    together: bool = False
 
 
 def diagnose(world: World) -> Diagnosis:
@@ -69,7 +80,7 @@ def diagnose(world: World) -> Diagnosis:
     live = {rank: state for rank, state in world.states.items() if rank not in world.silent}
     found = _culprits(world, live) if live else ()
     if not found:
-        return _same(live)
+        return _together(live) or _same(live)
     causes = "; ".join(_causes(world, found))
     first = world.states.get(found[0])
     return Diagnosis(found, f"waiting for {listed(found)}{_where(world, live, found)}; {causes}", node=_node(first))
@@ -94,50 +105,87 @@ def diagnose_save(world: World) -> Diagnosis:
 def _culprits(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:
     if gone := world.silent | set(range(world.size)) - world.states.keys():
         return tuple(sorted(gone))
-    if different := _different(live):
+    if different := _different(world, live):
         return different
-    waited_for = set[int]().union(*(_waits_for(world, state) for state in live.values()))
+    absent = _Absent(world)
+    waited_for = set[int]().union(*(_waits_for(absent, state) for state in live.values()))
     free = {rank for rank, state in live.items() if not _waits(state)}
     if late := sorted(waited_for & free or (free if len(free) < len(live) else set())):
         return tuple(late)
-    return _crossed(live) if waited_for else ()
+    return _crossed(live) if waited_for else _behind(world, live)
+
+
+class _Absent:
+    """Which ranks have not come to a collective; each is asked for by many ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._known: dict[tuple[str, int, Sequence[int]], frozenset[int]] = {}
+
+    def ranks(self, state: RankState, op: Operation) -> frozenset[int]:
+        """Return the ranks that have not come to a rank's collective."""
+        key = op.group, op.number, _members(self.world, state, op)
+        if key not in self._known:
+            self._known[key] = frozenset(rank for rank in key[2] if _is_before(op, self.world.states.get(rank)))
+        return self._known[key] - {state.rank}
+
+
+def _members(world: World, state: RankState, op: Operation) -> Sequence[int]:
+    """Return the ranks of a collective; they can be compared and hashed."""
+    group = state.groups.get(op.group)
+    members = op.peers or (group.ranks if group else range(world.size))
+    return members if isinstance(members, range) else tuple(members)
+
+
+def _awaited(state: RankState) -> list[Operation]:
+    """Return the collectives in which a rank waits for others: those that have started.
+
+    Where that is not known it is the oldest one, which is the first that the device has not computed.
+    """
+    known = [op for op in state.pending if op.started]
+    return known or [op for op in state.pending[:1] if op.started is None]
 
 
 def _waits(state: RankState) -> bool:
-    """Whether a rank waits for other ranks."""
-    started = any(op.started for op in state.pending)
-    return bool(started or state.exchanges or state.joins or state.transfers)
+    """Whether a rank waits for other ranks; where it is not known what its device does, as long as that has work."""
+    pending = any(op.started is not False for op in state.pending)
+    return bool(pending or state.exchanges or state.joins or state.transfers)
 
 
-def _waits_for(world: World, state: RankState) -> set[int]:
+def _waits_for(absent: _Absent, state: RankState) -> set[int]:
     """Return the ranks that have not entered a collective that this rank is in."""
-    found: set[int] = set()
-    for op in (op for op in state.pending if op.started):
-        group = state.groups.get(op.group)
-        for rank in op.peers or (group.ranks if group else range(world.size)):
-            other = world.states.get(rank)
-            if rank != state.rank and (other is None or _is_behind(op, other)):
-                found.add(rank)
+    found = set[int]().union(*(absent.ranks(state, op) for op in _awaited(state)))
     if state.transfers and not found:
         groups = state.groups.values()
         found |= {rank for group in groups if group.dimension == "pipeline" for rank in group.ranks} - {state.rank}
     return found
 
 
-def _is_behind(op: Operation, other: RankState) -> bool:
+def _is_before(op: Operation, other: RankState | None) -> bool:
     """Return whether another rank has not come to a collective: its host, or on a GPU its device."""
-    if op.number < 0 or other.entered.get(op.group, 0) < op.number:
+    if other is None or op.number < 0 or other.entered.get(op.group, 0) < op.number:
         return True
-    return any(not o.started for o in other.pending if (o.group, o.number) == (op.group, op.number))
+    return any(o.started is False for o in other.pending if (o.group, o.number) == (op.group, op.number))
 
 
-def _different(live: Mapping[int, RankState]) -> tuple[int, ...]:
+def _behind(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:
+    """Return the ranks of which the device has not completed a collective that another rank of it has completed."""
+    found = []
+    for rank, state in live.items():
+        for op in (op for op in state.pending[:1] if op.started is None and op.number >= 0):
+            others = [live[other] for other in _members(world, state, op) if other in live]
+            if any(other.completed.get(op.group, 0) >= op.number for other in others):
+                found.append(rank)
+    return tuple(sorted(found))
+
+
+def _different(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the ranks that are in another collective than the others of their group, under the same number."""
-    met: dict[tuple[str, int], dict[int, Operation]] = {}
+    met: dict[tuple[str, int, Sequence[int]], dict[int, Operation]] = {}
     for rank, state in live.items():
         for op in state.pending:
             if op.number >= 0:
-                met.setdefault((op.group, op.number), {})[rank] = op
+                met.setdefault((op.group, op.number, _members(world, state, op)), {})[rank] = op
     for there in met.values():
         kinds = Counter(op.kind for op in there.values())
         if len(kinds) > 1:
@@ -163,7 +211,8 @@ def _crossed(live: Mapping[int, RankState]) -> tuple[int, ...]:
 def _where(world: World, live: Mapping[int, RankState], late: Sequence[int]) -> str:
     """Return in which collective the others wait, and at which step."""
     waiting = [state for rank, state in live.items() if rank not in late and state.pending]
-    direct = [s for s in waiting if set(late) & _waits_for(world, s)] or waiting
+    absent = _Absent(world)
+    direct = [s for s in waiting if set(late) & _waits_for(absent, s)] or waiting
     step = Counter(s.step for s in direct or [s for r, s in live.items() if r not in late] or live.values())
     at = _at_step(step.most_common(1)[0][0] if step else 0)
     if not direct:
@@ -220,8 +269,8 @@ def _cause(world: World, rank: int, gone: set[str], saving: bool) -> str:
     if rank in world.silent:
         if state.host in gone:
             return f"no answer from any rank on {state.host}: it may be down or unreachable"
-        seen = next((s.neighbours[rank] for s in world.states.values() if rank in s.neighbours), "S")
-        return f"{rank_state.WORDS.get(seen, 'no answer')}, process {state.pid} on {state.host}"
+        seen = rank_state.WORDS.get(world.processes.get(rank, "S"), "no answer")
+        return f"{seen}, process {state.pid} on {state.host}"
     words = f"writing it ({state.saving_line})" if saving and state.saving is not None else _busy(state)
     return f"{words}, process {state.pid} on {state.host}"
 
@@ -230,8 +279,10 @@ def _busy(state: RankState) -> str:
     """Return what a rank does that others wait for."""
     if state.compiles:
         return f"compiling ({state.line})"
-    if state.pending and not state.pending[0].started:
+    if state.pending and state.pending[0].started is False:
         return f"its GPU is at work before the {state.pending[0].kind}{_at_step(state.step)}"
+    if state.pending and state.pending[0].started is None and state.pending[0].familiar:
+        return f"its GPU has not completed the {state.pending[0].kind}{_at_step(state.step)}"
     if state.pending:
         op = state.pending[0]
         called = f" called in {op.line}" if op.line else ""
@@ -250,6 +301,21 @@ def _article(kind: str) -> str:
 
 def _at_step(step: int) -> str:
     return f", step {step}" if step else ", before the first step"
+
+
+def _together(live: Mapping[int, RankState]) -> Diagnosis | None:
+    """Return in which collective ranks are that all of them have entered, and none has completed; None without one."""
+    waiting = [state for state in live.values() if state.pending]
+    if not waiting:
+        return None
+    names = Counter((_in_words(state, state.pending[0]), state.pending[0].started) for state in waiting)
+    (words, started), count = names.most_common(1)[0]
+    cause = "the network between them, or a device"
+    if started is None:
+        cause += ": TORCH_NCCL_ENABLE_TIMING=1 records which of them have begun it"
+    who = "both" if count == 2 else f"all {count}"
+    what = f"{who} ranks have entered the {words}{_at_step(waiting[0].step)}, and none has completed it; {cause}"
+    return Diagnosis((), what, together=True)
 
 
 def _same(live: Mapping[int, RankState]) -> Diagnosis:

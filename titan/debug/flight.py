@@ -1,8 +1,11 @@
-"""The collectives that this rank has entered, from torch's Flight Recorder (a ring buffer of each process group).
+"""The collectives that this rank has entered, from torch's Flight Recorder (a ring buffer of each backend).
 
 torch records NCCL's and gloo's collectives by default, `TORCH_FR_BUFFER_SIZE` of them (2,000); messages between two
 ranks only with NCCL. Numbers of a group's collectives count on each of its ranks, so ranks that are at different ones
 can be compared. Reading the recorder takes milliseconds, and happens only when a run hangs.
+
+NCCL's collectives are entered when the host issues them, and completed when the device has computed them. Whether one
+has begun on the device is recorded with `TORCH_NCCL_ENABLE_TIMING=1` only; gloo's begin at once.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Operation:
         familiar: whether this rank has done the same before: this group, kind and sizes, called from this line.
         peers: the ranks that it needs; empty for all of its group.
         line: the innermost line outside of torch from which it was called, where that is known.
-        started: whether it waits for other ranks; False on a GPU that has other work to do first.
+        started: whether it waits for other ranks; False on a GPU that has other work to do first; None: not known.
     """
 
     group: str
@@ -40,31 +43,91 @@ class Operation:
     familiar: bool = True
     peers: tuple[int, ...] = ()
     line: str = ""
-    started: bool = True
+    started: bool | None = True
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What the recorder has of this rank.
+
+    Attributes:
+        entered: the number of the last collective of each group that this rank has entered.
+        completed: that of the last one that has ended.
+        pending: those that have not ended, the oldest first.
+    """
+
+    entered: dict[str, int]
+    completed: dict[str, int]
+    pending: tuple[Operation, ...]
 
 
 def dump() -> bytes:
-    """Return the recorder's content as torch writes it, with stacks; empty where torch has none."""
+    """Return the recorder's content as torch writes it, with stacks; empty where torch has none.
+
+    A build with CUDA has a recorder for NCCL and another one for all other backends.
+    """
     from torch._C import _distributed_c10d
 
-    found = getattr(_distributed_c10d, "_dump_fr_trace", None) or getattr(_distributed_c10d, "_dump_nccl_trace", None)
-    return found() if found is not None else b""
+    names = ("_dump_nccl_trace", "_dump_fr_trace")
+    found = [getattr(_distributed_c10d, name, None) for name in (names if _uses_nccl() else names[::-1])]
+    recorder = next((function for function in found if function is not None), None)
+    return recorder() if recorder is not None else b""
 
 
-def entered(content: bytes) -> tuple[dict[str, int], list[Operation]]:
-    """Return the number of the last collective in each group that this rank has entered, and those that have not ended.
+def _uses_nccl() -> bool:
+    """Whether this rank's collectives are NCCL's."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+
+
+def collectives(content: bytes) -> Collectives:
+    """Return what this rank has entered.
 
     Args:
         content: of `dump`.
     """
-    entries: Sequence[Mapping[str, Any]] = (pickle.loads(content) if content else {}).get("entries", [])
-    last: dict[str, int] = {}
-    for entry in entries:
-        if not entry["is_p2p"]:
-            last[entry["process_group"][0]] = int(entry["collective_seq_id"])
-    pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    ended = {_signature(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
-    return last, [_operation(entry, _signature(entry) in ended) for entry in pending[:MOST]]
+    found: Mapping[str, Any] = pickle.loads(content) if content else {}
+    entries: Sequence[Mapping[str, Any]] = found.get("entries", [])
+    entered: dict[str, int] = {}
+    completed: dict[str, int] = {}
+    for entry in (entry for entry in entries if not entry["is_p2p"]):
+        group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+        entered[group] = max(number, entered.get(group, 0))
+        if _has_ended(entry):
+            completed[group] = max(number, completed.get(group, 0))
+    _add_status(entered, completed, entries, found.get("pg_status", {}))
+    pending = [entry for entry in entries if not _has_ended(entry)]
+    ended, timed = {_signature(entry) for entry in entries if _has_ended(entry)}, any(map(_is_timed, entries))
+    return Collectives(
+        entered, completed, tuple(_operation(entry, _signature(entry) in ended, timed) for entry in pending[:MOST])
+    )
+
+
+def _add_status(
+    entered: dict[str, int], completed: dict[str, int], entries: Sequence[Mapping[str, Any]], status: Mapping[str, Any]
+) -> None:
+    """Add the numbers that NCCL keeps of each group: the ring buffer may have lost those of a group that rests."""
+    names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
+    for number, about in status.items():
+        group = names.get(str(number))
+        for numbers, key in ((entered, "last_enqueued_collective"), (completed, "last_completed_collective")):
+            if group is not None and int(about.get(key, -1)) > 0:
+                numbers[group] = max(int(about[key]), numbers.get(group, 0))
+
+
+def _has_ended(entry: Mapping[str, Any]) -> bool:
+    """Whether a collective has ended. NCCL's are also retired when they have timed out; gloo's have no state."""
+    return bool(entry["state"] == "completed" or (entry["retired"] and not _is_nccl(entry)))
+
+
+def _is_nccl(entry: Mapping[str, Any]) -> bool:
+    return str(entry["profiling_name"]).startswith("nccl:")
+
+
+def _is_timed(entry: Mapping[str, Any]) -> bool:
+    """Whether NCCL records when collectives begin."""
+    return entry["state"] == "started" or entry.get("time_discovered_started_ns") is not None
 
 
 def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -72,10 +135,10 @@ def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
     return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
 
 
-def _operation(entry: Mapping[str, Any], familiar: bool) -> Operation:
+def _operation(entry: Mapping[str, Any], familiar: bool, timed: bool) -> Operation:
     group, name, sizes, line = _signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
-    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo records no state
+    started = True if not _is_nccl(entry) else entry["state"] == "started" if timed else None
     return Operation(group, number, kind(name), sizes, familiar, line=line, started=started)
 
 

@@ -1,14 +1,12 @@
-"""What each rank of a run does, as small files in the run's directory: `debug/ranks/rank-N.json`. Free of torch.
+"""What one rank of a run does, and how it is written as JSON. Free of torch.
 
-A file is written in place with one call, by one rank, and read by others, so it needs no collective and no store. Its
-beat grows with every write: a rank whose beat stays the same is silent.
+A state's beat grows whenever it is written: a rank whose beat stays the same is silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from titan.debug.flight import Operation
 
 FOLDER = Path("debug")
-RANKS, STACKS, RECORDER = FOLDER / "ranks", FOLDER / "stacks", FOLDER / "flight_recorder"
+STACKS, RECORDER = FOLDER / "stacks", FOLDER / "flight_recorder"
 WORDS = {
     "T": "stopped (SIGSTOP)",
     "t": "stopped by a debugger",
@@ -28,6 +26,8 @@ WORDS = {
     "S": "no answer",
 }
 """What a state of a process in /proc says; "" where there is no such process."""
+STOPPED = ("T", "t", "Z", "")
+"""The states of a process that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class RankState:
         saving, saving_age, saving_line, saving_waits: the step of the checkpoint that it writes, for how many seconds,
             where, and whether it waits for another rank in this.
         usual: the usual seconds of a step.
-        entered, pending: see `titan.debug.flight.entered`.
+        advances: how often it has recorded progress within phases.
+        late: its time without progress in units of its patience; see `titan.debug.clock.Clock.lateness`.
+        entered, completed, pending: see `titan.debug.flight.Collectives`.
         groups: its process groups by their names.
-        neighbours: the state in /proc of the other ranks on its host.
         hung: whether a collective of it has timed out.
         dumped: whether it has written its stacks.
     """
@@ -80,34 +81,44 @@ class RankState:
     saving_line: str = ""
     saving_waits: bool = False
     usual: float | None = None
+    advances: int = 0
+    late: float = 0.0
     entered: dict[str, int] = field(default_factory=dict)
+    completed: dict[str, int] = field(default_factory=dict)
     pending: tuple[Operation, ...] = ()
     groups: dict[str, Group] = field(default_factory=dict)
-    neighbours: dict[int, str] = field(default_factory=dict)
     hung: bool = False
     dumped: bool = False
 
 
-class StateFile:
-    """The file of one rank's state, kept open."""
+def plain(state: RankState) -> dict[str, Any]:
+    """Return a state as what JSON can hold."""
+    groups = {name: [group.dimension, _packed(group.ranks)] for name, group in state.groups.items()}
+    return {**asdict(replace(state, groups={})), "groups": groups}
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        """Create it, empty."""
-        file = path(directory, rank)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def write(self, state: RankState) -> None:
-        """Replace its content; a full disk is no reason to fail."""
-        groups = {name: [group.dimension, _packed(group.ranks)] for name, group in state.groups.items()}
-        content = (json.dumps({**asdict(replace(state, groups={})), "groups": groups}) + "\n").encode()
-        with contextlib.suppress(OSError):
-            os.pwrite(self.descriptor, content, 0)
-            os.ftruncate(self.descriptor, len(content))
+def from_plain(content: dict[str, Any]) -> RankState:
+    """Return a state from what `plain` returned.
 
-    def close(self) -> None:
-        """Close it."""
-        os.close(self.descriptor)
+    Raises:
+        KeyError, TypeError, ValueError: where it is something else.
+    """
+    pending = tuple(Operation(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
+    groups = {name: Group(words, _unpacked(ranks)) for name, (words, ranks) in content["groups"].items()}
+    return RankState(**{**content, "pending": pending, "groups": groups})
+
+
+def encoded(state: RankState) -> bytes:
+    """Return a state as JSON."""
+    return json.dumps(plain(state)).encode()
+
+
+def decoded(content: bytes | None, attempt: int) -> RankState | None:
+    """Return a state from JSON; None where it is none, or of another attempt."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = from_plain(json.loads(content or b""))
+        return found if found.attempt == attempt else None
+    return None
 
 
 def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
@@ -119,30 +130,6 @@ def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
 
 def _unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
     return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else ranks
-
-
-def path(directory: Path, rank: int) -> Path:
-    """Return the file of a rank's state."""
-    return directory / RANKS / f"rank-{rank}.json"
-
-
-def read(directory: Path, rank: int, attempt: int) -> RankState | None:
-    """Return the state of a rank; None where it has written none in this attempt."""
-    try:
-        content: dict[str, Any] = json.loads(path(directory, rank).read_text())
-        content["pending"] = tuple(Operation(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
-        content["groups"] = {name: Group(words, _unpacked(ranks)) for name, (words, ranks) in content["groups"].items()}
-        content["neighbours"] = {int(number): state for number, state in content["neighbours"].items()}
-        found = RankState(**content)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if found.attempt == attempt else None
-
-
-def read_all(directory: Path, ranks: Sequence[int], attempt: int) -> dict[int, RankState]:
-    """Return the states of those ranks that have written one in this attempt."""
-    found = {rank: read(directory, rank, attempt) for rank in ranks}
-    return {rank: state for rank, state in found.items() if state is not None}
 
 
 def process_state(pid: int) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from titan.cluster.rank_info import RankInfo
+from titan.debug.activity import Activity
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import MARGIN, Exchange
@@ -56,6 +57,7 @@ class World:
         experts: the dimensions of the experts' DTensors: pipeline and replicate where they are above one, shard and
             expert. None where experts are as other weights.
         data_meshes: those of `data_mesh` so far, by their number of shards.
+        activity: what this rank does; see `titan.debug.watch`.
     """
 
     rank_info: RankInfo
@@ -69,6 +71,7 @@ class World:
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
     experts: DeviceMesh | None = None
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def is_rank0(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,6 +32,17 @@ class Microbatches(NamedTuple):
             positions[i] if positions is not None and positions.dim() > 1 else positions,
             None if self.documents is None else self.documents[i],
         )
+
+    def each(self) -> Iterator[Microbatches]:
+        """Yield one micro-batch after another, each as rows of one micro-batch."""
+        for i in range(len(self.tokens)):
+            positions = self.positions
+            yield Microbatches(
+                self.tokens[i : i + 1],
+                None if self.targets is None else self.targets[i : i + 1],
+                positions[i : i + 1] if positions is not None and positions.dim() > 1 else positions,
+                None if self.documents is None else self.documents[i : i + 1],
+            )
 
     def select(self, indices: Tensor) -> Microbatches:
         """Return the tokens of each row at `indices`, int64 [T], with their positions."""

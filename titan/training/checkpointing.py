@@ -57,7 +57,7 @@ class CheckpointPolicy:
         """
         self.run, self.attempt, self.mix, self.tell = run, attempt, mix, tell
         world = train_step.world
-        coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
+        coordinator = Coordinator.of(world)
         self.is_rank0, self.off = world.is_rank0, run.checkpoint.mode == "off"
         how = (
             Path(run.directory),

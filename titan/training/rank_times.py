@@ -113,6 +113,8 @@ class SlowRanks:
 
     def add(self, own: Times, data: Times) -> list[str]:
         """Take the own time of each rank in a step, of it waiting for data, and return warnings as sentences."""
+        if not self.size:
+            return []
         if not len(self.steps):
             self.steps = np.zeros((self.size, *self.steps.shape[1:]))
         self.steps[self.seen % self.size] = own, data

@@ -192,7 +192,10 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, rows: Microbatches) -> Tensor:
         """Return this rank's summed loss on whole rows, without gradients; see `backward`."""
-        losses = self.runner.forward(self._local_rows(rows))
+        losses = []
+        for microbatch in self._local_rows(rows).each():
+            losses += self.runner.forward(microbatch)
+            self.world.activity.advance()
         if not losses or not self.world.counts_loss:
             return torch.zeros((), device=rows.tokens.device)
         return torch.stack(losses).sum()

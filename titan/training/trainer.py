@@ -27,7 +27,7 @@ from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
 from titan.dataset.loader import Batch
-from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING, Activity
+from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
 from titan.hooks.calls import Hooks
@@ -91,7 +91,6 @@ class Trainer:
         world: World,
         train_step: TrainStep,
         stop: StopSource,
-        activity: Activity | None = None,
     ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
@@ -101,9 +100,8 @@ class Trainer:
             world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
-            activity: where to record what this rank does.
         """
-        self.activity = activity or Activity()
+        self.activity = world.activity
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
         self.step, self.rows = attempt.step, attempt.rows
         init_optimizer_state(train_step.optimizer)
@@ -172,8 +170,7 @@ class Trainer:
         """Remove what a killed attempt may have left, and load a checkpoint's state or initial weights."""
         if self.world.is_rank0:
             retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
-        rank_info, complete = self.world.rank_info, False
-        coordinator = Coordinator(rank_info.rank, rank_info.world_size, self.world.exchange)
+        coordinator, complete = Coordinator.of(self.world), False
         if self.attempt.checkpoint:
             complete = restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
             self._note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")

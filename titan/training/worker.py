@@ -21,6 +21,7 @@ from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
 from titan.debug.activity import Activity
+from titan.debug.dumps import record_nccl_timeouts
 from titan.debug.rank_state import Group
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
@@ -67,11 +68,14 @@ def work(
     set_switches(run.debug)
     activity = Activity(run.cluster.timeout)
     watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, failed)
-    watch.setting = partial(_timeout_setting, run)
+    watch.judge.setting = partial(_timeout_setting, run)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
+        if run.machine.device == "cuda":
+            record_nccl_timeouts(Path(run.directory))
         world = mesh.connect(
             rank_info, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, attempt)
         )
+        world = replace(world, activity=activity)
         try:
             attempt = _resolve_checkpoint(run, attempt, world)
             log.info(
@@ -85,7 +89,7 @@ def work(
             watch.groups = groups_of(world)
             train_step = build(run, world, log.info)
             watch.groups, watch.names = groups_of(world), partial(_module_names, train_step)
-            exit_code = _train(Trainer(run, attempt, world, train_step, stop, activity), failed, watch)
+            exit_code = _train(Trainer(run, attempt, world, train_step, stop), failed, watch)
         except StopRequested:
             return exit_code_of_stop(stop.requeue)
         except Exception as error:
@@ -150,7 +154,7 @@ def _timed_out(run: Run, seconds: float) -> str:
 
 def _timeout_setting(run: Run, seconds: float) -> str:
     """Return the name of the setting that a timeout comes from."""
-    return "cluster.step_timeout" if seconds == run.cluster.step_seconds else "cluster.timeout"
+    return "cluster.timeout" if seconds == run.cluster.timeout else "cluster.step_timeout"
 
 
 def groups_of(world: World) -> dict[str, Group]:
@@ -189,7 +193,7 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
     Raises:
         ConfigError: when there is none, or the initial weights are corrupt.
     """
-    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
+    coordinator = Coordinator.of(world)
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
         folder, corruption = _fetch(run, attempt, coordinator)

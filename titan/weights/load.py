@@ -7,7 +7,7 @@ chunk per tensor. Each rank reads only the slices of its parameters and casts th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titan.checkpoint.coordinator import reason
+from titan.checkpoint.reader import LoadPlanner as Planner
 from titan.errors import ConfigError, RunError
 from titan.weights.interface import Weights
 
@@ -83,6 +84,7 @@ def load_weights(
     weights: Weights,
     no_dist: bool = False,
     setting: str = "checkpoint.weights",
+    advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Load parameters in place; all ranks call it together, unless `no_dist`.
 
@@ -94,6 +96,7 @@ def load_weights(
         weights: the weights to load.
         no_dist: load without communication; the caller shares errors between ranks.
         setting: the name of the user's setting, for messages.
+        advance: called after each tensor.
 
     Raises:
         ConfigError: when a parameter is missing or has another shape, or a file is broken.
@@ -104,7 +107,8 @@ def load_weights(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(plain, storage_reader=WeightsReader(weights, sources), no_dist=no_dist)
+            reader, planner = WeightsReader(weights, sources), Planner(advance)
+            load(plain, storage_reader=reader, planner=planner, no_dist=no_dist)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, ConfigError):

@@ -17,7 +17,8 @@ def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -
     """
     parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
     try:
-        coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True))
+        advance = coordinator.activity.advance
+        coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True, advance=advance))
     except CoordinationError as error:
         raise (ConfigError if error.refused else RunError)(str(error)) from error
     if state.tied_weights is not None:

@@ -74,4 +74,4 @@ class Evaluated(Trainer):
 
 
 def _coordinator(world: World) -> Coordinator:
-    return Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
+    return Coordinator.of(world)

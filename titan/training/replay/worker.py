@@ -73,7 +73,7 @@ def checked(run: Run, path: str, step: int, world: World, setting: str) -> str:
         ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
         RunError: when it can't be fetched.
     """
-    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
+    coordinator = Coordinator.of(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
         path = _fetched(path, step, Path(run.directory), coordinator)
     if wrong := corruption(Path(path), coordinator, run.checkpoint.verify):

@@ -1,0 +1,108 @@
+"""What the rank that reports says, and when the run ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.debug.test_diagnosis import issued, rank, waits, world
+from titan.cluster.rank_info import RankInfo
+from titan.debug import verdict
+from titan.debug.activity import COMPUTING, EVALUATING, SAVING, STARTING, Activity
+from titan.debug.clock import Clock
+from titan.debug.judge import Judge
+
+INFO = RankInfo(0, 4, 0, supervised=True)
+OTHERS = [waits(n, late=3.0) for n in (0, 1, 3)]
+LATE: dict[str, Any] = {"entered": {"w": 6}}
+
+
+class Time:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def judge_after(seconds: float, directory: Path, phase: str = COMPUTING, timeout: float = 1800.0) -> Judge:
+    """A judge on a rank that has made no progress for so long."""
+    now = Time()
+    what = Activity(timeout, now)
+    what.enter(phase)
+    now.now += seconds
+    return Judge(directory, INFO, 1, Clock(what, 60.0, 4))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "debug").mkdir()
+    return tmp_path
+
+
+def test_ranks_that_wait_for_one_that_makes_progress_do_not_hang(directory: Path) -> None:
+    """A rank that evaluates, loads or writes more than the others."""
+    judge = judge_after(400, directory, EVALUATING)
+    assert judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=0.1, **LATE))) is None
+    assert verdict.hang_of(directory) is None
+    found = judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=2.0, **LATE)))
+    assert found is not None and found.ranks == (2,) and found.exit_code is None
+
+
+@pytest.mark.parametrize(("late", "silent"), [(3.0, ()), (0.1, (2,)), (0.1, ())])
+def test_at_the_timeout_the_run_ends_and_the_setting_is_named(late: float, silent: Any, directory: Path) -> None:
+    """Also where the rank makes progress: the collective in which the others wait ends the run in a moment."""
+    judge = judge_after(1799, directory, EVALUATING)
+    found = judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=late, **LATE), silent=silent))
+    assert found is not None and found.exit_code == 1
+    assert found.sentence.startswith("no progress for 1799 s: waiting for rank 2 ")
+    assert "; ended after cluster.timeout=1800, see" in found.sentence
+
+
+def test_a_collective_that_no_gpu_completes_ends_the_run_without_a_rank(directory: Path) -> None:
+    stuck = world(*(issued(n, late=3.0) for n in range(4)))
+    waiting, last = judge_after(400, directory).judge(stuck), judge_after(1799, directory).judge(stuck)
+    assert waiting is not None and last is not None
+    assert (waiting.exit_code, last.exit_code, last.ranks, last.node) == (None, 1, (), "")
+
+
+def test_progress_is_no_hang() -> None:
+    now = Time()
+    what = Activity(now=now)
+    clock = Clock(what, 60.0, 4)
+    for phase, advance in ((STARTING, what.advance), (EVALUATING, what.advance), (SAVING, what.advance_save)):
+        what.enter(phase)
+        for _ in range(10):
+            now.now += 25
+            advance()
+            assert clock.lateness() == 0
+        now.now += 60
+        assert clock.lateness() == 1
+
+
+def test_a_save_in_the_background_is_no_progress_of_training() -> None:
+    now = Time()
+    what = Activity(now=now)
+    what.save = lambda: (40, 100.0)
+    what.enter(COMPUTING)
+    now.now += 120
+    what.advance_save()
+    assert (what.age(), what.save_age()) == (120, 0)
+
+
+def test_graphs_that_are_compiled_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.utils as dynamo
+
+    now = Time()
+    what = Activity(now=now)
+    what.look_at_compiler()
+    now.now += 30
+    what.look_at_compiler()
+    assert what.age() == 30
+    monkeypatch.setitem(dynamo.counters["stats"], "unique_graphs", dynamo.counters["stats"]["unique_graphs"] + 1)
+    what.look_at_compiler()
+    assert what.age() == 0

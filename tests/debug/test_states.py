@@ -1,0 +1,159 @@
+"""What ranks know of each other, and what that costs a file system."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.simulated_ranks import SimulatedRun
+from tests.support.tiers import full
+from titan.cluster.rank_info import RankInfo
+from titan.debug import folder, rank_state
+from titan.debug.activity import EVALUATING, SAVING, Activity
+from titan.debug.clock import (
+    DUMP_OPERATIONS,
+    OPERATIONS_OF_NODE,
+    OPERATIONS_OF_READ,
+    READS_PER_SECOND,
+    WRITES_PER_SECOND,
+    Clock,
+)
+from titan.debug.flight import Operation
+from titan.debug.folder import Folder
+from titan.debug.rank_state import Group, RankState
+from titan.debug.states import States
+from titan.debug.verdict import Verdict
+
+MOST = 200
+"""Operations a second on the file system that a job may take."""
+
+
+def test_a_state_is_read_as_it_was_written() -> None:
+    pending = (Operation("w", 3, "barrier", started=None, peers=(1, 2)),)
+    groups = {"w": Group("world", range(0, 8, 2)), "t": Group("tensor", [1, 2, 5])}
+    state = RankState(3, "n1", attempt=2, beat=5, groups=groups, pending=pending, completed={"w": 2})
+    assert rank_state.decoded(rank_state.encoded(state), 2) == state
+    assert rank_state.decoded(rank_state.encoded(state), 1) is None
+    assert [rank_state.decoded(content, 2) for content in (None, b"", b"{", b'{"rank": 3}')] == [None] * 4
+
+
+def test_a_file_that_becomes_shorter_keeps_nothing_of_before(tmp_path: Path) -> None:
+    files = Folder(tmp_path / "some", room=64)
+    for content in (b"a long content", b"short"):
+        files.write("one", content)
+        assert Folder(tmp_path / "some").read("one") == content
+    assert files.read("two") is None and files.names() == ["one"]
+    files.remove()
+    assert not (tmp_path / "some").exists()
+
+
+def test_memory_of_ranks_that_were_killed_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "MEMORY", tmp_path)
+    alive, killed = folder.node_memory("alive"), folder.node_memory("killed")
+    for files, pid in ((alive, os.getpid()), (killed, 2**22 + 1)):  # above the largest number of a process
+        files.write("rank-0.json", rank_state.encoded(RankState(0, pid=pid)))
+        os.utime(files.path, (0, 0))
+    folder.node_memory("new")
+    assert alive.path.exists() and not killed.path.exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SimulatedRun:
+    return SimulatedRun(16, 4, tmp_path)
+
+
+def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
+    run.enter(EVALUATING)
+    list(run.rates(60))
+    first = run.nodes[0].states
+    assert [node.states.reports() for node in run.nodes] == [True, False, False, False]
+    world = first.world()
+    assert sorted(world.states) == list(range(16)) and not world.silent and not first.undecided()
+    assert sorted(file.name for file in first.shared.path.iterdir()) == [f"node-{n}.json" for n in (0, 12, 4, 8)]
+
+
+def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -> None:
+    run.enter(EVALUATING)
+    list(run.rates(60))
+    run.nodes[0].alive = False
+    list(run.rates(2 * run.nodes[1].clock.node_silent_after()))
+    assert [node.states.reports() for node in run.nodes[1:]] == [True, False, False]
+    assert run.nodes[1].states.world().silent == set(range(4))
+
+
+def test_a_verdict_reaches_all_nodes(run: SimulatedRun) -> None:
+    run.enter(EVALUATING)
+    list(run.rates(60))
+    found = Verdict(1, "rank 3 hangs", (3,), "", 1)
+    run.nodes[0].states.pass_on(found)
+    list(run.rates(2 * run.nodes[0].clock.node_interval(late=True)))
+    assert [node.states.verdict for node in run.nodes] == [found] * 4
+
+
+def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: Path) -> None:
+    run = SimulatedRun(4, 4, tmp_path)
+    states, now = run.nodes[0].states, run.now
+    other = RankState(1, pid=os.getpid(), attempt=1)
+    for beat in range(60):
+        run.now = now + beat
+        states._hear(replace(other, beat=min(beat, 3)))
+        states._hear(RankState(0, pid=os.getpid(), attempt=1, beat=beat))
+    assert states.silent_here() == {1} and states.writes() and not states.undecided()
+    states.rank = 1
+    assert not states.writes()
+
+
+def test_a_node_writes_one_file(tmp_path: Path) -> None:
+    """Real ranks of a node, with its memory."""
+    now = [0.0]
+    clocks = [Clock(Activity(now=lambda: now[0]), None, 3) for _ in range(3)]
+    ranks = [
+        States(tmp_path, RankInfo(n, 3, n), 1, clock, lambda key: Folder(tmp_path / "memory", 64))
+        for n, clock in enumerate(clocks)
+    ]
+    for beat in range(30):
+        now[0] = float(beat)
+        for number, states in enumerate(ranks):
+            states.write(RankState(number, pid=os.getpid(), attempt=1, beat=beat))
+    assert ranks[0].shared.names() == ["node-0.json"] and {clock.ranks_here for clock in clocks} == {3}
+    ranks[2].read_node()
+    assert sorted(ranks[2].known) == [0, 1, 2]
+    for states in ranks:
+        states.close()
+    assert not (tmp_path / "memory").exists()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), pytest.param(128, id="128"), full(2048, id="2,048")])
+def test_the_file_system_is_asked_little_in_every_phase(ranks: int, tmp_path: Path) -> None:
+    run = SimulatedRun(ranks, 8, tmp_path)
+    assert max(run.rates(25)) <= MOST
+    run.enter(SAVING)
+    assert max(run.rates(60)) <= MOST
+    run.nodes[0].alive = run.nodes[1].alive = False
+    assert max(run.rates(60)) <= MOST
+
+
+@given(nodes=st.integers(1, 4096), per_node=st.integers(1, 8), age=st.floats(0, 1800))
+def test_intervals_grow_with_the_number_of_nodes(nodes: int, per_node: int, age: float) -> None:
+    activity = Activity(now=lambda: age)
+    activity.since = 0.0
+    clock = Clock(activity, None, nodes * per_node)
+    clock.ranks_here = per_node
+    every = min(clock.node_interval(late) for late in (False, True))
+    assert clock.nodes == nodes and (nodes == 1 or nodes * OPERATIONS_OF_NODE / every <= WRITES_PER_SECOND + 0.01)
+    assert clock.reads(1.0) * OPERATIONS_OF_READ <= READS_PER_SECOND
+    assert clock.reads(1.0) * clock.read_interval() >= nodes - 1 and clock.node_silent_after() > 2 * every
+
+
+def test_stacks_of_2048_ranks_are_written_one_after_another() -> None:
+    clock = Clock(Activity(), None, 2048)
+    clock.ranks_here = 8
+    delays = [clock.dump_delay(rank, 1000) for rank in range(2048)]
+    assert delays[1000] == 0 and sum(d is not None for d in delays) >= 1024
+    for second in range(90):
+        assert DUMP_OPERATIONS * sum(d is not None and second <= d < second + 1 for d in delays) <= MOST

@@ -1,0 +1,122 @@
+"""The watchers' states of many ranks, in one process and with a clock of its own: what they do to the file system.
+
+Each node is its writing rank, as `titan.debug.states` makes it; the states of its other ranks lie in its memory, here a
+dictionary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan.cluster.rank_info import RankInfo
+from titan.debug import rank_state
+from titan.debug.activity import Activity
+from titan.debug.clock import Clock
+from titan.debug.rank_state import RankState
+from titan.debug.states import MEMORY_FILE, States
+
+
+class Memory:
+    """A node's memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.path = Path("/nowhere")
+
+    def write(self, name: str, content: bytes) -> None:
+        self.files[name] = content
+
+    def read(self, name: str) -> bytes | None:
+        return self.files.get(name)
+
+    def names(self) -> list[str]:
+        return list(self.files)
+
+    def remove(self) -> None:
+        self.files.clear()
+
+
+@dataclass
+class SimulatedNode:
+    """A node: what its ranks do, and the states as its writer sees them."""
+
+    first: int
+    ranks: int
+    clock: Clock
+    memory: Memory
+    states: States
+    beat: int = 0
+    alive: bool = True
+
+    def look(self) -> None:
+        """Do what the watchers of all its ranks do at a look."""
+        self.beat += 1
+        late = self.clock.lateness()
+        state = self.state(self.first, late)
+        number, content = f'"rank": {self.first},'.encode(), rank_state.encoded(state)
+        for rank in range(self.first + 1, self.first + self.ranks):
+            self.memory.write(MEMORY_FILE.format(rank), content.replace(number, f'"rank": {rank},'.encode()))
+        self.states.write(state)
+        if late >= 0.5:
+            self.states.follow()
+            if self.states.reports():
+                self.states.read()
+
+    def state(self, rank: int, late: float) -> RankState:
+        what = self.clock.activity
+        return RankState(
+            rank,
+            f"n{self.first}",
+            pid=os.getpid(),
+            attempt=1,
+            beat=self.beat,
+            phase=what.phase,
+            late=late,
+            age=what.age(),
+        )
+
+
+@dataclass
+class SimulatedRun:
+    """All nodes of a run.
+
+    Attributes:
+        now: the time in seconds.
+    """
+
+    ranks: int
+    per_node: int
+    directory: Path
+    now: float = 1000.0
+    nodes: list[SimulatedNode] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.nodes = [self._node(first) for first in range(0, self.ranks, self.per_node)]
+
+    def _node(self, first: int) -> SimulatedNode:
+        memory, clock = Memory(), Clock(Activity(now=lambda: self.now), None, self.ranks)
+        states = States(self.directory, RankInfo(first, self.ranks, 0), 1, clock, lambda key: memory)  # type: ignore[arg-type, return-value]
+        return SimulatedNode(first, self.per_node, clock, memory, states)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase on all ranks."""
+        for node in self.nodes:
+            node.clock.activity.enter(phase)
+
+    def operations(self) -> int:
+        """Return the operations on the run's directory so far."""
+        return sum(node.states.shared.operations for node in self.nodes)
+
+    def rates(self, seconds: float, tick: float = 1.0) -> Iterable[float]:
+        """Let the time pass, and yield the operations a second of each `tick`."""
+        end = self.now + seconds
+        while self.now < end:
+            before = self.operations()
+            self.now += tick
+            for node in self.nodes:
+                if node.alive:
+                    node.look()
+            yield (self.operations() - before) / tick

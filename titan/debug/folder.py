@@ -1,0 +1,139 @@
+"""Small files that some processes write and others read, each written in place with one call. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory (Linux)."""
+ROOM = 1 << 16
+"""Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
+CHUNK = 1 << 20
+"""Bytes read at once."""
+NEW_SECONDS = 60.0
+"""A folder in memory may wait so long for its first file."""
+PID = re.compile(r'"pid": (\d+)')
+
+
+class Folder:
+    """Files of one folder, by their names; the folder is created with the first of them.
+
+    Attributes:
+        path: the folder.
+        operations: calls of the file system so far.
+    """
+
+    def __init__(self, path: Path, room: int = 0) -> None:
+        """Take the folder; each file that is written gets `room` bytes."""
+        self.path, self.room, self.operations = path, room, 0
+        self._written: dict[str, tuple[int, int]] = {}
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace the content of a file; what was longer is filled with spaces.
+
+        Raises:
+            OSError: when it can't be written.
+        """
+        descriptor, longest = self._written.get(name) or (self._create(name), 0)
+        self._written[name] = descriptor, max(longest, len(content))
+        os.pwrite(descriptor, content.ljust(longest), 0)
+        self.operations += 1
+
+    def _create(self, name: str) -> int:
+        self.operations += 2
+        try:
+            descriptor = self._open(name)
+        except FileNotFoundError:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = self._open(name)
+        if self.room and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, self.room)
+        return descriptor
+
+    def _open(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600 if self.room else 0o644)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file without what it is filled with; None where there is none."""
+        self.operations += 3
+        try:
+            descriptor = os.open(self.path / name, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            pieces = iter(lambda: os.read(descriptor, CHUNK), b"")
+            return b"".join(pieces).rstrip(b"\0 ")
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """Return the names of the files."""
+        self.operations += 1
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor, _ in self._written.values():
+            os.close(descriptor)
+        self._written.clear()
+
+    def remove(self) -> None:
+        """Remove the files that were written here, and the folder where it has no others."""
+        for name in self._written:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / name)
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+def node_memory(key: str) -> Folder:
+    """Return a folder in this node's memory, which its processes of this user share.
+
+    Folders of ranks that have all ended are removed: a killed rank leaves its own behind.
+
+    Args:
+        key: what the folder is for.
+
+    Raises:
+        OSError: when it can't be created, or belongs to somebody else.
+    """
+    parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    prefix = f"titan-{os.getuid()}-{_process_namespace()}-"
+    path = parent / f"{prefix}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    for other in parent.glob(f"{prefix}*"):
+        if other != path and not _is_used(other):
+            shutil.rmtree(other, ignore_errors=True)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    return Folder(path, ROOM)
+
+
+def _process_namespace() -> int:
+    """Return the number of the namespace that this process's number belongs to; 0 where there are none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a process that wrote a state into the folder runs, or may be about to write its first."""
+    try:
+        pids = [found[1] for file in path.glob("rank-*.json") for found in PID.finditer(file.read_text())]
+        return any(Path(f"/proc/{pid}").exists() for pid in pids) or time.time() - path.stat().st_mtime < NEW_SECONDS
+    except (OSError, ValueError):
+        return True
