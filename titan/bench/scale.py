@@ -36,7 +36,7 @@ from titan.debug.activity import COMPUTING, Activity
 from titan.debug.clock import Clock
 from titan.debug.rank_state import RankState, encoded
 from titan.debug.states import MEMORY_FILE, States
-from titan.errors import RunError
+from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -130,15 +130,18 @@ Work = Callable[[int, Meter], None]
 """Does something on one rank of so many, within a meter."""
 
 
-def suite(case: str, ranks: Sequence[int] = RANKS) -> Iterator[Row]:
+def suite(case: str) -> Iterator[Row]:
     """Measure the rows whose title contains a text.
 
     Raises:
+        ConfigError: when there is none.
         RunError: when a measurement fails.
     """
-    for (rank, what), work in WORK.items():
-        if case in what:
-            yield Row([Cost(rank, what, count, *_measure(work, count)) for count in ranks])
+    rows = {title: work for title, work in WORK.items() if case in title[1]}
+    if not rows:
+        raise ConfigError(f"--case {case}: no row has a title that contains this; give a part of one of the titles.")
+    for (rank, what), work in rows.items():
+        yield Row([Cost(rank, what, count, *_measure(work, count)) for count in RANKS])
 
 
 def _measure(work: Work, ranks: int) -> tuple[float, float]:
