@@ -11,7 +11,7 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu clean
+.PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu gpu-speeds clean
 
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -43,7 +43,10 @@ lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m titan.bench $(ARGS)
 
-gpu: $(GPU_ENV)          ## the same on a GPU, for llama1b, 8B and experts; RUN=python3 takes the Python that you have
+gpu: $(GPU_ENV)          ## is a GPU right, and how fast: a report in ./acceptance, half an hour; RUN=python3 takes your Python
+	$(RUN) -m titan.bench --suite acceptance cluster.device=cuda $(ARGS)
+
+gpu-speeds: $(GPU_ENV)   ## titan against the bare loop on a GPU of 141 GB: llama1b, 8B and experts, memory modes, saves
 	$(RUN) -m titan.bench --suite gpu $(ARGS)
 	$(RUN) -m titan.bench --suite modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
 	  training.global_batch=8192 precision=bf16 $(ARGS)

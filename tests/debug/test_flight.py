@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from titan.debug.dumps import record_nccl_timeouts
 from titan.debug.flight import Collectives, Operation, collectives, dump, kind
 
 
@@ -85,3 +88,15 @@ def test_the_recorder_is_that_of_the_backend(backend: str, name: bytes, monkeypa
 
 def test_no_recorder_is_no_collective() -> None:
     assert collectives(b"") == Collectives({}, {}, ())
+
+
+@pytest.mark.parametrize("given", [None, "/elsewhere/nccl_"])
+def test_nccls_own_dumps_go_into_the_run_unless_the_user_says_where(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    monkeypatch.setattr(os, "environ", {names[1]: given} if given else {})
+    record_nccl_timeouts(tmp_path)
+    expected = f"{tmp_path}/debug/flight_recorder/nccl_rank_"
+    assert os.environ == ({names[1]: given} if given else dict.fromkeys(names, expected))
+    assert (tmp_path / "debug/flight_recorder").is_dir() == (given is None)

@@ -108,6 +108,26 @@ def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: P
     assert not states.writes()
 
 
+def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None:
+    """Each in a container, for example."""
+    now = [0.0]
+
+    def alone(number: int) -> States:
+        clock = Clock(Activity(now=lambda: now[0]), None, 4)
+        return States(tmp_path, RankInfo(number, 4, number), 1, clock, lambda key: Folder(tmp_path / str(number), 64))
+
+    ranks = [alone(number) for number in range(4)]
+    for beat in range(90):
+        now[0] = float(beat)
+        for number, states in enumerate(ranks):
+            states.write(RankState(number, pid=os.getpid(), attempt=1, beat=beat, late=1.0))
+            states.follow()
+            if states.reports():
+                states.read()
+    assert [states.reports() for states in ranks] == [True, False, False, False]
+    assert sorted(ranks[0].world().states) == [0, 1, 2, 3] and not ranks[0].world().silent
+
+
 def test_a_node_writes_one_file(tmp_path: Path) -> None:
     """Real ranks of a node, with its memory."""
     now = [0.0]

@@ -40,8 +40,8 @@ CHECKPOINTS = (
     fault(
         "checksums: those of one rank's files only",
         "titan/checkpoint/restore.py",
-        "manifest.verify(folder, mine)",
-        "manifest.verify(folder, {} if coordinator.rank else mine)",
+        "manifest.verify(folder, mine, coordinator",
+        "manifest.verify(folder, {} if coordinator.rank else mine, coordinator",
         "checkpoint/test_saving.py::TestDamage::test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used",
     ),
     fault(

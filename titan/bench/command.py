@@ -35,6 +35,9 @@ from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
 from titan.run.run import Run
 
+SUITES = (
+    "cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts", "acceptance", "scale",
+)  # fmt: skip
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
 TURNS = {"features": features, "experts": experts}
@@ -52,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--suite",
-        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts", "scale"),
+        choices=SUITES,
         default="cpu",
         help="what to measure",
     )
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default 5)")
     parser.add_argument("--case", default="", help="only cases whose title contains this text")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--report", type=Path, default=Path("acceptance"), help="the folder of --suite acceptance")
     parser.add_argument("--profile", action="store_true", help="print the slowest operators of each case")
     parser.add_argument("--only", choices=(*SIDES, "sync"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
@@ -89,6 +93,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
     run = compose.composed([*LONG, *base])
     found: dict[str, Any] = {"machine": asdict(run.machine), "code": identity.code(), "date": time.strftime("%Y-%m-%d")}
     print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
+    if args.suite == "acceptance":
+        return _acceptance(run, args, overrides, found)
     if args.suite == "modes":
         return _modes(run, args, overrides)
     if args.suite == "data":
@@ -204,6 +210,17 @@ def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
             found += [asdict(measured)] if measured else []
             _write_json(args.json, found)
     return 0
+
+
+def _acceptance(run: Run, args: argparse.Namespace, overrides: list[str], about: dict[str, Any]) -> int:
+    """Ask a device everything that a run relies on."""
+    from titan.bench.acceptance import parts, report
+    from titan.bench.acceptance.lab import Lab
+
+    device, others = run.machine.device, [one for one in overrides if not one.startswith("cluster.device=")]
+    lab = Lab(args.report.resolve(), device, run.machine.count if device == "cuda" else 2, tuple(others))
+    known = {name: value for name, value in about.items() if name != "date"}
+    return report.run(lab, parts.select(args.case), known)
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +91,7 @@ class States:
         self._turn = rank_info.rank / rank_info.world_size
         self._read_at = self._began
         self._followed: float | None = None
-        self._is_first = self.first == 0
+        self._is_first = self.rank == 0
         self._unread: list[int] = []
 
     def _memory(self, memory: Callable[[str], Folder], key: str) -> Folder | None:
@@ -189,9 +189,9 @@ class States:
         return now - self._followed >= interval
 
     def _follow_node(self) -> None:
-        for number in sorted(_numbers(NODE_FILE, self.shared.names())):
+        for number in self._before(sorted(_numbers(NODE_FILE, self.shared.names()))):
             known = self.nodes.get(number)
-            if number < self.first and (known is None or self._alive(known)):
+            if known is None or self._alive(known):
                 node = self._read_node_file(number)
                 if node.verdict is not None and node.verdict != self.verdict:
                     self.pass_on(node.verdict)
@@ -199,6 +199,10 @@ class States:
                     self._is_first = False
                     return
         self._is_first = True
+
+    def _before(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the nodes' files that belong to other nodes before this one."""
+        return [number for number in numbers if number < self.rank and number not in self._heard]
 
     def _verdict_here(self) -> Verdict | None:
         """Return the verdict that this node's writer has passed on in memory."""
@@ -215,7 +219,7 @@ class States:
 
     def reports(self) -> bool:
         """Whether all lower ranks are silent, so that this one reports."""
-        before = [node for number, node in self.nodes.items() if number < self.first]
+        before = [self.nodes[number] for number in self._before(self.nodes)]
         return self.writes() and self._is_first and not any(map(self._alive, before))
 
     def read(self) -> bool:

@@ -1,0 +1,88 @@
+"""Each attention kernel of a device against fp32 on the CPU: `python -m titan.bench.acceptance.kernels DEVICE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPE = (2, 8, 256, 64)
+"""Rows, heads, tokens and width of a head."""
+PAIRS = 2
+"""Heads of keys and values."""
+ROUNDING = {"bf16": 2e-2, "fp32": 2e-3}
+"""Largest relative errors of outputs and gradients; tensor cores compute fp32 matmuls with fewer bits where allowed."""
+
+
+def main(device: str) -> int:
+    """Print a line of JSON for each kernel and type: its error, or why it can't run."""
+    for name in (*_sdpa(), "flex"):
+        for word, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            print(
+                json.dumps({"kernel": name, "type": word, **_compared(name, dtype, torch.device(device))}), flush=True
+            )
+    return 0
+
+
+def _sdpa() -> tuple[str, ...]:
+    from titan.model.attention import NAMED
+
+    return tuple(NAMED)
+
+
+def _compared(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    inputs = _inputs()
+    wanted = _results("math", [x.clone().requires_grad_() for x in inputs])
+    try:
+        moved = [x.to(device, dtype).requires_grad_() for x in inputs]
+        found = _results(name, moved)
+    except (RuntimeError, NotImplementedError) as error:
+        return {"refused": " ".join(str(error).split())[:200]}
+    return {"error": max(_error(a.detach().float().cpu(), b.detach()) for a, b in zip(found, wanted, strict=True))}
+
+
+def _inputs() -> list[Tensor]:
+    """Return query, key, value, and the gradient of the output; values that bf16 holds."""
+    generator = torch.Generator().manual_seed(0)
+    rows, _, tokens, width = SHAPE
+    shapes = [SHAPE, (rows, PAIRS, tokens, width), (rows, PAIRS, tokens, width), SHAPE]
+    return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+
+
+def _results(name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """Return output and gradients of causal attention."""
+    q, k, v, upstream = inputs
+    out = _flex(q, k, v) if name == "flex" else _scaled(name, q, k, v)
+    return [out, *torch.autograd.grad(out, (q, k, v), upstream.detach())]
+
+
+def _scaled(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention import sdpa_kernel
+
+    from titan.model.attention import NAMED
+
+    with sdpa_kernel(NAMED[name]):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device=q.device)
+    compute: Any = torch.compile(flex_attention) if q.device.type == "cuda" else flex_attention
+    found: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=True)
+    return found
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

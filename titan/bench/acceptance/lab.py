@@ -1,0 +1,169 @@
+"""Runs of the acceptance suite: each is a command in a process, in a folder that is kept. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SMALL = (
+    "model=debug", "dataset=synthetic", "dataset.tokens=200000", "training.seq_len=64", "training.global_batch=512",
+    "training.steps=5", "training.attention=auto", "checkpoint=off", "evaluation.tokens=0", "metrics.plot=false",
+    "metrics.sample_tokens=0",
+)  # fmt: skip
+"""A run of seconds."""
+SECONDS = 300.0
+"""The most time of a command."""
+
+
+@dataclass
+class Findings:
+    """What a part has found.
+
+    Attributes:
+        figures: numbers and words for the report, by name.
+        problems: what is wrong, one sentence each.
+        skipped: why it can't run here; empty where it ran.
+    """
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def require(self, holds: bool, problem: str) -> None:
+        """Add a problem unless something holds."""
+        if not holds:
+            self.problems.append(problem)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of `titan.train` that has ended.
+
+    Attributes:
+        folder: the run's directory.
+        code: its exit code; -1 where it took too long.
+        output: what it printed.
+        steps: the lines of metrics.jsonl that have a loss.
+        seconds: how long the command took.
+    """
+
+    folder: Path
+    code: int
+    output: str
+    steps: Sequence[Mapping[str, Any]]
+    seconds: float
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, the last attempt's where there are several."""
+        return [line["loss"] for _, line in sorted({line["step"]: line for line in self.steps}.items())]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time of a step, without the first three."""
+        times = [line["step_seconds"] for line in self.steps[3:]] or [line["step_seconds"] for line in self.steps]
+        return statistics.median(times) if times else float("nan")
+
+    @property
+    def memory_gib(self) -> float:
+        """The peak memory of rank 0."""
+        return max((line["memory_gib"] for line in self.steps), default=float("nan"))
+
+    def tail(self) -> str:
+        """Return the last line that it printed."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "it printed nothing"
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where runs happen.
+
+    Attributes:
+        folder: of the report.
+        device: "cuda" or "cpu".
+        devices: how many there are.
+        overrides: settings of every run, behind those of a part.
+    """
+
+    folder: Path
+    device: str
+    devices: int
+    overrides: tuple[str, ...] = ()
+
+    def train(
+        self, name: str, *settings: str, stop_after: int | None = None, seconds: float = SECONDS, small: bool = True
+    ) -> Trained:
+        """Run `titan.train` in the folder `runs/NAME`, where it may go on with what is there.
+
+        Args:
+            name: the folder's name.
+            settings: overrides.
+            stop_after: send SIGTERM after so many steps; None: never.
+            seconds: after which it is killed.
+            small: whether it is a run of seconds, see `SMALL`.
+        """
+        run = self.folder / "runs" / name
+        base = (*(SMALL if small else ()), f"cluster.device={self.device}", f"hydra.run.dir={run}")
+        command = ["-m", "titan.train", *base, *settings, *self.overrides]
+        began = time.monotonic()
+        code, output = self.run(name, command, lambda: _stops(run, stop_after), seconds)
+        return Trained(run, code, output, list(_steps(run)), time.monotonic() - began)
+
+    def run(
+        self, name: str, command: Sequence[str], stops: Callable[[], bool] = lambda: False, seconds: float = SECONDS
+    ) -> tuple[int, str]:
+        """Run a Python command; its output is also in `logs/NAME.txt`.
+
+        Returns:
+            Its exit code, -1 where it took too long; what it printed.
+        """
+        log = self.folder / "logs" / f"{name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, *command], stdout=out, stderr=out, env=dict(os.environ), start_new_session=True
+            )
+            code = _wait(process, stops, time.monotonic() + seconds)
+        return code, log.read_text(errors="replace")
+
+
+def _wait(process: subprocess.Popen[bytes], stops: Callable[[], bool], deadline: float) -> int:
+    """Wait for a process, ask it to stop when `stops` says so, and kill all that it started at the deadline."""
+    asked = False
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if not asked and stops():
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(0.05)
+        return -1 if process.poll() is None else process.returncode
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _stops(run: Path, after: int | None) -> bool:
+    return after is not None and sum(1 for _ in _steps(run)) >= after
+
+
+def _steps(run: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of metrics.jsonl that have a loss."""
+    file = run / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            found = json.loads(line)
+        except ValueError:  # it is being written
+            continue
+        if "loss" in found:
+            yield found
