@@ -123,9 +123,9 @@ class SlowRanks:
             return []
         latest, waited = np.median(self.steps, axis=0)
         usual = median_of_others(latest, self.stages)
-        slow = np.flatnonzero(latest > self.factor * usual).tolist()
-        warnings = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in self.named]
-        warnings += [f"rank {rank} is no longer slow" for rank in self.named if rank not in slow]
+        slow, known = np.flatnonzero(latest > self.factor * usual).tolist(), set(self.named)
+        warnings = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in known]
+        warnings += [f"rank {rank} is no longer slow" for rank in sorted(known.difference(slow))]
         self.named = slow
         return warnings
 
