@@ -191,7 +191,7 @@ def test_ranks_that_are_slow_together_are_no_error(states: list[RankState], word
 def test_a_collective_that_all_have_entered_names_no_rank(make: Any, timed: bool) -> None:
     found = diagnose(world(*(make(n) for n in range(4))))
     assert (found.ranks, found.together) == ((), True)
-    words = "all 4 ranks have entered the all-gather of layer 12 (fsdp), step 118, and none has completed it; "
+    words = "ranks 0, 1, 2, 3 have entered the all-gather of layer 12 (fsdp), step 118, and none has completed it; "
     assert found.what.startswith(words) and ("TORCH_NCCL_ENABLE_TIMING" in found.what) == timed
 
 

@@ -35,7 +35,7 @@ MOST = 200
 
 def test_a_state_is_read_as_it_was_written() -> None:
     pending = (Operation("w", 3, "barrier", started=None, peers=(1, 2)),)
-    groups = {"w": Group("world", range(0, 8, 2)), "t": Group("tensor", [1, 2, 5])}
+    groups = {"w": Group("world", range(0, 8, 2)), "t": Group("tensor", (1, 2, 5))}
     state = RankState(3, "n1", attempt=2, beat=5, groups=groups, pending=pending, completed={"w": 2})
     assert rank_state.decoded(rank_state.encoded(state), 2) == state
     assert rank_state.decoded(rank_state.encoded(state), 1) is None

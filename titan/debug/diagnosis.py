@@ -131,10 +131,9 @@ class _Absent:
 
 
 def _members(world: World, state: RankState, op: Operation) -> Sequence[int]:
-    """Return the ranks of a collective; they can be compared and hashed."""
+    """Return the ranks of a collective; the same value on each of them."""
     group = state.groups.get(op.group)
-    members = op.peers or (group.ranks if group else range(world.size))
-    return members if isinstance(members, range) else tuple(members)
+    return op.peers or (group.ranks if group else range(world.size))
 
 
 def _awaited(state: RankState) -> list[Operation]:
@@ -309,12 +308,12 @@ def _together(live: Mapping[int, RankState]) -> Diagnosis | None:
     if not waiting:
         return None
     names = Counter((_in_words(state, state.pending[0]), state.pending[0].started) for state in waiting)
-    (words, started), count = names.most_common(1)[0]
+    words, started = names.most_common(1)[0][0]
     cause = "the network between them, or a device"
     if started is None:
         cause += ": TORCH_NCCL_ENABLE_TIMING=1 records which of them have begun it"
-    who = "both" if count == 2 else f"all {count}"
-    what = f"{who} ranks have entered the {words}{_at_step(waiting[0].step)}, and none has completed it; {cause}"
+    them = [state.rank for state in waiting if _in_words(state, state.pending[0]) == words]
+    what = f"{listed(them)} have entered the {words}{_at_step(waiting[0].step)}, and none has completed it; {cause}"
     return Diagnosis((), what, together=True)
 
 

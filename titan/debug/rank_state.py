@@ -32,7 +32,7 @@ STOPPED = ("T", "t", "Z", "")
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: the layout's dimension that it runs along, and its ranks."""
+    """A process group: the layout's dimension that it runs along, and its ranks, as `compact` returns them."""
 
     dimension: str
     ranks: Sequence[int]
@@ -121,15 +121,20 @@ def decoded(content: bytes | None, attempt: int) -> RankState | None:
     return None
 
 
-def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+def compact(ranks: Sequence[int]) -> Sequence[int]:
     """Return ranks at equal distances as a range: a group of all ranks may have thousands."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     span = range(ranks[0], ranks[-1] + 1, step)
-    return {"start": span.start, "stop": span.stop, "step": step} if list(span) == list(ranks) else list(ranks)
+    return span if list(span) == list(ranks) else tuple(ranks)
+
+
+def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    span = compact(ranks)
+    return {"start": span.start, "stop": span.stop, "step": span.step} if isinstance(span, range) else list(span)
 
 
 def _unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
-    return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else ranks
+    return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
 
 
 def process_state(pid: int) -> str:

@@ -22,7 +22,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
 from titan.debug.activity import Activity
 from titan.debug.dumps import record_nccl_timeouts
-from titan.debug.rank_state import Group
+from titan.debug.rank_state import Group, compact
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
@@ -168,7 +168,7 @@ def groups_of(world: World) -> dict[str, Group]:
     found: dict[str, Group] = {}
     for name, group in known if names else ():
         if group is not None and (group.group_name not in found or [name] == names):
-            found[group.group_name] = Group(name, dist.get_process_group_ranks(group))
+            found[group.group_name] = Group(name, compact(dist.get_process_group_ranks(group)))
     return found
 
 

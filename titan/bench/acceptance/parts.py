@@ -239,6 +239,20 @@ def hang(lab: Lab) -> Findings:
     return found
 
 
+def recorder(lab: Lab) -> Findings:
+    """Read the Flight Recorder of one rank, on a GPU while a collective waits for a kernel; its content is kept."""
+    found = Findings()
+    file = lab.folder / "flight_recorder" / f"{lab.device}-one-rank"
+    code, output = lab.run("recorder", ["-m", "titan.bench.acceptance.recorder", lab.device, str(file)])
+    seen: dict[str, Any] = next((json.loads(line) for line in output.splitlines() if line.startswith("{")), {})
+    found.figures |= seen
+    found.require(code == 0, f"the recorder was not read: exit code {code}")
+    last = 4 if lab.device == "cuda" else 3
+    found.require(seen.get("entered") == last, f"{seen.get('entered')} collectives are entered, not {last}")
+    found.require(seen.get("completed") == 3, f"{seen.get('completed')} collectives are completed, not 3")
+    return found
+
+
 def _hook(name: str, step: int, **settings: Any) -> Iterable[str]:
     """Return the overrides of a hook that disturbs a step."""
     given = {"step": step, **settings}
@@ -274,6 +288,7 @@ PARTS = (
     Part("predicted", "are memory and step time as predicted", predicted, 2),
     Part("saves", "do asynchronous saves cost nothing", saves, 4),
     Part("layouts", "does each layout of two devices compute the same", layouts, 4),
+    Part("recorder", "what is recorded of collectives", recorder, 0.5),
     Part("hang", "is a rank that hangs named", hang, 1),
     Part("speeds", "how fast is it, and does a step wait for the host", speeds, 12),
 )
