@@ -271,6 +271,13 @@ PARALLELISM = (
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
     ),
     fault(
+        "gradient norm: it takes an all-reduce of its own",
+        "titan/training/trainer.py",
+        'if self.hooks.wants("before_optimizer"):  # it may change gradients',
+        "if True:",
+        "training/test_collectives.py::test_a_step_sums_its_metrics_and_the_norm_at_once",
+    ),
+    fault(
         "gradient norm: a tied weight of two stages counts twice",
         "titan/training/train_step.py",
         "if p.grad is not None and p is not replica)",
