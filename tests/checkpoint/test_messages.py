@@ -1,4 +1,4 @@
-"""How much the ranks tell each other in a save, and that the thread that trains has no part in it."""
+"""How much the ranks send each other in a save, and that the thread that trains has no part in it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from tests.support import save_messages
 from tests.support.ranks import run_ranks
 from tests.support.runs import same, saved, tiny, train
 from tests.support.tiers import full
-from titan.checkpoint import manifest, restore
+from titan.checkpoint import manifest, plans, restore
+from titan.checkpoint.assignment import Holdings, describe
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.plans import Plans, shared_out
+from titan.checkpoint.plans import Plans
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import Writer
 from titan.parallelism.exchange import Exchange
@@ -62,7 +63,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
                 seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
 
         watch(Exchange, name, note)
-    for owner, name in ((DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "create_global_plan")):
+    for owner, name in ((DefaultSavePlanner, "create_local_plan"), (plans, "assign")):
         watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
     return seen
 
@@ -77,8 +78,8 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
         assert [[kind for kind, _ in save] for save in found["saves"]] == [ROUNDS] * 3
         first, *later = [[size for kind, size in save if kind == "gather"] for save in found["saves"]]
         assert all(size < 200 < first[0] for save in later for size in save), "what has changed is sent, and no more"
-        plans = [name for name, _ in found["planned"]]
-        assert plans == ["create_local_plan", *(["create_global_plan"] if rank == 0 else [])]
+        planned = [name for name, _ in found["planned"]]
+        assert planned == ["create_local_plan", *(["assign"] if rank == 0 else [])]
         assert all(thread.startswith("titan-checkpoint") for _, thread in found["planned"])
     assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-4", "step-6"]
 
@@ -114,10 +115,10 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     def broken(trainer: Trainer) -> dict[str, Any]:
         write = Plans.write
 
-        def fails(plans: Plans, writer: Writer) -> Any:
+        def fails(own: Plans, writer: Writer) -> Any:
             if "step-4" in str(writer.path) and trainer.world.rank_info.rank == 1:
                 raise OSError(28, "No space left on device")
-            return write(plans, writer)
+            return write(own, writer)
 
         Plans.write = fails  # type: ignore[method-assign]  # in a rank's process
         return counted(trainer)
@@ -126,7 +127,7 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     first, second = train(tiny(tmp_path / "run", *how, layout="fsdp2"), broken)
     for rank, found in enumerate((first.extra, second.extra)):
         names = [name for name, _ in found["planned"]]
-        assert names == ["create_local_plan", *(["create_global_plan"] if rank == 0 else [])] * 2
+        assert names == ["create_local_plan", *(["assign"] if rank == 0 else [])] * 2
     assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-6"]
     whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
     train(whole)
@@ -135,44 +136,33 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
 
 class TestPlans:
     @staticmethod
-    def held(*names: str) -> list[Any]:
-        """What a rank that holds whole tensors of these names holds; of so many bytes as the name's number says."""
-        state = {name: torch.zeros(int(name[1:])) for name in names}
-        return list(Plans(0).propose(state) or ())
+    def proposed(*names: str) -> Any:
+        """What a rank that has whole tensors of these names proposes; of as many elements as the name's number says."""
+        return Plans(0).propose({name: torch.zeros(int(name[1:])) for name in names})
 
-    def test_each_item_is_written_once_and_ranks_write_about_the_same(self) -> None:
-        both, one, other = self.held("a8", "b8", "c8", "d8"), self.held("e4", "a8"), self.held("f30")
-        parts = shared_out([both, both, one, other])
-        written = [
-            item.index.fqn
-            for held, part in zip((both, both, one, other), parts, strict=True)
-            for item, chosen in zip(held, part, strict=True)
-            if chosen
-        ]
-        assert sorted(written) == ["a8", "b8", "c8", "d8", "e4", "f30"]
-        assert [sum(part) for part in parts[:2]] == [2, 2]
+    def test_only_who_has_something_else_is_asked_again(self) -> None:
+        found = Plans(0)
+        first, second, more = self.proposed("a8"), self.proposed("b8"), self.proposed("b8", "c8")
+        assert found.settle([first, second]) == [b"\1", b"\1"]
+        assert found.settle([first.digest(), second.digest()]) == [None, None]
+        assert found.settle([first.digest(), more]) == [b"\1", b"\1\1"]
+        assert found.shared.assignment is not None
+        assert sorted(info.name for info in found.shared.assignment.tensors) == ["a8", "b8", "c8"]
 
-    def test_only_who_holds_something_else_is_asked_again(self) -> None:
-        plans = Plans(0)
-        first = plans.settle([self.held("a8"), self.held("b8")])
-        assert first == [b"\1", b"\1"]
-        assert plans.settle([None, None]) == [None, None]
-        assert plans.settle([None, self.held("b8", "c8")]) == [b"\1", b"\1\1"]
-        assert sorted(plans.metadata.state_dict_metadata) == ["a8", "b8", "c8"]
-
-    def test_tensors_of_which_no_rank_holds_a_part_are_no_plan(self) -> None:
-        items = save_messages.items(0)
-        with pytest.raises(ValueError, match="invalid fill"):
-            Plans(0).settle([items, items])
+    def test_tensors_of_which_no_rank_has_a_part_are_no_plan(self) -> None:
+        holdings = describe(save_messages.items(0))
+        with pytest.raises(ValueError, match="don't make up the tensor"):
+            Plans(0).settle([holdings, holdings])
 
     @pytest.mark.parametrize("change", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {"a": torch.zeros(2).double()}])
     def test_another_state_is_proposed_anew(self, change: dict[str, torch.Tensor]) -> None:
-        plans = Plans(0)
-        assert plans.propose({"a": torch.zeros(2)}) is not None
-        assert plans.propose({"a": torch.ones(2)}) is None
-        assert plans.propose(change) is not None
-        plans.forget()
-        assert plans.propose(change) is not None
+        found = Plans(0)
+        first = found.propose({"a": torch.zeros(2)})
+        assert isinstance(first, Holdings)
+        assert found.propose({"a": torch.ones(2)}) == first.digest()
+        assert isinstance(found.propose(change), Holdings)
+        found.forget()
+        assert isinstance(found.propose(change), Holdings)
 
 
 def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwise() -> None:

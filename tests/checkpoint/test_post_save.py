@@ -57,8 +57,8 @@ class TestCopiesThatWereKilled:
         def dying(trainer: Trainer) -> None:
             upload = Remote.upload
 
-            def late(self: Remote, folder: Path, mine: Any) -> None:
-                upload(self, folder, mine)
+            def late(self: Remote, folder: Path, mine: Any, *more: Any) -> None:
+                upload(self, folder, mine, *more)
                 if folder.name == f"step-{step}":
                     os._exit(9)
 

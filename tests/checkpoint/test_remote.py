@@ -221,10 +221,10 @@ class TestRuns:
     ) -> None:
         upload = Remote.upload
 
-        def failing(self: Remote, folder: Path, files: Any) -> None:
+        def failing(self: Remote, folder: Path, files: Any, *more: Any) -> None:
             if folder.name == "step-2":
                 raise OSError(5, "Input/output error")
-            upload(self, folder, files)
+            upload(self, folder, files, *more)
 
         monkeypatch.setattr(Remote, "upload", failing)
         path = f"checkpoint.path={tmp_path}/elsewhere"
@@ -245,11 +245,11 @@ class TestRuns:
         monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)
         upload, tried = Remote.upload, []
 
-        def failing(self: Remote, folder: Path, files: Any) -> None:
+        def failing(self: Remote, folder: Path, files: Any, *more: Any) -> None:
             tried.append(folder)
             if len(tried) <= times:
                 raise OSError(5, "Input/output error")
-            upload(self, folder, files)
+            upload(self, folder, files, *more)
 
         monkeypatch.setattr(Remote, "upload", failing)
         run = tiny(tmp_path / "run", f"checkpoint.path={tmp_path}/elsewhere", layout="fsdp2")

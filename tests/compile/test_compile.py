@@ -246,8 +246,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     model.init_buffers("cpu")
     x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])
     one(x, y).backward()
-    for parameter in one.parameters():
-        tensor.reduce_partial_grad(parameter)
+    tensor.sum_shared_gradients(one.modules(), mesh.get_group(), torch.device("cpu"))
     return {n: p.grad.full_tensor() for n, p in one.named_parameters()}  # type: ignore[union-attr]
 
 

@@ -13,6 +13,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.support.processes import LIMIT
 from tests.support.tiers import full
+from titan.parallelism import exchange
 from titan.parallelism.exchange import Exchange
 
 
@@ -63,6 +64,34 @@ def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], 
             assert own == b"%d to %d" % (number, rank)
     left = stores()
     if hasattr(left, "host"):  # a TCPStore: a file has keys of its own
+        assert not [key for key in left.list_keys() if "titan/exchange" in key]
+
+
+@pytest.mark.parametrize("largest", [pytest.param(4, id="many-parts"), full(exchange.LARGEST, id="as-it-is")])
+def test_a_large_message_is_split_and_arrives_whole(
+    largest: int, stores: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's TCPStore drops a connection that sends 8 MiB at once."""
+    monkeypatch.setattr(exchange, "LARGEST", largest)
+    sizes = [0, largest - 1, largest, largest + 1, 2 * largest, 2 * largest + 3]
+
+    def work(exchange: Exchange) -> list[Any]:
+        seen: list[Any] = []
+        for size in sizes:
+            message = bytes([exchange.rank]) * size
+            seen.append(exchange.gather(message))
+            seen.append(exchange.broadcast(message))
+            seen.append(exchange.scatter([bytes([rank]) * size for rank in range(3)] if exchange.rank == 0 else ()))
+        exchange.part()
+        return seen
+
+    for rank, seen in enumerate(on_ranks(stores, work)):
+        for number, size in enumerate(sizes):
+            gathered, all_get, own = seen[3 * number : 3 * number + 3]
+            assert gathered == ([bytes([r]) * size for r in range(3)] if rank == 0 else None)
+            assert (all_get, own) == (bytes(size), bytes([rank]) * size)
+    left = stores()
+    if hasattr(left, "host"):
         assert not [key for key in left.list_keys() if "titan/exchange" in key]
 
 

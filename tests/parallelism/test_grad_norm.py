@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,10 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
-from titan.parallelism.grad_norm import clip, total_norm
+from titan.cluster.rank_info import RankInfo
+from titan.parallelism.grad_norm import clip, sum_squares
+from titan.parallelism.mesh import World
+from titan.parallelism.schema import Layout
+from titan.parallelism.tensor_norms import holders
 
 SHAPES = [(5, 3), (8, 8), (7,), (1, 64), (2, 3, 4)]
 CPU = torch.device("cpu")
+ALONE = World(RankInfo(0, 1, 0), Layout(), CPU)
 Placed = list[tuple[Any, ...] | None]
 
 
@@ -26,17 +31,24 @@ def tensors(scale: float = 1.0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
 
 
+def total_norm(gradients: list[Tensor], world: World = ALONE) -> Tensor:
+    """The norm over all ranks, as a step computes it."""
+    part = sum_squares(((gradient, holders(gradient, world)) for gradient in gradients), CPU)
+    return world.sum(part).sqrt().float()
+
+
 def exact(gradients: list[Tensor]) -> float:
     return float(torch.cat([g.double().flatten() for g in gradients]).norm())
 
 
+@example([3.0], 100.0)
 @given(st.lists(st.floats(-1e8, 1e8, width=32), min_size=1, max_size=9), st.floats(0.125, 1e6))
 def test_plain_tensors_as_torch(values: list[float], largest: float) -> None:
     ours = [torch.tensor(values), torch.tensor(values[:1])]
     theirs = [torch.nn.Parameter(torch.zeros_like(t)) for t in ours]
     for parameter, gradient in zip(theirs, ours, strict=True):
         parameter.grad = gradient.clone()
-    norm = total_norm(ours, CPU)
+    norm = total_norm(ours)
     assert norm.item() == pytest.approx(exact(ours), rel=1e-6)
     clip(ours, norm, largest)
     torch.nn.utils.clip_grad_norm_(theirs, largest)
@@ -46,22 +58,22 @@ def test_plain_tensors_as_torch(values: list[float], largest: float) -> None:
 
 def test_a_large_matrix_loses_no_digits() -> None:
     big = torch.full((4096, 1024), 0.1)
-    assert total_norm([big], CPU).item() == pytest.approx(exact([big]), rel=1e-6)
+    assert total_norm([big]).item() == pytest.approx(exact([big]), rel=1e-6)
 
 
 def test_gradients_in_bf16_are_summed_in_fp32() -> None:
     gradients = [t.bfloat16() for t in tensors()]
-    assert total_norm(gradients, CPU).dtype == torch.float32
-    assert total_norm(gradients, CPU).item() == pytest.approx(exact(gradients), rel=1e-6)
+    assert total_norm(gradients).dtype == torch.float32
+    assert total_norm(gradients).item() == pytest.approx(exact(gradients), rel=1e-6)
 
 
 def test_no_gradients_have_no_norm() -> None:
-    assert total_norm([], CPU) == 0
+    assert total_norm([]) == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 def test_what_is_not_finite_shows(bad: float) -> None:
-    assert not total_norm([*tensors(), torch.tensor([bad])], CPU).isfinite()
+    assert not total_norm([*tensors(), torch.tensor([bad])]).isfinite()
 
 
 def place(gradients: list[Tensor], mesh: DeviceMesh, placements: Placed) -> list[Tensor]:
@@ -71,7 +83,7 @@ def place(gradients: list[Tensor], mesh: DeviceMesh, placements: Placed) -> list
 def measured(rank: int, world: int, sizes: tuple[int, ...], placements: Placed, largest: float) -> Any:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     gradients = place(tensors(), mesh, placements)
-    norm = total_norm(gradients, CPU)
+    norm = total_norm(gradients, World(RankInfo(rank, world, rank), Layout(shard=world), CPU))
     clip(gradients, norm, largest)
     return norm, [(g.full_tensor() if isinstance(g, DTensor) else g) for g in gradients]
 

@@ -28,8 +28,8 @@ def trained(config: DeepseekV3, sequence: bool | None) -> Any:
         tensor.apply(model, mesh, sequence=sequence, loss=True)
     tokens = torch.randint(config.vocab, (2, 16), generator=torch.Generator().manual_seed(1))
     model.head(model(tokens), tokens).backward()
-    for weight in model.parameters():
-        tensor.reduce_partial_grad(weight)
+    if sequence is not None:
+        tensor.sum_shared_gradients(model.modules(), mesh.get_group(), torch.device("cpu"))
     return model
 
 

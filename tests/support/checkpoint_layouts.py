@@ -197,9 +197,9 @@ def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
     restore(trainer.train_step, folder, coordinator)
     state = whole(train_state_dict(trainer.train_step))
-    *figures, norm = trainer._step().read()
+    figures, norm = trainer._step().read()
     after = weights(whole(train_state_dict(trainer.train_step)))
-    return Loaded(state, figures[LOSS] / figures[VALID], norm, after)
+    return Loaded(state, float(figures[LOSS] / figures[VALID]), norm, after)
 
 
 def markdown(title: str, columns: Mapping[str, Mapping[str, Cell]]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
@@ -22,8 +23,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan.checkpoint.coordinator import _packed
+from titan.checkpoint.assignment import describe
+from titan.checkpoint.coordinator import pack_message
 from titan.checkpoint.manifest import File
+from titan.checkpoint.plans import RankPositions, Written
 from titan.parallelism.exchange import Exchange
 
 RANKS = (64, 1024, 16384)
@@ -100,16 +103,22 @@ def items(rank: int) -> list[WriteItem]:
 def rounds(ranks: int, first: bool) -> list[Round]:
     """The messages of a save: of a rank's that has its equal share of the tensors."""
     held, replicas = items(ranks - 1), max(1, ranks // SHARD)
+    holdings = describe(held)
     draw = random.Random(0)
     chosen = (set(draw.sample(range(len(held)), max(1, len(held) // replicas))) for _ in range(ranks))
     parts = [bytes(at in some for at in range(len(held))) for some in chosen]
     mine = [item for item, chosen in zip(held, parts[-1], strict=True) if chosen]
-    places = [(f"__{ranks - 1}_0.distcp", 1048576 * i, 1049408) for i, _ in enumerate(mine)]
+    rows = np.array([(0, 1048576 * i, 1049408) for i, _ in enumerate(mine)])
+    positions = RankPositions((f"__{ranks - 1}_0.distcp",), rows.tobytes())
+    written = Written(positions if first else None, holdings.digest())
     files = {f"__{ranks - 1}_0.distcp": File(2**30, "0123abcd")}
     return [
-        (_packed((held if first else None, None)), [_packed((part if first else None, None)) for part in parts]),
-        (_packed(((places if first else None, files), None)), _packed((("tokenizer.json", 2**40), None))),
-        (None, _packed(None)),
+        (
+            pack_message((holdings if first else holdings.digest(), None)),
+            [pack_message((part if first else None, None)) for part in parts],
+        ),
+        (pack_message(((written, files), None)), pack_message((("tokenizer.json", 2**40), None))),
+        (None, pack_message(None)),
     ]
 
 

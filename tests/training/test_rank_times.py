@@ -54,9 +54,9 @@ def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path
     assert mode(times["rank"] for times in own) == 1 and mode(times["rank"] for times in waits) == 0
     assert median(times["max"] for times in own) >= SLEEP and median(times["max"] for times in waits) >= SLEEP / 2
     assert median(t["max"] - t["min"] for t in whole) < SLEEP / 2, "all ranks' steps take equally long"
-    for rank in range(2):
-        log = (tmp_path / "log" / f"rank-{rank}.log").read_text()
-        assert "rank 1 is slow: its own time is" in log and "the cause is computation" in log
+    logs = [(tmp_path / "log" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert "rank 1 is slow: its own time is" in logs[0] and "the cause is computation" in logs[0]
+    assert "is slow" not in logs[1], "rank 0 alone evaluates the times of all"
 
 
 def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
@@ -80,16 +80,22 @@ def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_slow_ranks(layout: Layout, own: list[float], data: list[float], news: str | None) -> None:
-    ranks, alike = SlowRanks(Profile(slow_steps=3), layout), [1.0] * layout.devices
-    assert ranks.add(own, data) == ranks.add(alike, data) == [], "too few steps"
-    found = ranks.add(own, data)
+    ranks, alike = SlowRanks(Profile(slow_steps=3), layout), np.ones(layout.devices)
+    times = np.array(own, float), np.array(data, float)
+    assert ranks.add(*times) == ranks.add(alike, times[1]) == [], "too few steps"
+    found = ranks.add(*times)
     assert bool(found) == bool(ranks.named) == (news is not None)
     if news is not None:
         assert len(found) == 1 and re.search(news, found[0])
-        assert ranks.add(own, data) == [], "once"
-        assert ranks.add(alike, data) == []
-        assert ranks.add(alike, data) == [f"rank {found[0].split()[1]} is no longer slow"]
+        assert ranks.add(*times) == [], "once"
+        assert ranks.add(alike, times[1]) == []
+        assert ranks.add(alike, times[1]) == [f"rank {found[0].split()[1]} is no longer slow"]
         assert ranks.named == []
+
+
+def test_no_rank_is_named_where_none_is_asked_for() -> None:
+    ranks = SlowRanks(Profile(slow_steps=0), Layout(replicate=2))
+    assert ranks.add(np.array([1.0, 9.0]), np.zeros(2)) == ranks.named == []
 
 
 @given(lists(tuples(integers(0, 2), floats(0, 9)), min_size=1, max_size=12))

@@ -35,6 +35,9 @@ from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
 from titan.run.run import Run
 
+SUITES = (
+    "cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts", "acceptance", "scale",
+)  # fmt: skip
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
 TURNS = {"features": features, "experts": experts}
@@ -52,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--suite",
-        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint", "features", "experts", "acceptance"),
+        choices=SUITES,
         default="cpu",
         help="what to measure",
     )
@@ -100,6 +103,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _checkpoint(run, args, base)
     if args.suite == "generate":
         return _generate(run, args)
+    if args.suite == "scale":
+        return _scale(args)
     if args.suite in TURNS:
         return _turns(args, [*LONG, *base])
     cases = _select(args.case, gpu_cases() if args.suite == "gpu" else cpu_cases())
@@ -241,6 +246,19 @@ def _generate(run: Run, args: argparse.Namespace) -> int:
 
     found = generation.suite(run, args.rounds)
     _write_json(args.json, found)
+    return 0
+
+
+def _scale(args: argparse.Namespace) -> int:
+    """Measure what grows with the number of ranks."""
+    from titan.bench import scale
+
+    print(f"\n{scale.HEADER}")
+    found = []
+    for row in scale.suite(args.case):
+        print(row.row(), flush=True)
+        found.append(asdict(row))
+        _write_json(args.json, found)
     return 0
 
 

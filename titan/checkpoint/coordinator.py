@@ -91,8 +91,8 @@ class Coordinator:
         """Return rank 0's value on every rank."""
         if self.exchange is None:
             return value
-        message = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
-        return value if self.rank == 0 else _unpacked(message)
+        message = self.exchange.broadcast(pack_message(value) if self.rank == 0 else b"")
+        return value if self.rank == 0 else unpack_message(message)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.
@@ -156,7 +156,7 @@ class Coordinator:
     ) -> Any:
         if self.exchange is None:
             return self._answer(lambda: (None, error) if error else _tried(lambda: conclude([result])), dealt)
-        messages = self._gathered(_packed((result, error)))
+        messages = self._gathered(pack_message((result, error)))
         return self._answer(lambda: _concluded(messages, conclude), dealt)
 
     def _gathered(self, message: bytes) -> list[bytes] | ConnectionError | None:
@@ -190,8 +190,8 @@ class Coordinator:
         """Return this rank's own one of rank 0's answers."""
         if self.exchange is None:
             return answers[0]
-        messages = [_packed(answer) for answer in answers]
-        return _unpacked(self.exchange.scatter(messages))
+        messages = [pack_message(answer) for answer in answers]
+        return unpack_message(self.exchange.scatter(messages))
 
     def _all(self) -> range:
         """Return all ranks on rank 0, none on the others."""
@@ -204,7 +204,9 @@ def _concluded(
     """Call `conclude` with all ranks' results, or return the first rank's error."""
     if isinstance(messages, ConnectionError):
         return None, CoordinationError(str(messages))
-    known = {message: _unpacked(message) for message in messages or ()}  # replicas' equal messages are unpacked once
+    known = {
+        message: unpack_message(message) for message in messages or ()
+    }  # replicas' equal messages are unpacked once
     parts = [known[message] for message in messages or ()]
     for rank, (_, error) in enumerate(parts):
         if error:
@@ -216,12 +218,13 @@ def _nothing(results: Sequence[object]) -> None:
     """Ignore the results."""
 
 
-def _packed(value: Any) -> bytes:
+def pack_message(value: Any) -> bytes:
     """Pickle and compress a value: plans of many tensors shrink to a tenth."""
     return zlib.compress(pickle.dumps(value), 1)
 
 
-def _unpacked(message: bytes) -> Any:
+def unpack_message(message: bytes) -> Any:
+    """Return the value that `pack_message` was given."""
     return pickle.loads(zlib.decompress(message))
 
 

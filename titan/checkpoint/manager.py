@@ -2,8 +2,8 @@
 
 A save is one job of all ranks, in a separate thread:
 
-1. every rank sends rank 0 the list of its tensors, if it has changed since the last save (`plans`); rank 0 creates the
-   folder and sends each rank what to write, if that has changed;
+1. every rank sends rank 0 a description of its tensors, or its digest if it has not changed since the last save
+   (`plans`); rank 0 creates the folder and sends each rank what to write, if that has changed;
 2. every rank writes its tensors with checksums, and sends rank 0 its files' sizes and checksums;
 3. rank 0 writes the manifest, which makes the checkpoint complete, and sends the number of bytes to all;
 4. rank 0 removes the checkpoints that are not kept;
@@ -34,7 +34,7 @@ from torch import Tensor
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Corrupt, File, Manifest
-from titan.checkpoint.plans import Part, Places, Plans, Proposal
+from titan.checkpoint.plans import Part, Plans, Proposal, Written
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
@@ -293,16 +293,16 @@ class _Save:
         self.about = replace(self.about, files=files, tokenizer=name)
         return self.plans.settle(proposals)
 
-    def _write(self) -> tuple[Places | None, dict[str, File]]:
+    def _write(self) -> tuple[Written, dict[str, File]]:
         return self.plans.write(self.writer), self.writer.files
 
-    def _conclude(self, written: list[tuple[Places | None, dict[str, File]]]) -> tuple[str | None, int]:
+    def _conclude(self, written: list[tuple[Written, dict[str, File]]]) -> tuple[str | None, int]:
         """On rank 0: write the metadata and the manifest.
 
         Raises:
             Damaged: when rank 0 does not see a file that another rank has written.
         """
-        self.plans.conclude(self.writer, [places for places, _ in written])
+        self.plans.conclude(self.writer, [of_rank for of_rank, _ in written])
         files = [self.about.files, *(files for _, files in written), self.writer.files]
         self.about = replace(self.about, files={name: file for part in files for name, file in part.items()})
         _check_visible(self.folder, self.about)

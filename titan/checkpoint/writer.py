@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,16 @@ class Writer(FileSystemWriter):
         """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
         return StorageMeta(save_id=self.save_id)
 
-    def metadata(self) -> tuple[bytes, str]:
-        """Return the written metadata, and the id of this save in them."""
-        return Path(self._get_metadata_path()).read_bytes(), self.save_id
-
-    def finish_as(self, earlier: tuple[bytes, str]) -> None:
-        """Write an earlier save's metadata with the id of this one: pickling those of many ranks is slow.
+    def write_metadata(self, pieces: Iterable[bytes]) -> None:
+        """Write the metadata of the whole checkpoint.
 
         The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
         """
-        metadata = earlier[0].replace(earlier[1].encode(), self.save_id.encode())
         path = Path(self._get_metadata_path())
         part = path.with_name(f"{path.name}.tmp")
         with self.fs.create_stream(part, "wb") as stream:
-            stream.write(metadata)
+            for piece in pieces:
+                stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
         self.fs.rename(part, path)

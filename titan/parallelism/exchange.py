@@ -8,9 +8,11 @@ round takes a few small requests per rank to one server, and any thread may make
     broadcast  rank 0 writes its message under one key; every other rank reads it
     scatter    rank 0 writes a message for each rank under a key, which that rank reads and deletes
 
-The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread at a time. A
-rank that leaves writes a mark in place of its next message, so that rank 0 (or all others where it is rank 0) fails at
-once instead of waiting. A killed rank causes a timeout after `PATIENCE`; the launcher ends the other ranks before that.
+A message above `LARGEST` bytes is split over further keys, because torch's TCPStore drops a connection that sends a
+value of 8 MiB. The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread
+at a time. A rank that leaves writes a mark in place of its next message, so that rank 0 (or all others where it is rank
+0) fails at once instead of waiting. A killed rank causes a timeout after `PATIENCE`; the launcher ends the other ranks
+before that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ MARGIN = timedelta(seconds=30)
 """How much longer than `cluster.timeout` a message may take: the watcher of a hang (`titan.debug.watch`) is first."""
 PARTING = timedelta(minutes=1)
 """The timeout at the end, while rank 0 waits until all ranks have read its last message."""
+LARGEST = 7 * 2**20
+"""The largest part of a message, in bytes."""
 _MESSAGE, _LEFT = b"+", b"-"
+_COUNT = 4
+"""Bytes of a message's number of parts."""
 
 
 class Exchange:
@@ -42,6 +48,7 @@ class Exchange:
         self.patience = patience
         self.rank, self.size = rank, size
         self.gathered = self.answered = self.deleted = 0
+        self.parts: dict[int, int] = {}  # of rank 0's messages to all that are split, by round
         self.parted = False
 
     def gather(self, message: bytes) -> list[bytes] | None:
@@ -55,7 +62,7 @@ class Exchange:
         """
         number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
         if self.rank:
-            self.store.set(_key(number, self.rank), _MESSAGE + message)
+            self._put(_key(number, self.rank), message)
             return None
         messages = [message, *(self._take(_key(number, rank), rank) for rank in range(1, self.size))]
         self._forget()
@@ -69,8 +76,8 @@ class Exchange:
         """
         number, self.answered = self.answered, self.answered + 1
         if self.rank:
-            return self._get(_key(number), 0)
-        self.store.set(_key(number), _MESSAGE + message)
+            return self._get(_key(number), 0)[0]
+        self.parts[number] = self._put(_key(number), message)
         return message
 
     def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
@@ -83,7 +90,7 @@ class Exchange:
         if self.rank:
             return self._take(_key(number, to=self.rank), 0)
         for rank in range(1, self.size):
-            self.store.set(_key(number, to=rank), _MESSAGE + messages[rank])
+            self._put(_key(number, to=rank), messages[rank])
         return messages[0]
 
     def part(self) -> None:
@@ -104,27 +111,48 @@ class Exchange:
             for key in [_key(self.gathered, self.rank)] if self.rank else keys:
                 self.store.set(key, _LEFT)
 
+    def _put(self, key: str, message: bytes) -> int:
+        """Write a message and return its number of parts; the first is written last, so that a reader finds all."""
+        parts = [message[start : start + LARGEST] for start in range(0, len(message), LARGEST)] or [b""]
+        for number, part in enumerate(parts[1:], 1):
+            self.store.set(_part(key, number), part)
+        self.store.set(key, _MESSAGE + len(parts).to_bytes(_COUNT, "little") + parts[0])
+        return len(parts)
+
     def _take(self, key: str, rank: int) -> bytes:
-        message = self._get(key, rank)
-        self.store.delete_key(key)
+        message, parts = self._get(key, rank)
+        self._delete(key, parts)
         return message
 
-    def _get(self, key: str, rank: int) -> bytes:
+    def _get(self, key: str, rank: int) -> tuple[bytes, int]:
+        """Return a message and its number of parts."""
         try:
-            found: bytes = self.store.get(key)
+            first: bytes = self.store.get(key)
+            if first[:1] == _LEFT:
+                raise ConnectionError(f"rank {rank} has left")
+            parts = int.from_bytes(first[1 : 1 + _COUNT], "little")
+            rest = [self.store.get(_part(key, number)) for number in range(1, parts)]
         except RuntimeError as error:
             raise ConnectionError(f"rank {rank} sent no message ({' '.join(str(error).split())[:120]})") from error
-        if found[:1] == _LEFT:
-            raise ConnectionError(f"rank {rank} has left")
-        return found[1:]
+        return b"".join([first[1 + _COUNT :], *rest]), parts
+
+    def _delete(self, key: str, parts: int) -> None:
+        self.store.delete_key(key)
+        for number in range(1, parts):
+            self.store.delete_key(_part(key, number))
 
     def _forget(self) -> None:
         """Delete rank 0's earlier messages: all ranks have read them, since each has started a later round."""
         for number in range(self.deleted, self.answered):
-            self.store.delete_key(_key(number))
+            self._delete(_key(number), self.parts.pop(number, 1))
         self.deleted = self.answered
 
 
 def _key(number: int, rank: int = 0, to: int | None = None) -> str:
     """Return the store's key of a rank's message in a round: to rank 0, or from rank 0 to all or to one rank."""
     return f"titan/exchange/{rank}/{number}{'' if to is None else f'/{to}'}"
+
+
+def _part(key: str, number: int) -> str:
+    """Return the key of a part of a split message after the first."""
+    return f"{key}/part-{number}"

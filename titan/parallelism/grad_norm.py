@@ -1,50 +1,46 @@
-"""The gradient's norm and its clipping, over plain tensors and DTensors alike."""
+"""The gradient's norm and its clipping, over plain tensors and DTensors alike.
+
+Each rank sums the squares of what it has, divided by the number of ranks that have the same, in float64. The sum over
+all ranks is one number of the vector that ranks sum in each step anyway, so that the norm takes no collective operation
+of its own, and all ranks clip by bitwise the same factor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return a tensor's local shard on this rank; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return a tensor's local shard on this rank; a plain tensor as it is.
+
+    `to_local` would create an autograd node, which takes most of the host's time after backward.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(gradients: Iterable[Tensor], device: torch.device, pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's.
-
-    Gradients are grouped by the mesh dimensions that they are sharded over; squares are summed locally, then over the
-    ranks of these dimensions.
+def sum_squares(gradients: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """Return this rank's part of the sum of squares of all gradients, a float64 scalar; the ranks' sum is the whole.
 
     Args:
-        gradients: plain tensors and DTensors, sharded or replicated; no partial sums.
+        gradients: plain tensors and DTensors, sharded or replicated, each with the number of ranks that have the same
+            part (`titan.parallelism.tensor_norms.holders`).
         device: of the result; without gradients it is zero.
-        pipeline: the ranks that hold other layers.
     """
-    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault(_sharding(gradient), []).append(local(gradient))
-    total = torch.zeros((), device=device)
-    for sharding, shards in groups.items():
-        square = _sum_of_squares(shards).to(device)
-        if sharding is not None:
-            mesh, dimensions = sharding
-            for dimension in dimensions:
-                dist.all_reduce(square, group=mesh.get_group(dimension))
-        total = total + square
-    if pipeline is not None:
-        dist.all_reduce(total, group=pipeline)
-    return total.sqrt()
+    groups: dict[float, list[Tensor]] = {}
+    for gradient, count in gradients:
+        groups.setdefault(count, []).append(local(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for count, shards in groups.items():
+        total += _sum_of_squares(shards).to(device) / count
+    return total
 
 
 def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale all gradients in place so that their norm is at most `largest`."""
+    """Scale all gradients in place so that their norm, an fp32 scalar, is at most `largest`."""
     scale(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
 
 
@@ -55,7 +51,7 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _sum_of_squares(shards: list[Tensor]) -> Tensor:
-    """Return the sum of all squares, an fp32 scalar.
+    """Return the sum of all squares, a float64 scalar.
 
     On a CPU `vector_norm` adds one element after another, which loses five digits on a large matrix: so each row's norm
     is computed first.
@@ -64,12 +60,4 @@ def _sum_of_squares(shards: list[Tensor]) -> Tensor:
         norms = torch.cat([torch.linalg.vector_norm(shard, dim=-1, dtype=torch.float32).view(-1) for shard in shards])
     else:
         norms = torch.stack(torch._foreach_norm(shards, dtype=torch.float32))
-    return norms.square().sum()
-
-
-def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """Return the mesh and the dimensions that a gradient is sharded over; None when every rank has the whole."""
-    if not isinstance(gradient, DTensor):
-        return None
-    dimensions = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return (gradient.device_mesh, dimensions) if dimensions else None
+    return norms.double().square().sum()

@@ -11,7 +11,7 @@ ranks communicate where a region of split matmuls begins and ends:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,16 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from titan.model.custom_op import register
 from titan.model.layers import IGNORED, Product, cross_entropy, look_up
 from titan.model.loss import Results, chunked_loss, linear_cross_entropy, measure_logits, shapes
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
+from titan.parallelism.grad_norm import local
 
 SEQUENCE = 1
 """The dimension of tokens in hidden states [B, T, D]."""
+FLAT = 2**22
+"""Gradients of at most so many bytes are summed over the tensor ranks as one flat tensor, larger ones in place."""
 
 
 def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool, chunk: int | None = None) -> None:
@@ -72,23 +75,35 @@ def overlap(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def reduce_partial_grad(parameter: Tensor) -> None:
-    """Reduce a gradient that is a partial sum on each tensor rank, where FSDP has not done so already."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-        parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+def sum_shared_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum the gradients of weights that the tensor ranks use on different tokens or heads, in place: once a step.
+
+    Args:
+        modules: of which `apply` has marked those with such a weight.
+        group: the tensor ranks.
+        device: where messages are sent from; offloaded gradients are on the host.
+    """
+    weights = [module.get_parameter("weight") for module in modules if getattr(module, "sums_gradient", False)]
+    gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+    for gradient in (g for g in gradients if g.nbytes > FLAT):
+        gradient.copy_(_sum_over(gradient.to(device).contiguous(), group))
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in (g for g in gradients if g.nbytes <= FLAT):
+        small.setdefault(gradient.dtype, []).append(gradient)
+    for parts in small.values():
+        flat = _sum_over(torch.cat([part.flatten() for part in parts]).to(device), group).to(parts[0].device)
+        sums = torch.split(flat, [part.numel() for part in parts])
+        torch._foreach_copy_(parts, [total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
+
+
+def _sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def held(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a layer's local shard; its gradient is of the same shard."""
     return _local(weight).to(dtype)
-
-
-def shared(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a replicated weight that ranks use on different parts; its gradients are partial sums until `settle`."""
-    if not isinstance(weight, DTensor):
-        return weight.to(dtype)
-    return weight.to_local(grad_placements=[Partial()]).to(dtype)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -101,14 +116,15 @@ def _tied(model: Any) -> bool:
     return model.head.weight is model.tok_embeddings.weight
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, use: Callable[..., Tensor]) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:
+    """Distribute a module's weight; `sums_gradient`: each rank's gradient is a part of a sum until the step's end."""
     weight = module.get_parameter("weight")
     module.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement], src_data_rank=None))
-    module.use = use  # type: ignore[assignment]
+    module.use, module.sums_gradient = held, sums_gradient  # type: ignore[assignment]
 
 
 def _vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(0), held)
+    _distribute(module, mesh, Shard(0))
     if isinstance(module, nn.Embedding):
         module.lookup = partial(_look_up, rank=mesh.get_local_rank())  # type: ignore[assignment]
         module.register_forward_hook(_Leave(mesh.get_group(), sequence))
@@ -121,20 +137,20 @@ def _region(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def _colwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(0), held)
+    _distribute(module, mesh, Shard(0))
 
 
 def _rowwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(1), held)
+    _distribute(module, mesh, Shard(1))
     module.register_forward_hook(_Leave(mesh.get_group(), sequence))
 
 
 def _sequence(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Replicate(), shared if sequence else held)
+    _distribute(module, mesh, Replicate(), sums_gradient=sequence)
 
 
 def _heads(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Replicate(), shared)
+    _distribute(module, mesh, Replicate(), sums_gradient=True)
 
 
 _STYLES = {

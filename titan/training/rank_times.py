@@ -1,15 +1,13 @@
 """The times of all ranks in each step, and ranks that are slower than the others.
 
-Each rank writes its times of the latest finished step into its places of the vector that ranks sum, so that all know
-those of all one or two steps later. Ranks wait for each other in every step, so that all steps take equally long: a
-slow rank is known by its own time, without waiting for others, compared with the ranks of the same pipeline stage.
+Each rank writes its times of the latest finished step into its slots of the vector that ranks sum, from which rank 0
+reads those of all one or two steps later. Ranks wait for each other in every step, so that all steps take equally long:
+a slow rank is known by its own time, without waiting for others, compared with the ranks of the same pipeline stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from titan.profile.schema import Profile
 from titan.profile.waits import Waits
 from titan.training.train_step import TrainStep
 
+Times = NDArray[np.float64]
 FIGURES = ("step_seconds", "data_seconds", "wait_seconds")
 """Of each rank: its step, and of that waiting for data and for other ranks."""
 WAITING = tuple((module, "wait") for module in (collectives, context, context_ring))
@@ -43,6 +42,7 @@ class RankTimes:
         """
         self.rank, self.size = world.rank_info.rank, world.rank_info.world_size
         self.on = settings.rank_times and self.size > 1
+        self.count = len(FIGURES) * self.size if self.on else 0
         self.slow = SlowRanks(settings, world.layout)
         self.waits = Waits(world.device, compiled)
         self.pending: deque[list[tuple[Any, Any]]] = deque()
@@ -52,12 +52,10 @@ class RankTimes:
             replicas = world.layout.only_replicated
             self.waits.install(next(train_step.parameters()) if replicas else None, WAITING)
 
-    def places(self, step: int) -> list[float]:
-        """Return this rank's part of the vector of a step: its times in its own places, and zeros in the others'."""
-        if not self.on:
-            return []
-        values = [0.0] * (len(FIGURES) * self.size)
-        if self.latest is not None:
+    def slots(self, step: int) -> Times:
+        """Return this rank's part of the vector of a step [count]: its times in its own slots, zeros in others."""
+        values = np.zeros(self.count)
+        if self.on and self.latest is not None:
             self.sent[step], times = self.latest
             values[len(FIGURES) * self.rank : len(FIGURES) * (self.rank + 1)] = times
         return values
@@ -76,66 +74,70 @@ class RankTimes:
         if self.on:
             self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.popleft())]
 
-    def read(self, step: int, places: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
-        """Return what metrics.jsonl records of the times that a step's vector has, and news of slow ranks.
+    def read(self, step: int, slots: Times) -> tuple[dict[str, Any], list[str]]:
+        """Return this step's rank times for metrics.jsonl, and warnings about slow ranks; on rank 0 only.
 
         Args:
             step: the step.
-            places: the sum of what the ranks wrote.
+            slots: the sum of what the ranks wrote [count].
         """
         measured = self.sent.pop(step, None)
-        if measured is None:
+        if measured is None or self.rank != 0:
             return {}, []
-        figures = {name: list(places[i :: len(FIGURES)]) for i, name in enumerate(FIGURES)}
-        own = [s - w for s, w in zip(figures["step_seconds"], figures["wait_seconds"], strict=True)]
-        news = self.slow.add(own, figures["data_seconds"])
+        figures = dict(zip(FIGURES, slots.reshape(-1, len(FIGURES)).T, strict=True))
+        own = figures["step_seconds"] - figures["wait_seconds"]
+        warnings = self.slow.add(own, figures["data_seconds"])
         spread = {name: _spread(values) for name, values in {**figures, "own_seconds": own}.items()}
         slow = {"slow": self.slow.named} if self.slow.named else {}
-        return {"ranks": {"step": measured, **spread, **slow}}, news
+        return {"ranks": {"step": measured, **spread, **slow}}, warnings
 
     def close(self) -> None:
         """Stop measuring."""
         self.waits.close()
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _spread(values: Times) -> dict[str, float]:
     """Return the least, median and largest value, and the rank that has the largest."""
-    largest = max(range(len(values)), key=values.__getitem__)
-    spread = {"min": min(values), "median": median(values), "max": values[largest]}
-    return {**{name: round(value, 6) for name, value in spread.items()}, "rank": largest}
+    spread = {"min": values.min(), "median": np.median(values), "max": values.max()}
+    return {**{name: round(float(value), 6) for name, value in spread.items()}, "rank": int(values.argmax())}
 
 
 class SlowRanks:
     """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
 
     def __init__(self, settings: Profile, layout: Layout) -> None:
-        self.factor = settings.slow_factor
-        self.stages = np.array([layout.coordinates(rank)["pipeline"] for rank in range(layout.devices)])
-        self.steps: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=settings.slow_steps)
+        self.factor, self.size, self.seen = settings.slow_factor, settings.slow_steps, 0
+        self.stages = np.arange(layout.devices) // (layout.devices // layout.pipeline)
+        self.steps = np.zeros((0, 2, layout.devices))
         self.named: list[int] = []
 
-    def add(self, own: Sequence[float], data: Sequence[float]) -> list[str]:
-        """Take the own time of each rank in a step, of it waiting for data, and return news as sentences."""
-        self.steps.append((own, data))
-        if not self.steps or len(self.steps) < (self.steps.maxlen or 0):
+    def add(self, own: Times, data: Times) -> list[str]:
+        """Take the own time of each rank in a step, of it waiting for data, and return warnings as sentences."""
+        if not self.size:
             return []
-        latest, waited = np.median(np.array(self.steps), axis=0)
+        if not len(self.steps):
+            self.steps = np.zeros((self.size, *self.steps.shape[1:]))
+        self.steps[self.seen % self.size] = own, data
+        self.seen += 1
+        if self.seen < self.size:
+            return []
+        latest, waited = np.median(self.steps, axis=0)
         usual = median_of_others(latest, self.stages)
-        slow = np.flatnonzero(latest > self.factor * usual).tolist()
-        news = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in self.named]
-        news += [f"rank {rank} is no longer slow" for rank in self.named if rank not in slow]
+        slow, known = np.flatnonzero(latest > self.factor * usual).tolist(), set(self.named)
+        warnings = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in known]
+        warnings += [f"rank {rank} is no longer slow" for rank in sorted(known.difference(slow))]
         self.named = slow
-        return news
+        return warnings
 
     def _sentence(self, rank: int, own: float, usual: float, data: float) -> str:
         cause = "waiting for data" if data > (own - usual) / 2 else "computation"
         return (
             f"rank {rank} is slow: its own time is {rounded(own)} s a step, {own / usual:.1f} times that of the other "
-            f"ranks ({rounded(usual)} s), in the median of {len(self.steps)} steps; the cause is {cause}"
+            f"ranks ({rounded(usual)} s), in the median of {self.size} steps; the cause is {cause}"
         )
 
 
-def median_of_others(values: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+def median_of_others(values: Times, groups: NDArray[np.int64]) -> Times:
     """Return for each value the median of the others of its group; the value itself where there are none."""
     found = values.copy()
     for group in np.unique(groups):

@@ -12,54 +12,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
 from titan.profile import clock
 
-LOSS, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(10)
-"""Indices into the vector: summed loss, requests to stop, to be started again after that, to save, to profile and (a
-hook's) to end the run, ranks that had nothing to read, targets that count, pairs of tokens that attend to each other,
-first piece of the batch hash."""
+LOSS, SQUARES, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(11)
+"""Indices into the vector: summed loss, sum of the gradients' squares, requests to stop, to be started again after
+that, to save, to profile and (a hook's) to end the run, ranks that had nothing to read, targets that count, pairs of
+tokens that attend to each other, first piece of the batch hash."""
 HASH_PIECES, PIECE_BITS = 4, 16
 """A 64-bit hash is sent as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
-PLACES = HASH + HASH_PIECES
-"""The index of the first place of ranks; see `titan.training.rank_times`."""
+RANK_SLOTS = HASH + HASH_PIECES
+"""The index of the first slot of ranks; see `titan.training.rank_times`."""
 
 
 def pack(
     loss: Tensor,
     batch: Batch,
     *,
+    squares: Tensor | None = None,
     stop: bool,
     requeue: bool,
     save: bool,
     profile: bool = False,
     end: bool = False,
-    places: Sequence[float] = (),
+    slots: NDArray[np.float64] | None = None,
 ) -> Tensor:
-    """Return this rank's part of a step's vector, float64 [PLACES + len(places) + terms] on the device of `loss`.
+    """Return this rank's part of a step's vector, float64 [RANK_SLOTS + len(slots) + terms] on the device of `loss`.
 
     Args:
         loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
         batch: what this rank read.
+        squares: this rank's part of the sum of the gradients' squares, a float64 scalar; None: zero.
         stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
         save: whether this rank asks for a checkpoint.
         profile: whether the user asked it for a profile.
         end: whether a hook asked it to end the run.
-        places: what `titan.training.rank_times` adds.
+        slots: what `titan.training.rank_times` adds.
     """
     requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
     counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
     pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
-    host = torch.tensor([*requests, *counts, *pieces, *places], dtype=torch.float64)
+    own = np.array([*requests, *counts, *pieces])
+    host = torch.from_numpy(own if slots is None else np.concatenate([own, slots]))
     if loss.device.type == "cuda":
         host = host.pin_memory()
     losses = loss.double().flatten()
-    return torch.cat([losses[:1], host.to(loss.device, non_blocking=True), losses[1:]])
+    first = torch.stack([losses[0], torch.zeros_like(losses[0]) if squares is None else squares])
+    return torch.cat([first, host.to(loss.device, non_blocking=True), losses[1:]])
 
 
 def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, float]:
@@ -68,14 +74,21 @@ def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, floa
     return {f"loss/{name}": value / max(1, metrics[VALID]) for name, value in zip(names, sums, strict=True)}
 
 
-def split_counts(metrics: list[float], size: int) -> tuple[list[float], list[float]]:
-    """Return a step's vector without the counts of experts at its end, and these `size` counts."""
-    return metrics[: len(metrics) - size], metrics[len(metrics) - size :]
+def split(values: NDArray[np.float64], slots: int, counts: int) -> tuple[list[float], NDArray[np.float64], list[float]]:
+    """Return a step's vector without the slots of ranks and the counts of experts, the slots, and the counts.
+
+    Args:
+        values: the vector.
+        slots: the number of all ranks' slots.
+        counts: the number of counts, which are the last values.
+    """
+    first, end = RANK_SLOTS + slots, len(values) - counts
+    return [*values[:RANK_SLOTS].tolist(), *values[first:end].tolist()], values[RANK_SLOTS:first], values[end:].tolist()
 
 
 def batch_hash(metrics: list[float]) -> str:
     """Return the hash of the whole batch, in hexadecimal, from the summed vector."""
-    total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:PLACES]))
+    total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:RANK_SLOTS]))
     return f"{total % 2**64:016x}"
 
 
@@ -121,11 +134,11 @@ class InFlightStep:
     metrics: Tensor
     timer: StepTimer
 
-    def read(self) -> list[float]:
+    def read(self) -> tuple[NDArray[np.float64], float]:
         """Wait for the device, and return the vector and the gradient norm."""
         self.timer.wait()
-        values: list[float] = self.metrics.tolist()
-        return values
+        values: NDArray[np.float64] = self.metrics.numpy()
+        return values[:-1], float(values[-1])
 
 
 class StepTimes:

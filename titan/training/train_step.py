@@ -15,6 +15,7 @@ from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline.runtime import TiedWeights
+from titan.parallelism.tensor_norms import holders
 from titan.precision.low_precision import Scales
 from titan.training.expert_load import ExpertLoad
 
@@ -177,8 +178,8 @@ class TrainStep:
         loss = self.runner.backward(self._local_rows(rows), scale)
         if self.tied_weights is not None:
             self.tied_weights.sum_gradients()
-        for parameter in self.parameters():
-            tensor.reduce_partial_grad(parameter)
+        if (ranks := self.world.group("tensor")) is not None:
+            tensor.sum_shared_gradients((m for stage in self.stages for m in stage.modules()), ranks, self.device)
         return loss if self.world.counts_loss else self._own_parts(loss)
 
     def _own_parts(self, loss: Tensor) -> Tensor:
@@ -218,11 +219,15 @@ class TrainStep:
         """Return the gradients that exist, in the order of the parameters."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
+    def gradient_squares(self) -> Tensor:
+        """Return this rank's part of the sum of squares of all gradients, a float64 scalar on its device."""
+        replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
+        gradients = (p.grad for p in self.parameters() if p.grad is not None and p is not replica)
+        return grad_norm.sum_squares(((g, holders(g, self.world)) for g in gradients), self.device)
+
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's."""
-        replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
-        gradients = [p.grad for p in self.parameters() if p.grad is not None and p is not replica]
-        return grad_norm.total_norm(gradients, self.world.device, self.world.group("pipeline"))
+        return self.world.sum(self.gradient_squares()).sqrt().float()
 
     def _local_rows(self, rows: Microbatches) -> Microbatches:
         """Return this rank's tokens of whole rows (context parallelism)."""

@@ -1,6 +1,6 @@
 """The training loop, and what it does between steps.
 
-A step never waits for the host: its metrics (loss, norm, hash, requests to stop or save) are summed over the ranks into
+A step never waits for the host: its metrics (loss, norm, hash, requests to stop or save) are summed over the ranks in
 one small vector on the device (`titan.training.step_metrics`) and read while the next step runs.
 """
 
@@ -52,10 +52,10 @@ from titan.training.step_metrics import (
     END,
     LOSS,
     PAIRS,
-    PLACES,
     PROFILE,
     REQUEUE,
     SAVE,
+    SQUARES,
     STOP,
     VALID,
     VOID,
@@ -228,11 +228,15 @@ class Trainer:
         loss = self.train_step.backward(rows, 1 / tokens)
         self.rank_times.end_backward()
         metrics = self.world.sum(self._pack_metrics(loss, batch))
-        gradients = self.train_step.gradients()
+        gradients, norm = self.train_step.gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
-            grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())
-        self.hooks.before_optimizer(self.step)
-        norm = self.train_step.norm()
+            scale = tokens / metrics[VALID].clamp(min=1)
+            grad_norm.scale(gradients, scale.float())
+            norm = norm * scale
+        norm = norm.float()
+        if self.hooks.wants("before_optimizer"):  # it may change gradients
+            self.hooks.before_optimizer(self.step)
+            norm = self.train_step.norm()
         if layers:
             layers.before_update()
         if self.run.training.clip_norm is not None:
@@ -263,12 +267,13 @@ class Trainer:
         return step_metrics.pack(
             loss,
             batch,
+            squares=self.train_step.gradient_squares(),
             stop=self.stop.requested,
             requeue=self.stop.requeue,
             save=self.saving.should_save(),
             profile=self.profiling.request(),
             end=self.hooks.stop is not None,
-            places=self.rank_times.places(self.step),
+            slots=self.rank_times.slots(self.step),
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -299,8 +304,8 @@ class Trainer:
 
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them and log them; return whether a step that has started must be repeated."""
-        *metrics, norm = step.read()
-        metrics, counts = step_metrics.split_counts(metrics, self.load.size if self.load else 0)
+        values, norm = step.read()
+        metrics, slots, counts = step_metrics.split(values, self.rank_times.count, self.load.size if self.load else 0)
         seconds = step.timer.seconds()
         self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
@@ -316,8 +321,8 @@ class Trainer:
         loss = metrics[LOSS] / max(1, metrics[VALID])
         cause = self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
-        ranks, news = self.rank_times.read(step.step, metrics[PLACES : len(metrics) - len(self.train_step.terms)])
-        for line in news:
+        ranks, warnings = self.rank_times.read(step.step, slots)
+        for line in warnings:
             self._warn(line)
         own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
         if self.recorder:

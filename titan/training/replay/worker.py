@@ -112,7 +112,8 @@ class Replayer(Trainer):
         seen = self._observe(self._to_device(batch), job)
         self.layers = LayerMetrics(self.run, self.train_step, 1)
         current = self._step(batch=batch)
-        *metrics, norm = current.read()
+        values, norm = current.read()
+        metrics, *_ = step_metrics.split(values, self.rank_times.count, self.load.size if self.load else 0)
         loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
         record = self._record(current, loss, norm, current.timer.seconds(), metrics)
         samples = {key: _arrays(sample.tokens, sample.values) for key, sample in seen.samples.items()}

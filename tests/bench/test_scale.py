@@ -1,0 +1,85 @@
+"""What grows with the number of ranks is measured on simulated ranks, which do what real ones do."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan.bench import command, scale
+from titan.bench.simulated_save import SimulatedSave, parameters
+from titan.checkpoint import reader
+from titan.errors import RunError
+
+SMALL = ("model=llama1b", "model.layers=4", "cluster=h100", "parallelism=fsdp", "parallelism.tensor=2", "name=scale")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "SETTINGS", (*SMALL, "dataset=synthetic", "training.global_batch=65536"))
+    monkeypatch.setattr(scale, "PIPELINE", "parallelism.pipeline=2")
+    monkeypatch.setattr(scale, "LARGE", 16)
+
+
+def test_a_measurement_is_of_cpu_time_and_of_memory_that_grows() -> None:
+    def work(ranks: int, meter: scale.Meter) -> None:
+        with meter:
+            mmap.mmap(-1, ranks * 2**22).write(bytes(2**22) * ranks)
+
+    seconds, mebibytes = scale._measure(work, 16)
+    assert 0 < seconds < 5 and 120 < mebibytes < 140
+
+
+def test_a_measurement_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match="a simulated rank of 16 ended with exit code 1"):
+        scale._measure(lambda ranks, meter: [][ranks], 16)
+    assert "IndexError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("times", "growth"), [((1, 1, 8), 1.0), ((5, 2, 2), 0.0), ((1, 3, 192), 2.0), ((1,), None)])
+def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float | None) -> None:
+    row = scale.Row([scale.Cost("0", "x", 8**i, seconds, 1) for i, seconds in enumerate(times)])
+    assert row.growth() == (growth if growth is None else pytest.approx(growth))
+    assert ("-" if growth is None else f"{growth:.1f}") in row.row()
+
+
+def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
+    run = scale.compose(16)
+    sizes = parameters(run)
+    save = SimulatedSave(run, sizes)
+    contents = []
+    for first in (True, False):
+        save.send_holdings(first)
+        save.settle(first)
+        save.send_positions(first)
+        save.conclude(first, tmp_path)
+        contents.append((tmp_path / reader.METADATA).read_bytes())
+    assert run.layout.pipeline == run.layout.tensor == 2 and run.layout.shard == 4
+    metadata = reader.parse(contents[0])
+    assert metadata.state_dict_metadata.keys() == {
+        key
+        for name in sizes
+        for key in (f"model.{name}", *(f"optimizer.{name}.{state}" for state in ("exp_avg", "exp_avg_sq", "step")))
+    }
+    for tensor in metadata.state_dict_metadata.values():
+        assert isinstance(tensor, TensorStorageMetadata)
+        assert sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
+    assert {place.relative_path for place in metadata.storage_data.values()} == {f"__{r}_0.distcp" for r in range(16)}
+    again = reader.parse(contents[1])
+    assert (again.state_dict_metadata, again.storage_data) == (metadata.state_dict_metadata, metadata.storage_data)
+
+
+@pytest.mark.full
+def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "RANKS", (8, 16))
+    out = tmp_path / "figures.json"
+    assert command.main(["--suite", "scale", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [(row["costs"][0]["rank"], row["costs"][0]["what"]) for row in rows] == list(scale.WORK)
+    assert all([cost["ranks"] for cost in row["costs"]] == [8, 16] for row in rows)
+    assert all(cost["seconds"] > 0 for row in rows for cost in row["costs"])
+    assert "first save's plan" in capsys.readouterr().out

@@ -1,0 +1,345 @@
+"""What grows with the number of ranks: `python -m titan.bench --suite scale`.
+
+One process plays one rank of 8 to 16,384, and does what that rank does on its host: the other ranks' messages, states
+and times are made beforehand, by the same code, and are not counted. Process groups are torch's fake ones, and messages
+wait in a dictionary, so that network and file systems are not in the figures. Each figure is taken in a process of its
+own: its CPU time, and by how much its memory grows at most.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan.bench.simulated_save import SimulatedSave, parameters
+from titan.checkpoint import reader
+from titan.checkpoint.assignment import describe
+from titan.cluster.rank_info import RankInfo
+from titan.dataset.loader import Batch
+from titan.debug.activity import COMPUTING, Activity
+from titan.debug.clock import Clock
+from titan.debug.rank_state import RankState, encoded
+from titan.debug.states import MEMORY_FILE, States
+from titan.errors import ConfigError, RunError
+from titan.parallelism import mesh
+from titan.run.compose import composed
+from titan.run.run import Run
+from titan.training import step_metrics
+from titan.training.rank_times import FIGURES, RankTimes
+
+RANKS = (8, 128, 2048, 16384)
+NODE = 8
+"""Ranks of a node."""
+SETTINGS = (
+    "name=scale", "model=llama405b", "dataset=synthetic", "training.seq_len=8192", "training.global_batch=16777216",
+    "precision=bf16", "memory=full", "parallelism=fsdp", "parallelism.tensor=8", "checkpoint=async", "compile=block",
+    "cluster=h100", "cluster.memory_gib=2000",
+)  # fmt: skip
+PIPELINE, LARGE = "parallelism.pipeline=16", 2048
+"""Added with so many ranks: the layout is that of recipe=train_405b there."""
+STEPS = 25
+"""Steps that are timed, after as many that are not."""
+HEADER = f"{'rank':<8}{'what':<26}" + "".join(f"{ranks:>20,}" for ranks in RANKS) + f"{'growth':>9}"
+
+
+class Meter:
+    """Adds up the CPU time of what runs inside of it, and the growth of the process's memory. A context manager."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.seconds = self.mebibytes = 0.0
+
+    def __enter__(self) -> None:
+        mesh.release_freed_memory(torch.device("cpu"))  # or what is freed already would be used unseen
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+        self._before, self._began = _memory("VmRSS"), time.process_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.process_time() - self._began
+        self.mebibytes = max(self.mebibytes, _memory("VmHWM") - self._before)
+
+
+def _memory(name: str) -> float:
+    """Return a size of this process in MiB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something takes on one rank of many.
+
+    Attributes:
+        rank: "0" or "another".
+        what: what it does.
+        ranks: the number of ranks.
+        seconds: CPU time.
+        mebibytes: the growth of memory.
+    """
+
+    rank: str
+    what: str
+    ranks: int
+    seconds: float
+    mebibytes: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: a rank's costs with each number of ranks."""
+
+    costs: Sequence[Cost]
+
+    def row(self) -> str:
+        """Return the line of the table."""
+        cells = "".join(f"{_seconds(cost.seconds)} {cost.mebibytes:,.0f} MiB".rjust(20) for cost in self.costs)
+        growth = self.growth()
+        return f"{self.costs[0].rank:<8}{self.costs[0].what:<26}{cells}{'-' if growth is None else f'{growth:.1f}':>9}"
+
+    def growth(self) -> float | None:
+        """Return the exponent with which the time grows between the two largest numbers of ranks: 1 is linear."""
+        if len(self.costs) < 2 or not self.costs[-2].seconds:
+            return None
+        before, last = self.costs[-2:]
+        return math.log(last.seconds / before.seconds) / math.log(last.ranks / before.ranks)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.1f} s"
+
+
+Work = Callable[[int, Meter], None]
+"""Does something on one rank of so many, within a meter."""
+
+
+def suite(case: str) -> Iterator[Row]:
+    """Measure the rows whose title contains a text.
+
+    Raises:
+        ConfigError: when there is none.
+        RunError: when a measurement fails.
+    """
+    rows = {title: work for title, work in WORK.items() if case in title[1]}
+    if not rows:
+        raise ConfigError(f"--case {case}: no row has a title that contains this; give a part of one of the titles.")
+    for (rank, what), work in rows.items():
+        yield Row([Cost(rank, what, count, *_measure(work, count)) for count in RANKS])
+
+
+def _measure(work: Work, ranks: int) -> tuple[float, float]:
+    """Return seconds and MiB of some work in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, ranks, send), daemon=True)
+    process.start()
+    send.close()
+    try:
+        seconds, mebibytes = receive.recv()
+    except EOFError:
+        process.join()
+        raise RunError(f"a simulated rank of {ranks:,} ended with exit code {process.exitcode}.") from None
+    process.join()
+    return seconds, mebibytes
+
+
+def _run(work: Work, ranks: int, send: Any) -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()  # as in a run
+    meter = Meter()
+    work(ranks, meter)
+    send.send((meter.seconds, meter.mebibytes))
+
+
+def compose(ranks: int) -> Run:
+    """Return the run of so many ranks."""
+    more = (PIPELINE,) if ranks >= LARGE else ()
+    return composed([*SETTINGS, f"cluster.nodes={-(-ranks // NODE)}", *more], elsewhere=True)
+
+
+# --- rows
+
+
+def _compose(ranks: int, meter: Meter) -> None:
+    compose(NODE)  # imports, Hydra's search path
+    with meter:
+        compose(ranks)
+
+
+def _receive_run(ranks: int, meter: Meter) -> None:
+    content = pickle.dumps(compose(ranks))
+    with meter:
+        pickle.loads(content)
+
+
+def _build_groups(ranks: int, meter: Meter, last: bool) -> None:
+    rank, layout = ranks - 1 if last else 0, compose(ranks).layout
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    with meter:
+        mesh.build_world(RankInfo(rank, ranks, rank % NODE), layout, torch.device("cpu"))
+
+
+def _plan_save(ranks: int, meter: Meter, first: bool) -> None:
+    """Measure rank 0 in the first save, or in the second."""
+    run = compose(ranks)
+    save = SimulatedSave(run, parameters(run))
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        for is_first in (True, False)[: 1 if first else 2]:
+            counts = meter if is_first == first else Meter()
+            save.send_holdings(is_first)
+            with counts:
+                save.settle(is_first)
+            save.send_positions(is_first)
+            with counts:
+                save.conclude(is_first, Path(folder))
+
+
+def _describe(ranks: int, meter: Meter) -> None:
+    run = compose(ranks)
+    items, _ = SimulatedSave(run, parameters(run)).templates[-1]
+    with meter:
+        describe(items)
+
+
+def _read_checkpoint(ranks: int, meter: Meter) -> None:
+    """Measure what each rank reads and plans before it loads its tensors."""
+    run = compose(ranks)
+    save = SimulatedSave(run, parameters(run))
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        save.send_holdings(True)
+        save.settle(True)
+        save.send_positions(True)
+        save.conclude(True, Path(folder))
+        content = (Path(folder) / reader.METADATA).read_bytes()
+    items, _ = save.templates[-1]
+    with meter:
+        tensors: dict[str, Any] = reader.parse(content).state_dict_metadata
+        for item in items:
+            if item.tensor_data is not None:
+                create_read_items_for_chunk_list(item.index.fqn, tensors[item.index.fqn], [item.tensor_data.chunk])
+
+
+class _Memory:
+    """A node's memory, which the states of its ranks lie in."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def write(self, name: str, content: bytes) -> None:
+        self.files[name] = content
+
+    def read(self, name: str) -> bytes | None:
+        return self.files.get(name)
+
+    def names(self) -> list[str]:
+        return list(self.files)
+
+    def remove(self) -> None:
+        self.files.clear()
+
+
+class _Heartbeats:
+    """The states of a run's ranks as the watchers see them; the time is `now`, in seconds."""
+
+    def __init__(self, ranks: int, directory: Path) -> None:
+        self.ranks, self.directory, self.now = ranks, directory, 1000.0
+
+    def node(self, first: int, rank: int) -> States:
+        """Return the states as a rank of the node of the ranks from `first` on sees them; all its ranks beat."""
+        memory: Any = _Memory()
+        for each in range(first, first + NODE):
+            memory.write(MEMORY_FILE.format(each), encoded(self.state(each)))
+        clock = Clock(Activity(now=lambda: self.now), None, self.ranks)
+        clock.ranks_here = NODE
+        return States(self.directory, RankInfo(rank, self.ranks, rank - first), 1, clock, lambda key: memory)
+
+    def state(self, rank: int) -> RankState:
+        return RankState(rank, f"node-{rank // NODE}", attempt=1, beat=1, phase=COMPUTING)
+
+
+def _beat(ranks: int, meter: Meter) -> None:
+    """Measure a look of a rank that does not write for its node: each second."""
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        beats = _Heartbeats(ranks, Path(folder))
+        states = beats.node(ranks - NODE, ranks - 1)
+        states.read_node()
+        with meter:
+            states.write(beats.state(ranks - 1))
+
+
+def _read_beats(ranks: int, meter: Meter) -> None:
+    """Measure the reading of all states, which rank 0 does when the run makes no progress."""
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        beats = _Heartbeats(ranks, Path(folder))
+        for first in range(NODE, ranks, NODE):
+            states = beats.node(first, first)
+            states.write(beats.state(first))
+            states.publish()
+            states.shared.close()
+        states = beats.node(0, 0)
+        states.write(beats.state(0))
+        with meter:
+            while not states.read():
+                beats.now += 1.0
+            world = states.world()
+        if len(world.states) < ranks:
+            raise RunError(f"rank 0 has read the states of {len(world.states):,} of {ranks:,} ranks.")
+
+
+def _read_metrics(ranks: int, meter: Meter, rank: int) -> None:
+    """Measure the metrics of a step: packing this rank's part, and reading the sum; per step."""
+    run = compose(ranks)
+    world = mesh.World(RankInfo(rank, ranks, rank % NODE), run.layout, torch.device("cpu"))
+    none: Any = None  # the step itself is not measured
+    times = RankTimes(run.profile, world, none, compiled=False)
+    batch = Batch(np.zeros((2, 1, 1, 4), np.int32), 0, 0, 1, 1, valid=3, pairs=16)
+    others = np.random.default_rng(0).random(times.count)
+    for step in range(2 * STEPS):
+        with meter if step >= STEPS else Meter():
+            times.latest = step, [1.0] * len(FIGURES)
+            vector = step_metrics.pack(
+                torch.zeros(()), batch, stop=False, requeue=False, save=False, slots=times.slots(step)
+            )
+            summed = vector.numpy()
+        summed[step_metrics.RANK_SLOTS :] += others
+        with meter if step >= STEPS else Meter():
+            metrics, slots, _ = step_metrics.split(summed, times.count, 0)
+            times.read(step, slots)
+            step_metrics.batch_hash(metrics)
+    meter.seconds /= STEPS
+    times.close()
+
+
+WORK: dict[tuple[str, str], Work] = {
+    ("0", "composing"): _compose,
+    ("another", "composing (receiving)"): _receive_run,
+    ("0", "process groups"): partial(_build_groups, last=False),
+    ("another", "process groups"): partial(_build_groups, last=True),
+    ("0", "first save's plan"): partial(_plan_save, first=True),
+    ("0", "a later save's plan"): partial(_plan_save, first=False),
+    ("another", "first save's plan"): _describe,
+    ("0", "heartbeat (reading all)"): _read_beats,
+    ("another", "heartbeat"): _beat,
+    ("0", "metrics of a step"): partial(_read_metrics, rank=0),
+    ("another", "metrics of a step"): partial(_read_metrics, rank=1),
+    ("each", "restore: what to read"): _read_checkpoint,
+}
+"""What is measured, by the rank and by what it does."""

@@ -1,0 +1,163 @@
+"""A save of many simulated ranks: rank 0's plan and metadata, from messages as ranks of a large run send them.
+
+The tensors are those of a model under FSDP, tensor and pipeline parallelism with AdamW: matrices are split over shard
+and tensor, vectors over shard alone (the tensor ranks have the same parts), and all ranks of a stage have its step
+counters. Nothing but rank 0's metadata is written, and messages wait in a dictionary instead of torch's store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from titan.checkpoint.assignment import Holdings, describe, digest
+from titan.checkpoint.coordinator import Coordinator, pack_message
+from titan.checkpoint.manifest import File
+from titan.checkpoint.plans import Plans, RankPositions, Written
+from titan.checkpoint.writer import Writer
+from titan.parallelism.exchange import Exchange
+from titan.run.run import Run
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+HEADER = 1408
+"""Bytes that `torch.save` adds to a tensor, about."""
+
+
+class DictStore:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.content: dict[str, bytes] = {}
+
+    def clone(self) -> DictStore:
+        """Return the connection of another rank."""
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing waits."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self.content[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        return self.content[key]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value; return whether it was there."""
+        return self.content.pop(key, None) is not None
+
+
+def parameters(run: Run) -> dict[str, tuple[int, ...]]:
+    """Return the size of each parameter of a run's model by name."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in run.model.build().named_parameters()}
+
+
+class SimulatedSave:
+    """The ranks of a run, of which rank 0 saves."""
+
+    def __init__(self, run: Run, sizes: dict[str, tuple[int, ...]]) -> None:
+        """Take the run, for its layout, and the sizes of all parameters by name."""
+        self.layout, self.ranks = run.layout, run.layout.devices
+        self.stages = [_names(sizes, first, end) for first, end in run.staging.layers]
+        self.sizes, self.store, self.plans = sizes, DictStore(), Plans(0)
+        self.exchanges = [Exchange(self.store, rank, self.ranks) for rank in range(self.ranks)]
+        self.coordinator = Coordinator(0, self.ranks, self.exchanges[0])
+
+    @cached_property
+    def templates(self) -> list[tuple[list[WriteItem], Holdings]]:
+        """What the first rank of each stage has."""
+        items = [list(self._items(names)) for names in self.stages]
+        return [(of_stage, describe(of_stage)) for of_stage in items]
+
+    def _items(self, names: Sequence[str]) -> Iterator[WriteItem]:
+        for name in names:
+            size = self.sizes[name]
+            for key in (f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)):
+                yield _item(key, size, self._parts(size))
+            yield _item(f"optimizer.{name}.step", (), 1)
+
+    def _parts(self, size: Sequence[int]) -> int:
+        return self.layout.sharded * (self.layout.tensor if len(size) > 1 else 1)
+
+    def holdings(self, rank: int) -> Holdings:
+        """Return what a rank has."""
+        place = self.layout.coordinates(rank)
+        items, first = self.templates[place["pipeline"] if len(self.templates) > 1 else 0]
+        boxes = np.frombuffer(first.boxes, np.int64).reshape(-1, 2, first.dims).copy()
+        dims = np.array([len(item.tensor_data.size) if item.tensor_data else 0 for item in items])
+        matrix = place["shard"] * self.layout.tensor + place["tensor"]
+        ends = np.array(
+            [item.tensor_data.size[0] if item.tensor_data and item.tensor_data.size else 1 for item in items]
+        )
+        part = np.where(dims > 1, matrix, np.where(dims == 1, place["shard"], 0))
+        boxes[:, 0, 0] = np.minimum(boxes[:, 1, 0] * part, ends)
+        boxes[:, 1, 0] = np.minimum(boxes[:, 1, 0], ends - boxes[:, 0, 0])
+        return first._replace(boxes=boxes.tobytes())
+
+    def send_holdings(self, first: bool) -> None:
+        """Send rank 0 what each other rank has, or its digest."""
+        for rank in range(1, self.ranks):
+            if not first:
+                self.exchanges[rank].broadcast()  # the end of the save before
+            holdings = self.holdings(rank) if first else self.plans.shared.digests[rank]
+            self.exchanges[rank].gather(pack_message((holdings, None)))
+
+    def settle(self, first: bool) -> bytes | None:
+        """Do what rank 0 does before ranks write, and return its part."""
+        own = self.holdings(0) if first else self.plans.shared.digests[0]
+        return self.coordinator.scatter(lambda: own, self.plans.settle)
+
+    def send_positions(self, first: bool) -> None:
+        """Send rank 0 where each other rank has written its items, or the digest of that."""
+        for rank in range(1, self.ranks):
+            self.exchanges[rank].scatter()
+            files = {f"__{rank}_0.distcp": File(2**30, "0123abcd")}
+            self.exchanges[rank].gather(pack_message(((self._written(rank, first), files), None)))
+
+    def _written(self, rank: int, first: bool) -> Written:
+        shared = self.plans.shared
+        assert shared.assignment is not None
+        part = shared.assignment.parts[rank]
+        lengths = np.full(sum(part), 2**20 + HEADER)
+        rows = np.stack([np.zeros_like(lengths), lengths.cumsum() - lengths, lengths], 1)
+        positions = RankPositions((f"__{rank}_0.distcp",), rows.tobytes())
+        return Written(positions if first else None, digest(shared.digests[rank], part, positions.digest()))
+
+    def conclude(self, first: bool, folder: Path) -> None:
+        """Do what rank 0 does after ranks have written."""
+        writer, own = Writer(folder), self._written(0, first)
+        self.coordinator.gather(
+            lambda: (own, dict[str, File]()),
+            lambda written: self.plans.conclude(writer, [of_rank for of_rank, _ in written]),
+        )
+
+
+def _names(sizes: dict[str, tuple[int, ...]], first: int, end: int) -> list[str]:
+    """Return the parameters of the blocks from `first` to `end`, with the embedding before and the head behind them."""
+    blocks = 1 + max(int(name.split(".")[1]) for name in sizes if name.startswith("layers."))
+    own = [name for name in sizes if name.startswith("layers.") and first <= int(name.split(".")[1]) < end]
+    others = [name for name in sizes if not name.startswith("layers.")]
+    return [
+        *(name for name in others if "emb" in name and first == 0),
+        *own,
+        *(name for name in others if "emb" not in name and end == blocks),
+    ]
+
+
+def _item(key: str, size: tuple[int, ...], parts: int) -> WriteItem:
+    """Return the first part of a tensor that is split along its first dimension."""
+    box = torch.Size([-(-size[0] // parts), *size[1:]]) if size else torch.Size([])
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), box)
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(size))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)

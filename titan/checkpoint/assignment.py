@@ -1,0 +1,312 @@
+"""Which rank writes which part of each tensor, computed on rank 0 from descriptions of what the ranks have.
+
+A part is a box of a tensor: offsets and sizes along each dimension. The boxes of all ranks are integer arrays, so that
+the time on rank 0 grows with their number at the speed of sorting, and Python's interpreter lock is free meanwhile:
+
+1. every rank: `describe` its items, once for a state of one form;
+2. rank 0: `assign` each box to one of the ranks that have it, and check that the chosen boxes make up every tensor,
+   each element once. A tensor for which they don't is an error before any rank writes.
+
+In arrays all tensors have D dimensions, the largest number of any: the others have sizes of 1 behind their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem
+
+Integers = NDArray[np.int64]
+OFFSETS, SIZES = range(2)
+"""Indices into the second dimension of boxes [boxes, 2, D]."""
+
+
+class TensorInfo(NamedTuple):
+    """A whole tensor of a checkpoint."""
+
+    name: str
+    size: tuple[int, ...]
+    properties: TensorProperties
+
+
+class Holdings(NamedTuple):
+    """A rank's items.
+
+    Attributes:
+        tensors: the `TensorInfo` of each item, pickled and compressed; the same bytes on ranks with the same tensors.
+        boxes: int64 [items, 2, dims] as bytes: each item's offsets and sizes.
+        dims: the largest number of dimensions of these tensors, at least 1.
+    """
+
+    tensors: bytes
+    boxes: bytes
+    dims: int
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ for other holdings."""
+        return digest(self.tensors, self.boxes)
+
+
+def digest(*parts: bytes) -> bytes:
+    """Return 16 bytes that differ for other parts."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.digest()
+
+
+def describe(items: Sequence[WriteItem]) -> Holdings:
+    """Describe a rank's items.
+
+    Raises:
+        TypeError: for an item that is no tensor.
+    """
+    infos, boxes = [], []
+    for item in items:
+        if item.tensor_data is None:
+            raise TypeError(f"{item.index.fqn} is no tensor")
+        infos.append(TensorInfo(item.index.fqn, tuple(item.tensor_data.size), item.tensor_data.properties))
+        boxes.append(item.tensor_data.chunk)
+    dims = max([1, *(len(info.size) for info in infos)])
+    extents = [(_pad(box.offsets, dims, 0), _pad(box.sizes, dims, 1)) for box in boxes]
+    return Holdings(zlib.compress(pickle.dumps(infos), 1), np.array(extents, np.int64).tobytes(), dims)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What all ranks write.
+
+    Attributes:
+        tensors: all tensors of the checkpoint.
+        parts: for each rank one byte per item, 1 if the rank writes it.
+        tensor: int64 [written]: the number of the tensor of each written box, by rank and in the order of its items.
+        boxes: int64 [written, 2, D]: the written boxes.
+        order: int64 [written]: the permutation that sorts them by tensor and offset.
+    """
+
+    tensors: list[TensorInfo]
+    parts: list[bytes]
+    tensor: Integers
+    boxes: Integers
+    order: Integers
+
+
+def assign(holdings: Sequence[Holdings]) -> Assignment:
+    """Assign each box to one of the ranks that have it: the one that has the fewest bytes to write.
+
+    Raises:
+        ValueError: when the ranks have different tensors under one name, or their boxes don't make up a whole tensor.
+    """
+    tensors, held = _collect(holdings)
+    points = _Points(_sizes_of(tensors, held.boxes.shape[2]))
+    _check_bounds(tensors, held, points.sizes)
+    keys = points.numbers(held.tensor, held.boxes[:, OFFSETS])
+    by_key = np.argsort(keys, kind="stable")
+    first = np.flatnonzero(np.diff(keys[by_key], prepend=-1))  # of each distinct box among those of all ranks
+    chosen = by_key[_choose(held.rank[by_key], first, _bytes(tensors, held, by_key[first]), len(holdings))]
+    _check_cover(tensors, held.tensor[chosen], held.boxes[chosen], points)
+    written = np.sort(chosen)
+    mask = np.zeros(len(keys), np.uint8)
+    mask[chosen] = 1
+    parts = [mask[start:end].tobytes() for start, end in pairwise(held.starts)]
+    return Assignment(tensors, parts, held.tensor[written], held.boxes[written], np.searchsorted(written, chosen))
+
+
+class _Held(NamedTuple):
+    """The boxes of all ranks, by rank: of which tensor and rank, extents [boxes, 2, D], and where each rank's begin."""
+
+    tensor: Integers
+    rank: Integers
+    boxes: Integers
+    starts: list[int]
+
+
+def _collect(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], _Held]:
+    """Return all tensors, and all ranks' boxes."""
+    tensors, numbers = _number_tensors(holdings)
+    counts = [len(of_rank) for of_rank in numbers]
+    starts = list(accumulate(counts, initial=0))
+    boxes = np.zeros((starts[-1], 2, max(held.dims for held in holdings)), np.int64)
+    boxes[:, SIZES] = 1
+    for held, start, end in zip(holdings, starts[:-1], starts[1:], strict=True):
+        boxes[start:end, :, : held.dims] = np.frombuffer(held.boxes, np.int64).reshape(-1, 2, held.dims)
+    ranks = np.repeat(np.arange(len(holdings)), counts)
+    return tensors, _Held(np.concatenate(numbers), ranks, boxes, starts)
+
+
+def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], list[Integers]]:
+    """Return all tensors, and for each rank the numbers of its items' tensors among them.
+
+    Raises:
+        ValueError: when two ranks have tensors of other sizes or dtypes under one name.
+    """
+    tensors: dict[str, tuple[int, TensorInfo, int]] = {}
+    known: dict[bytes, Integers] = {}
+    for rank, held in enumerate(holdings):
+        if held.tensors not in known:
+            infos: list[TensorInfo] = pickle.loads(zlib.decompress(held.tensors))
+            for info in infos:
+                _check_same(rank, info, *tensors.setdefault(info.name, (len(tensors), info, rank))[1:])
+            known[held.tensors] = np.array([tensors[info.name][0] for info in infos], np.int64)
+    return [info for _, info, _ in tensors.values()], [known[held.tensors] for held in holdings]
+
+
+def _check_same(rank: int, info: TensorInfo, other: TensorInfo, other_rank: int) -> None:
+    here, there = ((about.size, about.properties.dtype) for about in (info, other))
+    if here != there:
+        raise ValueError(
+            f"the ranks plan different checkpoints: {info.name} is {list(here[0])} in {here[1]} on rank {rank}, and "
+            f"{list(there[0])} in {there[1]} on rank {other_rank}"
+        )
+
+
+def _sizes_of(tensors: Sequence[TensorInfo], dims: int) -> Integers:
+    return np.array([_pad(info.size, dims, 1) for info in tensors], np.int64).reshape(-1, dims)
+
+
+def _bytes(tensors: Sequence[TensorInfo], held: _Held, rows: Integers) -> Integers:
+    """Return the bytes of some boxes, at least 1."""
+    each = np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
+    found: Integers = np.maximum(held.boxes[rows, SIZES].prod(1) * each[held.tensor[rows]], 1)
+    return found
+
+
+class _Points:
+    """Numbers the corners of boxes: integers that differ for other points and tensors.
+
+    A box may end, and an empty one begin, at a tensor's end, so a dimension of size n has n + 1 coordinates.
+    """
+
+    def __init__(self, sizes: Integers) -> None:
+        """Take the sizes [tensors, D]."""
+        self.sizes = sizes
+        spans = sizes[:, ::-1] + 1
+        self.strides = np.concatenate([np.ones_like(spans[:, :1]), spans.cumprod(1)[:, :-1]], 1)[:, ::-1]
+        starts = list(accumulate((math.prod(span) for span in spans.tolist()), initial=0))
+        if starts[-1] >= 2**63:
+            raise ValueError(f"a checkpoint of {starts[-1]:,} elements is too large")
+        self.starts: Integers = np.array(starts[:-1], np.int64)
+
+    def numbers(self, tensor: Integers, points: Integers) -> Integers:
+        """Return the numbers [n] of points [n, D] of the tensors [n]."""
+        found = self.starts[tensor]
+        for dim in range(points.shape[1]):
+            found += points[:, dim] * self.strides[tensor, dim]
+        return found
+
+
+# --- which rank writes a box
+
+
+def _choose(ranks: Integers, first: Integers, sizes: Integers, world_size: int) -> Integers:
+    """Return for each distinct box the row of the rank that writes it.
+
+    Boxes that the same ranks have are shared out together. Most ranks' boxes are alike, and are shared out alike.
+
+    Args:
+        ranks: [rows]: the rank of each row; the rows of a box follow each other.
+        first: [boxes]: the first row of each box.
+        sizes: [boxes]: bytes.
+        world_size: the number of ranks.
+    """
+    counts = np.diff(first, append=len(ranks))
+    chosen, loads = first.copy(), np.zeros(world_size, np.int64)
+    np.add.at(loads, ranks[first[counts == 1]], sizes[counts == 1])
+    known: dict[tuple[bytes, bytes], Integers] = {}
+    for boxes in _group_by_ranks(_mix(ranks), first, counts):
+        holders = ranks[first[boxes[0]] : first[boxes[0]] + counts[boxes[0]]]
+        relative = loads[holders] - loads[holders].min()
+        key = relative.tobytes(), sizes[boxes].tobytes()
+        if key not in known:
+            known[key] = _balance(relative.tolist(), sizes[boxes])
+        chosen[boxes] += known[key]
+        np.add.at(loads, holders[known[key]], sizes[boxes])
+    return chosen
+
+
+def _group_by_ranks(mixed: NDArray[np.uint64], first: Integers, counts: Integers) -> list[Integers]:
+    """Return the boxes that several ranks have, in groups that the same ranks have; groups with most ranks last."""
+    several = np.flatnonzero(counts > 1)
+    if not len(several):
+        return []
+    signature = np.add.reduceat(mixed, first)[several]
+    order = np.lexsort((signature, counts[several]))
+    changes = np.diff(signature[order]).astype(bool) | np.diff(counts[several][order]).astype(bool)
+    return np.split(several[order], np.flatnonzero(changes) + 1)
+
+
+def _balance(loads: Sequence[int], sizes: Integers) -> Integers:
+    """Return for each box the index of the rank that writes it: the largest first, each to the least loaded rank."""
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    chosen = np.empty(len(sizes), np.int64)
+    for box in np.argsort(-sizes, kind="stable").tolist():
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + int(sizes[box]), rank))
+        chosen[box] = rank
+    return chosen
+
+
+# --- whether the chosen boxes make up the tensors
+
+
+def _check_bounds(tensors: Sequence[TensorInfo], held: _Held, sizes: Integers) -> None:
+    offsets, extents = held.boxes[:, OFFSETS], held.boxes[:, SIZES]
+    outside = ((offsets < 0) | (extents < 0) | (offsets + extents > sizes[held.tensor])).any(1)
+    if outside.any():
+        row = int(outside.argmax())
+        raise ValueError(
+            f"the part that rank {held.rank[row]} has of {tensors[held.tensor[row]].name} is outside of it"
+        )
+
+
+def _check_cover(tensors: Sequence[TensorInfo], tensor: Integers, boxes: Integers, points: _Points) -> None:
+    """Check that boxes, sorted by tensor, make up each tensor, with each element in one box.
+
+    A box is determined by its corners with alternating signs. Boxes make up a tensor without gaps and overlaps exactly
+    if their corners cancel but for those of the tensor. Each corner counts as a number of 64 random bits, so that wrong
+    boxes pass with a probability of 2^-64.
+
+    Raises:
+        ValueError: when they don't.
+    """
+    first = np.flatnonzero(np.diff(tensor, prepend=-1))
+    sums = np.add.reduceat(_sum_corners(tensor, boxes, points), first)
+    whole = np.stack([np.zeros_like(points.sizes), points.sizes], 1)
+    wrong = np.flatnonzero(sums != _sum_corners(np.arange(len(tensors)), whole, points))
+    if len(wrong):
+        more = f", nor those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(f"the parts that the ranks have of {tensors[wrong[0]].name} don't make up the tensor{more}")
+
+
+def _sum_corners(tensor: Integers, boxes: Integers, points: _Points) -> NDArray[np.uint64]:
+    """Return for each box the sum of its corners' numbers with alternating signs, modulo 2^64."""
+    total = np.zeros(len(boxes), np.uint64)
+    for corner in product((0, 1), repeat=boxes.shape[2]):
+        numbers = _mix(points.numbers(tensor, boxes[:, OFFSETS] + boxes[:, SIZES] * np.array(corner)))
+        total = total - numbers if sum(corner) % 2 else total + numbers
+    return total
+
+
+def _mix(numbers: Integers) -> NDArray[np.uint64]:
+    """Return 64 bits for each number that look random (splitmix64's finalizer)."""
+    x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def _pad(values: Sequence[Any], dims: int, value: int) -> tuple[int, ...]:
+    return (*values, *[value] * (dims - len(values)))
