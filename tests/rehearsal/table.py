@@ -1,0 +1,112 @@
+"""The commands of a rehearsal: what each runs, on how many devices, and what must come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SMALL = (
+    "dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=256", "model.vocab=256", "training.seq_len=64",
+    "training.global_batch=512", "training.steps=3", "metrics.plot=false", "metrics.sample_tokens=0",
+    "checkpoint=off", "evaluation=off", "compile=off",
+)  # fmt: skip
+DENSE = ("model=debug", "model.dim=64", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.ffn=128")
+EXPERTS = (
+    "model=qwen3_moe_debug", "model.dim=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.ffn=128",
+    "model.head_dim=16", "model.expert_ffn=32",
+)  # fmt: skip
+FP32, BF16 = (*DENSE, "precision=fp32"), (*DENSE, "precision=bf16")
+MASKED = (*FP32, "dataset.mask_documents=true", "training.attention=math")
+MUON = (*FP32, "optimizer=muon")
+REFERENCES: Mapping[str, tuple[str, ...]] = {
+    "dense": (*FP32, "training.steps=4"),
+    "experts": (*EXPERTS, "precision=fp32"),
+    "masks": MASKED,
+    "muon": (*MUON, "optimizer.dtype=fp32"),
+}
+"""The settings whose fp32 losses a CPU computes for comparison, on one device."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A command.
+
+    Attributes:
+        name: of it, and of its directory.
+        arguments: its command line; {runs} is the folder of all runs' directories.
+        module: what `python -m` runs; a run of titan.train gets the small settings, device and directory as well.
+        devices: how many GPUs the machine has.
+        like: the reference whose losses it must have.
+        after: the run that must be done before.
+        waits: the places in titan where the host may wait within a step, as the documentation says.
+        code: the exit code.
+        environment: further variables.
+        leaves: patterns of files that it must leave in the folder of all runs.
+        says: a text that it must print.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    module: str = "titan.train"
+    devices: int = 1
+    like: str | None = None
+    after: str | None = None
+    waits: tuple[str, ...] = ()
+    code: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+    says: str = ""
+
+    def command(self, runs: Path) -> list[str]:
+        """Return the arguments of the module."""
+        own = [argument.replace("{runs}", str(runs)) for argument in self.arguments]
+        if self.module != "titan.train":
+            return own
+        return [*SMALL, "cluster.device=cuda", f"hydra.run.dir={runs / self.name}", *own]
+
+
+def _layout(name: str, devices: int, *more: str, **given: Any) -> Rehearsed:
+    return Rehearsed(name, (*FP32, *more), devices=devices, like="dense", **given)
+
+
+TRAINING = (
+    _layout("single", 1, "parallelism=single"),
+    _layout("fsdp", 2, "parallelism=fsdp", "training.steps=2", "checkpoint=async", "checkpoint.every=1"),
+    _layout("ddp", 2, "parallelism=ddp", "parallelism.microbatches=2"),
+    _layout("hsdp", 4, "parallelism=hsdp", "parallelism.replicate=2"),
+    _layout("tp, resumed from fsdp", 2, "parallelism=tp", "training.steps=4", "checkpoint.resume={runs}/fsdp", after="fsdp"),
+    _layout("pp 1F1B", 2, "parallelism=pp", "parallelism.microbatches=4"),
+    _layout("pp ZBV", 2, "parallelism=pp", "parallelism.schedule=ZBVZeroBubble", "parallelism.microbatches=4"),
+    _layout("cp ring", 2, "parallelism=cp", "parallelism.context_method=ring"),
+    _layout("cp all-gather", 2, "parallelism=cp", "parallelism.context_method=allgather"),
+    _layout("3d", 8, "parallelism=3d"),
+    _layout("offload", 2, "parallelism=fsdp", "memory.offload=true"),
+    Rehearsed("ep", (*EXPERTS, "precision=fp32", "parallelism=ep"), devices=2, like="experts"),
+    Rehearsed("muon, async save", (*MUON, "optimizer.dtype=fp32", "checkpoint=async", "checkpoint.every=1"), like="muon"),
+    _layout("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
+    Rehearsed("masks", MASKED, like="masks"),
+    Rehearsed("bf16, flash attention", (*BF16, "parallelism=fsdp", "memory=full"), devices=2),
+)
+COMMANDS = (
+    Rehearsed(
+        "profile with memory",
+        (*BF16, "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
+        leaves=("profile with memory/debug/step-*-rank-0.pickle", "profile with memory/profile/*/*"),
+    ),
+    Rehearsed(
+        "out of memory",
+        (*BF16, "training.global_batch=4096", "parallelism.microbatches=1", "cluster.hardware=null"),
+        environment={"REHEARSAL_GIB": "0.02"}, code=1, says="out of memory",
+        leaves=("out of memory/debug/out-of-memory-rank-0.pickle",),
+    ),
+    Rehearsed("generate", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=4", "device=cuda"), "titan.generate", after="fsdp"),
+    Rehearsed(
+        "generate, tp",
+        ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=4", "parallelism.tensor=2"),
+        "titan.generate", 2, after="fsdp",
+    ),
+    Rehearsed("replay", ("{runs}/fsdp", "step=2"), "titan.replay", 2, after="fsdp"),
+)  # fmt: skip
+TABLE = (*TRAINING, *COMMANDS)
