@@ -11,7 +11,7 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu clean
+.PHONY: train test test-rest test-all planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu clean
 
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -33,6 +33,12 @@ chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves t
 
 hangs: $(VENV)/.test     ## runs of which a rank hangs in thirty ways, and what they say: ten minutes
 	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
+
+rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: eight minutes on two cores
+	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
+
+rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
+	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check

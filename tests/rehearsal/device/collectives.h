@@ -24,7 +24,7 @@ struct Work final : c10d::Work {
       for (auto& finish : after) finish();
     }
     Locked guard(lock);
-    merge(clocks[current_stream()], done);
+    advance(clocks[current_stream()], done);
     return true;
   }
   bool isCompleted() override { return waited; }
@@ -78,7 +78,7 @@ struct Group final : c10d::Backend {
       Locked guard(lock);
       operations[std::string("nccl ") + name]++;
       tick(current_stream());
-      merge(clocks[stream], clocks[current_stream()]);
+      advance(clocks[stream], clocks[current_stream()]);
       auto at = tick(stream);
       for (auto& tensor : reads) use(tensor, false, name, stream, at);
       for (auto& tensor : writes) use(tensor, true, name, stream, at);
@@ -93,7 +93,7 @@ struct Group final : c10d::Backend {
   void add_to_coalesced(const Work& work) {
     coalesced->inner.insert(coalesced->inner.end(), work.inner.begin(), work.inner.end());
     coalesced->after.insert(coalesced->after.end(), work.after.begin(), work.after.end());
-    merge(coalesced->done, work.done);
+    advance(coalesced->done, work.done);
   }
 
   // Replace NCCL's reductions that gloo lacks: a factor before the sum, or one after it.

@@ -88,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [] { peak = allocated; });
   m.def("blocks", &live_blocks);
   m.def("resize_storage", &resize_storage);
+  m.def("default_generator", [](int index) { return at::globalContext().defaultGenerator(Device(CUDA, index)); });
   m.def("on_wait", [](py::function f) { on_wait = with_gil<const std::string&>(std::move(f)); });
   m.def("on_out_of_memory", [](py::function f) {
     out_of_memory_observers.push_back(with_gil<int64_t, size_t, size_t, size_t>(std::move(f)));

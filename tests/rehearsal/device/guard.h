@@ -57,7 +57,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& stream) const override {
     if (event == nullptr) return;
     Locked guard(lock);
-    merge(clocks[stream.id()], static_cast<Event*>(event)->seen);
+    advance(clocks[stream.id()], static_cast<Event*>(event)->seen);
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);

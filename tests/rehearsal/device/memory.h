@@ -59,8 +59,7 @@ inline void reuse(const Block& block) {
     if (it->second.size != block.size) continue;
     for (auto use : it->second.uses) {
       auto* begin = static_cast<const char*>(block.data);
-      uses[block.data].push_back({begin, begin + block.size, use.stream, use.at, use.writes,
-                                  use.op + " (of the tensor that had this memory before)"});
+      uses[block.data].push_back({begin, begin + block.size, use.stream, use.at, use.writes, use.op, true});
     }
     freed.erase(it);
     return;

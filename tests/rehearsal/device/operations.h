@@ -3,6 +3,7 @@
 
 #include "guard.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -163,12 +164,15 @@ inline IValue host_argument(Operands& operands, const IValue& value) {
     operands.device = Device(CUDA, index_of(value.toDevice()));
     return Device(c10::kCPU);
   }
-  if (value.isGenerator() && value.toGenerator().defined()) {
-    auto generator = value.toGenerator();
-    TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
-    return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
-  }
   return value;
+}
+
+// Return the CPU's generator within the given one, or within the device's own.
+inline IValue host_generator(const IValue& value, const std::optional<Device>& device) {
+  bool given = value.isGenerator() && value.toGenerator().defined();
+  auto generator = given ? value.toGenerator() : at::globalContext().defaultGenerator(Device(CUDA, index_of(device)));
+  TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
 }
 
 inline IValue device_result(Operands& operands, const std::string& op, const IValue& value) {
@@ -198,7 +202,8 @@ inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
     IValue& value = (*stack)[i];
     if (value.isOptionalTensorList())
       for (const auto& index : value.toOptionalTensorVector()) masked |= is_mask(index);
-    value = host_argument(operands, value);
+    bool generator = schema.arguments()[i - begin].name() == "generator";
+    value = generator ? host_generator(value, operands.device) : host_argument(operands, value);
   }
   TORCH_CHECK(!operands.on_host || operands.views.empty() || MIXES.count(schema.name()),
               two_devices(operands.device ? operands.device->str() : "cuda", "cpu! (" + schema.name() + ")"));

@@ -35,6 +35,7 @@ struct Use {
   uint64_t at;
   bool writes;
   std::string op;
+  bool of_freed = false;  // of the tensor that had this memory before
 };
 
 // A copy that the device has not finished: `host` is valid, or may be written again, once the stream is at `at`.
@@ -66,7 +67,7 @@ inline DeviceIndex index_of(std::optional<Device> device) {
   return device && device->has_index() ? device->index() : current_device;
 }
 
-inline void merge(Clock& into, const Clock& other) {
+inline void advance(Clock& into, const Clock& other) {
   for (auto& [stream, at] : other) into[stream] = std::max(into[stream], at);
 }
 
@@ -77,7 +78,7 @@ inline bool includes(const Clock& seen, int64_t stream, uint64_t at) {
 
 // Advance a stream's clock by one operation, which comes after all that the host has waited for.
 inline uint64_t tick(int64_t stream) {
-  if (!background) merge(clocks[stream], host_seen);
+  if (!background) advance(clocks[stream], host_seen);
   return ++clocks[stream][stream];
 }
 
@@ -92,7 +93,7 @@ inline void check_order(const Use& earlier, const Use& later) {
   auto name = [](const Use& use) { return use.writes ? "write" : "read"; };
   add_race(std::string(name(later)) + " after " + name(earlier) + ": " + later.op + " on stream " +
            std::to_string(later.stream) + " does not wait for " + earlier.op + " on stream " +
-           std::to_string(earlier.stream));
+           std::to_string(earlier.stream) + (earlier.of_freed ? ", of the tensor that had this memory before" : ""));
 }
 
 // Record a use of a tensor's bytes, and report the earlier ones that it does not wait for.
@@ -107,7 +108,8 @@ inline void use(const Tensor& tensor, bool writes, const std::string& op, int64_
   for (auto& other : known) check_order(other, now);
   auto replaced = [&](const Use& other) {
     bool covered = other.begin >= now.begin && other.end <= now.end;
-    return covered && (writes || (other.stream == stream && !other.writes));
+    bool reported = other.of_freed && other.begin < now.end && now.begin < other.end;
+    return reported || (covered && (writes || (other.stream == stream && !other.writes)));
   };
   known.erase(std::remove_if(known.begin(), known.end(), replaced), known.end());
   known.push_back(now);
@@ -137,7 +139,7 @@ inline void arrive(const Clock& seen) {
   c10::impl::ExcludeDispatchKeyGuard without_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   auto done = [&](const auto& copy) { return includes(seen, copy.stream, copy.at); };
-  if (!background) merge(host_seen, seen);
+  if (!background) advance(host_seen, seen);
   finished = take(downloads, done);
   read = take(uploads, done);
   for (auto& copy : read) check_unchanged(copy);
@@ -153,7 +155,7 @@ inline void arrive_all() {
   Clock all;
   {
     Locked guard(lock);
-    for (auto& [_, clock] : clocks) merge(all, clock);
+    for (auto& [_, clock] : clocks) advance(all, clock);
   }
   arrive(all);
 }
