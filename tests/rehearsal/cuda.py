@@ -18,6 +18,8 @@ from typing import Any
 from tests.rehearsal import build
 
 CAPABILITY, VERSION = (9, 0), "13.0"
+NCCL = 2 << 16 | 28
+"""NCCL's major and minor version."""
 KIND = 1
 """CUDA's number among the kinds of devices (c10/core/DeviceType.h)."""
 GIB = 2**30
@@ -111,6 +113,8 @@ def _devices(torch: Any, device: Any) -> dict[str, Any]:
         "_cuda_set_sync_debug_mode": device.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": device.sync_debug_mode,
         "_CudaDeviceProperties": SimpleNamespace,
+        "_nccl_version": lambda: NCCL << 16,
+        "_nccl_version_suffix": lambda: b"",
         "_cudart": SimpleNamespace(cudaMemGetInfo=lambda index: _free_and_total(device)),
     }
 

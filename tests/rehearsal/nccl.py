@@ -44,6 +44,7 @@ def define() -> None:
 
     module: Any = _distributed_c10d
     module.ProcessGroupNCCL, module._DEFAULT_PG_NCCL_TIMEOUT = ProcessGroupNCCL, TIMEOUT
+    module.Backend._set_default_timeout = lambda backend, timeout: None  # gloo takes it from each operation
     state.names |= {f"torch._C._distributed_c10d.{name}" for name in ("ProcessGroupNCCL", "_DEFAULT_PG_NCCL_TIMEOUT")}
 
 
@@ -53,7 +54,6 @@ def replace_split(module: Any) -> None:
     Args:
         module: torch.distributed.distributed_c10d.
     """
-    module.Backend._set_default_timeout = lambda backend, timeout: None
 
     def split_group(
         parent_pg: Any = None,

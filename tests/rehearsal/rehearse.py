@@ -153,13 +153,13 @@ class Rehearsal:
 
     def run(self, rehearsed: Rehearsed) -> Result:
         """Carry out a command, and judge what came of it."""
-        log, reports = self.folder / f"{rehearsed.name}.log", self.folder / f"{rehearsed.name}.reports"
+        log, reports = self.folder / f"{rehearsed.folder}.log", self.folder / f"{rehearsed.folder}.reports"
         reports.mkdir()
         environment = {watch.REPORT: str(reports), "REHEARSAL_DEVICES": str(rehearsed.devices), **rehearsed.environment}
         began = time.monotonic()
         code = self.cuda.run(rehearsed.module, rehearsed.command(self.runs), environment, log, LIMIT_SECONDS)
         result = Result(rehearsed, code, time.monotonic() - began, log.read_text(errors="replace")[-4000:])
-        result.losses = losses(self.runs / rehearsed.name)
+        result.losses = losses(self.runs / rehearsed.folder)
         for report in sorted(reports.iterdir()):
             _add_report(result, json.loads(report.read_text()))
         _judge(result, self.runs)
@@ -175,7 +175,10 @@ class Rehearsal:
             if future is None:
                 future = self.references[name] = Future()
         if first:
-            future.set_result(self._train_reference(name))
+            try:
+                future.set_result(self._train_reference(name))
+            except Exception as error:
+                future.set_exception(error)
         return future.result()
 
     def _train_reference(self, name: str) -> dict[int, float]:

@@ -92,6 +92,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
 
         imports.start()
         sys.argv = [module, *arguments]
+        sys.modules.pop(module, None)  # imported for the sake of its own imports
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as leave:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ REFERENCES: Mapping[str, tuple[str, ...]] = {
     "dense": (*FP32, "training.steps=4"),
     "experts": (*EXPERTS, "precision=fp32"),
     "masks": MASKED,
-    "muon": (*MUON, "optimizer.dtype=fp32"),
+    "muon": (*MUON, "optimizer.newton_schulz=fp32"),
 }
 """The settings whose fp32 losses a CPU computes for comparison, on one device."""
 
@@ -64,7 +65,12 @@ class Rehearsed:
         own = [argument.replace("{runs}", str(runs)) for argument in self.arguments]
         if self.module != "titan.train":
             return own
-        return [*SMALL, "cluster.device=cuda", f"hydra.run.dir={runs / self.name}", *own]
+        return [*SMALL, "cluster.device=cuda", f"hydra.run.dir={runs / self.folder}", *own]
+
+    @property
+    def folder(self) -> str:
+        """The name of its directory."""
+        return re.sub(r"\W+", "-", self.name)
 
 
 def _layout(name: str, devices: int, *more: str, **given: Any) -> Rehearsed:
@@ -84,7 +90,7 @@ TRAINING = (
     _layout("3d", 8, "parallelism=3d"),
     _layout("offload", 2, "parallelism=fsdp", "memory.offload=true"),
     Rehearsed("ep", (*EXPERTS, "precision=fp32", "parallelism=ep"), devices=2, like="experts"),
-    Rehearsed("muon, async save", (*MUON, "optimizer.dtype=fp32", "checkpoint=async", "checkpoint.every=1"), like="muon"),
+    Rehearsed("muon, async save", (*MUON, "optimizer.newton_schulz=fp32", "checkpoint=async", "checkpoint.every=1"), like="muon"),
     _layout("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
     Rehearsed("masks", MASKED, like="masks"),
     Rehearsed("bf16, flash attention", (*BF16, "parallelism=fsdp", "memory=full"), devices=2),
@@ -93,13 +99,13 @@ COMMANDS = (
     Rehearsed(
         "profile with memory",
         (*BF16, "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
-        leaves=("profile with memory/debug/step-*-rank-0.pickle", "profile with memory/profile/*/*"),
+        leaves=("profile-with-memory/debug/step-*-rank-0.pickle", "profile-with-memory/profile/*/*"),
     ),
     Rehearsed(
         "out of memory",
-        (*BF16, "training.global_batch=4096", "parallelism.microbatches=1", "cluster.hardware=null"),
+        (*BF16, "training.global_batch=4096", "parallelism.microbatches=1"),
         environment={"REHEARSAL_GIB": "0.02"}, code=1, says="out of memory",
-        leaves=("out of memory/debug/out-of-memory-rank-0.pickle",),
+        leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
     Rehearsed("generate", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=4", "device=cuda"), "titan.generate", after="fsdp"),
     Rehearsed(

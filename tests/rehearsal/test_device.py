@@ -59,7 +59,7 @@ def rehearsal(device: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("name", tiers.table([r.name for r in table.TABLE], quick=(), rest=REST, one_in=10**6))
 def test_titan_trains_on_the_device(name: str, rehearsal: rehearse.Rehearsal) -> None:
     for rehearsed in rehearse.chosen([name]):
-        if rehearsed.name == name or not (rehearsal.runs / rehearsed.name).exists():
+        if rehearsed.name == name or not (rehearsal.runs / rehearsed.folder).exists():
             result = rehearsal.run(rehearsed)
             assert result.problems == []
     assert sum(result.operations.values()) > 100 or rehearsed.code

@@ -30,7 +30,7 @@ def test_both_minor_releases_at_the_ends_of_the_supported_range_are_recorded() -
     assert {"2.11", "2.13"} <= set(RECORDED)
     for known in RECORDED.values():
         assert {"torch._C._cuda_init", "torch.cuda.Event", "torch._C._distributed_c10d.ProcessGroupNCCL"} <= known
-        assert len(known) > 2000
+        assert len(known) > 1400
 
 
 def test_the_rehearsal_defines_only_names_that_cuda_builds_have() -> None:
@@ -39,7 +39,7 @@ def test_the_rehearsal_defines_only_names_that_cuda_builds_have() -> None:
         tree = ast.parse((Path(__file__).parent / file).read_text())
         keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
         defined |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-    defined = {name for name in defined if name.startswith(("_cuda", "_Cuda", "_CUDA"))}
+    defined = {name for name in defined if name.startswith(("_cuda", "_Cuda", "_CUDA", "_nccl"))}
     assert len(defined) > 30
     for release, known in RECORDED.items():
         assert {name for name in defined if f"torch._C.{name}" not in known} == set(), release

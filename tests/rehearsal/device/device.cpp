@@ -5,6 +5,7 @@
 // that use the same memory without waiting for each other are reported.
 #include "attention.h"
 #include "collectives.h"
+#include "profiler.h"
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -25,6 +26,7 @@ bool registered = [] {
         return std::make_unique<Hooks>(given);
       });
   c10::SetAllocator(CUDA, &allocator);
+  torch::profiler::impl::registerCUDAMethods(&profiler_events);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_kernel);
   return true;
 }();
