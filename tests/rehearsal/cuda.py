@@ -23,8 +23,8 @@ NCCL = 2 << 16 | 28
 KIND = 1
 """CUDA's number among the kinds of devices (c10/core/DeviceType.h)."""
 GIB = 2**30
-DEVICES, MEMORY = "REHEARSAL_DEVICES", "REHEARSAL_GIB"
-"""The environment variables with the number of devices, and with the GiB of each."""
+DEVICES, MEMORY, TAKEN = "REHEARSAL_DEVICES", "REHEARSAL_GIB", "REHEARSAL_TAKEN_GIB"
+"""The environment variables with the number of devices, the GiB of each, and those that another process has taken."""
 
 
 class _State:
@@ -82,11 +82,12 @@ def configure() -> None:
     """Set the number of devices and their memory as the environment says."""
     if state.device is not None:
         state.device.set_device_count(device_count())
-        state.device.set_memory(_total_memory())
+        state.device.set_memory(total_memory() - int(float(os.environ.get(TAKEN, "0")) * GIB))
 
 
-def _total_memory() -> int:
-    return int(float(os.environ.get(MEMORY, "80")) * GIB)
+def total_memory() -> int:
+    """Return the bytes of each device."""
+    return int(float(os.environ.get(MEMORY, "79.65")) * GIB)
 
 
 def _devices(torch: Any, device: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _properties() -> SimpleNamespace:
         name="NVIDIA H100 80GB HBM3",
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
-        total_memory=_total_memory(),
+        total_memory=total_memory(),
         multi_processor_count=132,
         warp_size=32,
         max_threads_per_multi_processor=2048,

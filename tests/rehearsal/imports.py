@@ -70,7 +70,8 @@ def _find_gpus(module: Any) -> None:
     real, run = module.Probe, module.run_program
 
     def program(arguments: Sequence[str]) -> str | None:
-        rows = (f"GPU-{i}{i}, NVIDIA H100 80GB HBM3, 81559, 9.0" for i in range(cuda.device_count()))
+        mib = int(cuda.total_memory() / 2**20)
+        rows = (f"GPU-{i}{i}, NVIDIA H100 80GB HBM3, {mib}, 9.0" for i in range(cuda.device_count()))
         return "\n".join(rows) if arguments[0] == "nvidia-smi" else run(arguments)
 
     def probe(**given: Any) -> Any:

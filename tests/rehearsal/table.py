@@ -19,10 +19,12 @@ EXPERTS = (
     "model.head_dim=16", "model.expert_ffn=32",
 )  # fmt: skip
 FP32, BF16 = (*DENSE, "precision=fp32"), (*DENSE, "precision=bf16")
-MASKED = (*FP32, "dataset.mask_documents=true", "training.attention=math")
+GENERATED = ("tokens=[1,2,3]", "max_tokens=4")
+SMALLER = "tests.rehearsal.smaller"
+MASKED = (*FP32, "dataset.mask_documents=true")
 MUON = (*FP32, "optimizer=muon")
 REFERENCES: Mapping[str, tuple[str, ...]] = {
-    "dense": (*FP32, "training.steps=4"),
+    "dense": (*FP32, "training.steps=6"),
     "experts": (*EXPERTS, "precision=fp32"),
     "masks": MASKED,
     "muon": (*MUON, "optimizer.newton_schulz=fp32"),
@@ -77,42 +79,109 @@ def _layout(name: str, devices: int, *more: str, **given: Any) -> Rehearsed:
     return Rehearsed(name, (*FP32, *more), devices=devices, like="dense", **given)
 
 
+EXPERTS_WAIT = "titan/parallelism/expert.py"
+"""Ranks exchange how many rows each expert gets (docs/experts.md)."""
+LOOP_WAITS = "titan/model/grouped.py ranges"
+"""In fp32 experts are computed one after another (docs/experts.md)."""
+OFFLOAD_WAITS = ("titan/parallelism/grad_norm.py", "titan/training/trainer.py Trainer._update")
+"""The norm and the update are the host's (docs/memory.md)."""
+SAVED = ("checkpoint=async", "checkpoint.every=1")
 TRAINING = (
     _layout("single", 1, "parallelism=single"),
-    _layout("fsdp", 2, "parallelism=fsdp", "training.steps=2", "checkpoint=async", "checkpoint.every=1"),
+    _layout("fsdp", 2, "parallelism=fsdp", *SAVED),
     _layout("ddp", 2, "parallelism=ddp", "parallelism.microbatches=2"),
     _layout("hsdp", 4, "parallelism=hsdp", "parallelism.replicate=2"),
-    _layout("tp, resumed from fsdp", 2, "parallelism=tp", "training.steps=4", "checkpoint.resume={runs}/fsdp", after="fsdp"),
+    _layout("tp, resumed", 2, "parallelism=tp", "training.steps=6", "checkpoint.resume={runs}/fsdp", after="fsdp"),
     _layout("pp 1F1B", 2, "parallelism=pp", "parallelism.microbatches=4"),
     _layout("pp ZBV", 2, "parallelism=pp", "parallelism.schedule=ZBVZeroBubble", "parallelism.microbatches=4"),
     _layout("cp ring", 2, "parallelism=cp", "parallelism.context_method=ring"),
     _layout("cp all-gather", 2, "parallelism=cp", "parallelism.context_method=allgather"),
     _layout("3d", 8, "parallelism=3d"),
-    _layout("offload", 2, "parallelism=fsdp", "memory.offload=true"),
-    Rehearsed("ep", (*EXPERTS, "precision=fp32", "parallelism=ep"), devices=2, like="experts"),
-    Rehearsed("muon, async save", (*MUON, "optimizer.newton_schulz=fp32", "checkpoint=async", "checkpoint.every=1"), like="muon"),
+    _layout("offload", 2, "parallelism=fsdp", "memory.offload=true", waits=OFFLOAD_WAITS),
+    Rehearsed(
+        "ep",
+        (*EXPERTS, "precision=fp32", "parallelism=ep"),
+        devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
+    ),
+    Rehearsed("ep, bf16", (*EXPERTS, "precision=bf16", "parallelism=ep"), devices=2, waits=(EXPERTS_WAIT,)),
+    Rehearsed("muon, async save", (*MUON, "optimizer.newton_schulz=fp32", *SAVED), like="muon"),
+    Rehearsed("muon, bf16", (*BF16, "optimizer=muon", "parallelism=fsdp"), devices=2),
     _layout("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
     Rehearsed("masks", MASKED, like="masks"),
     Rehearsed("bf16, flash attention", (*BF16, "parallelism=fsdp", "memory=full"), devices=2),
-)
+    Rehearsed("bf16, cp ring", (*BF16, "parallelism=cp", "parallelism.context_method=ring"), devices=2),
+    _layout("hooks", 1, "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
+    Rehearsed("compile=auto", (*BF16, "compile=auto", "training.steps=2")),
+)  # fmt: skip
 COMMANDS = (
     Rehearsed(
         "profile with memory",
-        (*BF16, "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
+        (*BF16, "cluster=h100", "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
         leaves=("profile-with-memory/debug/step-*-rank-0.pickle", "profile-with-memory/profile/*/*"),
     ),
     Rehearsed(
         "out of memory",
         (*BF16, "training.global_batch=4096", "parallelism.microbatches=1"),
-        environment={"REHEARSAL_GIB": "0.02"}, code=1, says="out of memory",
+        environment={"REHEARSAL_TAKEN_GIB": "79.62"}, code=1, says="out of memory",
         leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
-    Rehearsed("generate", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=4", "device=cuda"), "titan.generate", after="fsdp"),
-    Rehearsed(
-        "generate, tp",
-        ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=4", "parallelism.tensor=2"),
-        "titan.generate", 2, after="fsdp",
-    ),
+    Rehearsed("generate", ("from={runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
+    Rehearsed("generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp"),
     Rehearsed("replay", ("{runs}/fsdp", "step=2"), "titan.replay", 2, after="fsdp"),
+    Rehearsed(
+        "plan, traced",
+        (*SMALL, *BF16, "cluster=h100", "parallelism=fsdp", "cluster.devices=8", "compile=auto", "plan.trace=true"),
+        "titan.plan",
+    ),
+    Rehearsed(
+        "calibrate", ("titan.calibrate", "to={runs}/here.yaml", "ranks=2"), SMALLER, 2,
+        leaves=("here.yaml",), says="link_gb_per_second",
+    ),
+    Rehearsed(
+        "bench: waits of the host", ("--only", "sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
+        says='{"location": "", "failure": ""}',
+    ),
+    Rehearsed(
+        "bench: speed",
+        ("titan.bench", "--suite", "tiny", "--case", "precision=bf16, compile=off", "--rounds", "1", "--steps", "1",
+         "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
+        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
+    ),
+    Rehearsed(
+        "bench: modes",
+        ("--suite", "modes", "--case", "single: full, off", "--json", "{runs}/modes.json", *SMALL, *BF16),
+        "titan.bench", leaves=("modes.json",),
+    ),
 )  # fmt: skip
-TABLE = (*TRAINING, *COMMANDS)
+REFUSED = (
+    Rehearsed("refused: more ranks than GPUs", ("parallelism=fsdp", "cluster.devices=4"), devices=2, code=2, says="this machine has 2 x NVIDIA H100"),
+    Rehearsed(
+        "refused: flash attention with masks in a ring",
+        (*MASKED, "training.attention=flash", "parallelism=cp", "parallelism.context_method=ring"),
+        devices=2, code=2, says="in a ring this kernel can't mask",
+    ),
+    Rehearsed(
+        "refused: no visible GPU", DENSE, code=2, says="leaves no GPU visible", environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Rehearsed(
+        "no visible GPU, cluster.device=auto", (*DENSE, "cluster.device=auto", "training.steps=1"),
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Rehearsed(
+        "refused: generate on more GPUs", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
+        after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
+    ),
+    Rehearsed(
+        "refused: generate without memory", ("from={runs}/fsdp", *GENERATED), "titan.generate", after="fsdp", code=2,
+        says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.001"},
+    ),
+    Rehearsed(
+        "refused: calibrate on more GPUs", ("to={runs}/other.yaml", "ranks=3"), "titan.calibrate", 2, code=2,
+        says="each rank needs one",
+    ),
+    Rehearsed(
+        "failed: a rank without a GPU", DENSE, devices=2, code=1, says="GPUs and more ranks",
+        environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
+    ),
+)  # fmt: skip
+TABLE = (*TRAINING, *COMMANDS, *REFUSED)

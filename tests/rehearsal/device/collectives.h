@@ -199,6 +199,33 @@ struct Group final : c10d::Backend {
       return gloo->alltoall_base(to, from, output_sizes, input_sizes, options);
     });
   }
+  c10::intrusive_ptr<c10d::Work> gather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    Tensors written = outputs.empty() ? Tensors{} : outputs[0];
+    return run("gather", inputs, written, [&](Work&) {
+      auto from = host(inputs);
+      std::vector<Tensors> to;
+      if (!outputs.empty()) to.push_back(host(written));
+      return gloo->gather(to, from, options);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    Tensors read = inputs.empty() ? Tensors{} : inputs[0];
+    return run("scatter", read, outputs, [&](Work&) {
+      auto to = host(outputs);
+      std::vector<Tensors> from;
+      if (!inputs.empty()) from.push_back(host(read));
+      return gloo->scatter(to, from, options);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall(
+      Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return run("all_to_all", inputs, outputs, [&](Work&) {
+      auto to = host(outputs), from = host(inputs);
+      return gloo->alltoall(to, from, options);
+    });
+  }
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
     return run("send", tensors, {}, [&](Work&) {
       auto from = host(tensors);
