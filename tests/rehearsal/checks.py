@@ -250,6 +250,24 @@ def a_wait_of_a_background_thread_does_not_order_the_training_threads_work() -> 
 
 
 @check
+def a_threads_event_orders_what_comes_after_it_is_seen() -> None:
+    def use(look: bool) -> None:
+        side, x, done = torch.cuda.Stream(), torch.ones(3, device="cuda"), threading.Event()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+        event = side.record_event()
+        thread = threading.Thread(target=lambda: (event.synchronize(), done.set()))
+        thread.start()
+        thread.join()
+        if look:
+            assert done.is_set()
+        x.mul_(2)
+
+    assert new_races(lambda: use(False)) and new_races(lambda: use(True)) == []
+
+
+@check
 def events_measure_time_where_they_are_made_to() -> None:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()

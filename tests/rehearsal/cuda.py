@@ -142,15 +142,39 @@ def _free_and_total(device: Any) -> tuple[int, int]:
     return total - allocated, total
 
 
+def in_training_thread() -> bool:
+    """Return whether this is the thread that trains, or one of autograd's, for which Python has no object."""
+    thread: Any = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]  # creates no object
+    return thread is None or thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+
+
 def _waiting(device: Any, wait: Any) -> Any:
-    """Wait for the device; what a thread of titan's waits for does not order what the training thread issues."""
-    thread = threading.current_thread()
-    ours = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)  # autograd's have no object
-    before = device.set_background(not ours)
+    """Wait for the device; what another thread waits for does not order what the training thread issues."""
+    before = device.set_background(not in_training_thread())
     try:
         return wait()
     finally:
         device.set_background(before)
+
+
+def follow_events(device: Any) -> None:
+    """Let what a thread has waited for be known to the training thread when that sees a `threading.Event` set by it."""
+    event: Any = threading.Event
+    set_, is_set, wait = event.set, event.is_set, event.wait
+
+    def observed(own: Any, known: bool) -> bool:
+        if known and hasattr(own, "published") and in_training_thread():
+            device.observe(own.published)
+        return known
+
+    def publishing_set(own: Any) -> None:
+        if not in_training_thread():
+            own.published = device.publish()
+        set_(own)
+
+    event.set = publishing_set
+    event.is_set = lambda own: observed(own, is_set(own))
+    event.wait = lambda own, timeout=None: observed(own, wait(own, timeout))
 
 
 def _streams(torch: Any, device: Any) -> dict[str, Any]:
@@ -256,3 +280,4 @@ def finish(torch: Any) -> None:
         return storage
 
     torch.UntypedStorage.resize_ = resize_
+    follow_events(state.device)

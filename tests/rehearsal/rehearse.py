@@ -29,7 +29,7 @@ from tests.rehearsal.table import TABLE, Rehearsed
 from titan.metrics.lines import read_lines
 
 TOLERANCE = 1e-5
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 120.0
 """After which a command that has not ended is killed, and counts as failed."""
 LANES = 2
 References = dict[str, "Future[dict[int, float]]"]

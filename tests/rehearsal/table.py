@@ -110,13 +110,13 @@ TRAINING = (
     Rehearsed("masks", MASKED, like="masks"),
     Rehearsed("bf16, flash attention", (*BF16, "parallelism=fsdp", "memory=full"), devices=2),
     Rehearsed("bf16, cp ring", (*BF16, "parallelism=cp", "parallelism.context_method=ring"), devices=2),
-    _layout("hooks", 1, "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
+    _layout("hooks", 1, "modules=[tests]", "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
     Rehearsed("compile=auto", (*BF16, "compile=auto", "training.steps=2")),
 )  # fmt: skip
 COMMANDS = (
     Rehearsed(
         "profile with memory",
-        (*BF16, "cluster=h100", "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
+        (*BF16, "cluster=h100", "cluster.devices=1", "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
         leaves=("profile-with-memory/debug/step-*-rank-0.pickle", "profile-with-memory/profile/*/*"),
     ),
     Rehearsed(
@@ -127,14 +127,14 @@ COMMANDS = (
     ),
     Rehearsed("generate", ("from={runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
     Rehearsed("generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp"),
-    Rehearsed("replay", ("{runs}/fsdp", "step=2"), "titan.replay", 2, after="fsdp"),
+    Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, after="fsdp"),
     Rehearsed(
         "plan, traced",
         (*SMALL, *BF16, "cluster=h100", "parallelism=fsdp", "cluster.devices=8", "compile=auto", "plan.trace=true"),
         "titan.plan",
     ),
     Rehearsed(
-        "calibrate", ("titan.calibrate", "to={runs}/here.yaml", "ranks=2"), SMALLER, 2,
+        "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,
         leaves=("here.yaml",), says="link_gb_per_second",
     ),
     Rehearsed(
@@ -143,7 +143,7 @@ COMMANDS = (
     ),
     Rehearsed(
         "bench: speed",
-        ("titan.bench", "--suite", "tiny", "--case", "precision=bf16, compile=off", "--rounds", "1", "--steps", "1",
+        ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off", "--rounds", "1", "--steps", "1",
          "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
         SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
     ),
@@ -163,6 +163,11 @@ REFUSED = (
     Rehearsed(
         "refused: no visible GPU", DENSE, code=2, says="leaves no GPU visible", environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
+    Rehearsed("refused: no GPU", DENSE, devices=0, code=2, says="send it to GPU nodes"),
+    Rehearsed(
+        "refused: a model too large", ("model=llama405b", "parallelism=fsdp"), devices=2, code=2,
+        says="this machine has 2 x NVIDIA H100",
+    ),
     Rehearsed(
         "no visible GPU, cluster.device=auto", (*DENSE, "cluster.device=auto", "training.steps=1"),
         environment={"CUDA_VISIBLE_DEVICES": ""},
@@ -172,8 +177,8 @@ REFUSED = (
         after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
     ),
     Rehearsed(
-        "refused: generate without memory", ("from={runs}/fsdp", *GENERATED), "titan.generate", after="fsdp", code=2,
-        says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.001"},
+        "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"), "titan.generate",
+        after="fsdp", code=2, says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.1"},
     ),
     Rehearsed(
         "refused: calibrate on more GPUs", ("to={runs}/other.yaml", "ranks=3"), "titan.calibrate", 2, code=2,

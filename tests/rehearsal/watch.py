@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from tests.rehearsal import cuda
+
 ROOT = Path(__file__).resolve().parents[2]
 REPORT, LINES = "REHEARSAL_REPORT", "REHEARSAL_LINES"
 """The environment variables with the folder of reports, and with the file of lines to follow (JSON: file, lines)."""
@@ -43,8 +45,7 @@ def watch_waits(device: Any) -> None:
 
 def _waited(operation: str) -> None:
     seen.all_waits += 1
-    thread = threading.current_thread()
-    if seen.in_step and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread)):
+    if seen.in_step and cuda.in_training_thread():
         seen.waits[f"{_place()}: {operation}"] += 1
 
 

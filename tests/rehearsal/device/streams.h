@@ -57,7 +57,9 @@ inline std::set<int> used_devices;
 inline int devices = 1, sync_mode = 0;
 inline int64_t streams_created = 0;
 inline std::function<void(const std::string&)> on_wait;  // called without the lock
-inline thread_local bool background = false;  // a thread whose waits order nothing that the training thread issues
+inline thread_local bool background = false;  // a thread whose waits order what the training thread issues only once
+inline thread_local Clock background_seen;    // that thread is known to have waited: by `publish` and `observe`
+inline std::vector<Clock> published;
 inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::map<DeviceIndex, int64_t> current_streams;
 
@@ -139,11 +141,23 @@ inline void arrive(const Clock& seen) {
   c10::impl::ExcludeDispatchKeyGuard without_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   auto done = [&](const auto& copy) { return includes(seen, copy.stream, copy.at); };
-  if (!background) advance(host_seen, seen);
+  advance(background ? background_seen : host_seen, seen);
   finished = take(downloads, done);
   read = take(uploads, done);
   for (auto& copy : read) check_unchanged(copy);
   for (auto& copy : finished) copy.host.copy_(copy.values);
+}
+
+// A background thread tells what it has waited for; the training thread may find out later, by the returned number.
+inline size_t publish() {
+  Locked guard(lock);
+  published.push_back(background_seen);
+  return published.size() - 1;
+}
+
+inline void observe(size_t number) {
+  Locked guard(lock);
+  advance(host_seen, published.at(number));
 }
 
 inline Clock seen_by(int64_t stream) {
