@@ -88,8 +88,11 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
             os.dup2(log or 0, number)
         os.environ.clear()
         os.environ.update(environment)
+        import torch
+
         from tests.rehearsal import imports
 
+        torch.set_num_threads(1)  # makes the pool of threads anew, which autograd's threads would do at the same time
         imports.start()
         sys.argv = [module, *arguments]
         sys.modules.pop(module, None)  # imported for the sake of its own imports

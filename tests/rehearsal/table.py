@@ -113,6 +113,28 @@ TRAINING = (
     _layout("hooks", 1, "modules=[tests]", "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
     Rehearsed("compile=auto", (*BF16, "compile=auto", "training.steps=2")),
 )  # fmt: skip
+BENCHES = (
+    Rehearsed(
+        "bench: speed",
+        ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off, bare", "--rounds", "1", "--steps", "1",
+         "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
+        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
+    ),
+    Rehearsed(
+        "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,
+        leaves=("here.yaml",), says="link_gb_per_second",
+    ),
+    Rehearsed(
+        "bench: waits of the host", ("--only", "sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
+        says='{"location": "", "failure": ""}',
+    ),
+    Rehearsed(
+        "bench: modes",
+        ("--suite", "modes", "--case", "single: full, off", "--json", "{runs}/modes.json", *SMALL, *BF16),
+        "titan.bench", leaves=("modes.json",),
+    ),
+)  # fmt: skip
+"""The longest first."""
 COMMANDS = (
     Rehearsed(
         "profile with memory",
@@ -132,25 +154,6 @@ COMMANDS = (
         "plan, traced",
         (*SMALL, *BF16, "cluster=h100", "parallelism=fsdp", "cluster.devices=8", "compile=auto", "plan.trace=true"),
         "titan.plan",
-    ),
-    Rehearsed(
-        "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,
-        leaves=("here.yaml",), says="link_gb_per_second",
-    ),
-    Rehearsed(
-        "bench: waits of the host", ("--only", "sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
-        says='{"location": "", "failure": ""}',
-    ),
-    Rehearsed(
-        "bench: speed",
-        ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off", "--rounds", "1", "--steps", "1",
-         "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
-        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
-    ),
-    Rehearsed(
-        "bench: modes",
-        ("--suite", "modes", "--case", "single: full, off", "--json", "{runs}/modes.json", *SMALL, *BF16),
-        "titan.bench", leaves=("modes.json",),
     ),
 )  # fmt: skip
 REFUSED = (
@@ -189,4 +192,4 @@ REFUSED = (
         environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
     ),
 )  # fmt: skip
-TABLE = (*TRAINING, *COMMANDS, *REFUSED)
+TABLE = (*BENCHES, *TRAINING, *COMMANDS, *REFUSED)
