@@ -40,6 +40,9 @@ rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
 	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
 
+cuda-names:              ## record the names of CUDA wheels: PYTHONS are interpreters with one (5 GB each; no GPU is needed)
+	$(PYTHON) -m tests.rehearsal.names $(PYTHONS)
+
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check

@@ -1,7 +1,7 @@
 """Gives torch._C what a CUDA build has, from the extension, so that torch.cuda is imported as it is.
 
-`preload` comes before torch is imported, `define` before torch.cuda is: torch asks for CUDA's hooks once, and torch.cuda
-takes what it finds in torch._C. Only names that CUDA builds have are defined (`tests/rehearsal/test_names.py`).
+`preload` comes before torch is imported, `define` before torch.cuda is: torch asks for CUDA's hooks once, and
+torch.cuda takes what it finds in torch._C. Only names that CUDA builds have are defined (`test_names.py`).
 """
 
 from __future__ import annotations
@@ -247,9 +247,9 @@ def _memory(device: Any) -> dict[str, Any]:
 def _statistics(device: Any) -> dict[str, Any]:
     now, peak, _ = device.memory()
     bytes_of = {"current": now, "peak": peak, "allocated": peak, "freed": peak - now}
-    pools = {pool: bytes_of for pool in ("all", "small_pool", "large_pool")}
+    pools = dict.fromkeys(("all", "small_pool", "large_pool"), bytes_of)
     kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-    return {kind: pools for kind in kinds} | {"num_alloc_retries": 0, "num_ooms": 0}
+    return dict.fromkeys(kinds, pools) | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _snapshot(device: Any) -> dict[str, Any]:

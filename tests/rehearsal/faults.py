@@ -49,7 +49,7 @@ DEVICES = (
         "            host = tensor.cpu()\n            dist.all_reduce(host)\n        return tensor.copy_(host)",
     ),
     _found(
-        "ddp", "exit code 1", "gloo for a group of GPUs",
+        "ddp", "gloo", "gloo for a group of GPUs",
         MESH, '"nccl" if device_type == "cuda" else "gloo",', '"gloo",',
     ),
     _found(
@@ -58,7 +58,7 @@ DEVICES = (
     ),
     _found(
         "single", "_cuda_attachOutOfMemoryObserver", "a name that torch does not have",
-        "titan/profile/tensors.py", "_cuda_attach_out_of_memory_observer(observer)", "_cuda_attachOutOfMemoryObserver(observer)",
+        "titan/profile/tensors.py", "_cuda_attach_out_of_memory_observer(", "_cuda_attachOutOfMemoryObserver(",
     ),
     _found(
         "single", "enable_timing=True", "an event that measures no time",
@@ -68,7 +68,7 @@ DEVICES = (
 WAITS = (
     _found(
         "single", "Trainer._step: aten::_local_scalar_dense", "item() in a step",
-        TRAINER, "        norm = self.train_step.norm()\n", "        norm = self.train_step.norm()\n        norm.item()\n",
+        TRAINER, "norm = self.train_step.norm()\n", "norm = self.train_step.norm()\n        norm.item()\n",
     ),
     _found(
         "single", "_to_device.*pageable", "a batch in pageable memory",
@@ -84,7 +84,12 @@ WAITS = (
     ),
     _found(
         "single", "_update: copy_ to the host", "whether a step is bad, copied to the host",
-        TRAINER, "self.run.memory.offload else bad.float()", "self.run.memory.offload else bad.float().cpu().to(bad.device)",
+        TRAINER, "memory.offload else bad.float()", "memory.offload else bad.float().cpu().to(bad.device)",
+    ),
+    _found(
+        "hooks", "_start_copy.*pageable", "a hook's figure copied into pageable memory",
+        "titan/hooks/context.py", "torch.empty((), dtype=torch.float64, pin_memory=True)",
+        "torch.empty((), dtype=torch.float64)",
     ),
     _found(
         "ep", "ExpertLoad|expert_load", "a device's tensor indexed by a list",
@@ -97,12 +102,9 @@ STREAMS = (
         METRICS, "        self.timer.wait()\n", "",
     ),
     _found(
-        "muon, async save", "write after read: .* does not wait for copy_", "the update does not wait for the state's copy",
+        "muon, async save", "write after read: .* does not wait for copy_",
+        "the update does not wait for the state's copy",
         STAGING, "            torch.cuda.current_stream().wait_event(self.copied)\n", "            pass\n",
-    ),
-    _found(
-        "muon, async save", "read after write: copy_", "the state's copy does not wait for the update",
-        STAGING, "            self.stream.wait_stream(torch.cuda.current_stream())\n", "",
     ),
     _found(
         "muon, async save", "write after read: .* does not wait for copy_", "an event recorded on the wrong stream",

@@ -1,4 +1,4 @@
-"""The names of torch._C and torch.cuda in CUDA wheels, recorded: `python -m tests.rehearsal.names PYTHON...` (make cuda-names).
+"""Records the names of torch._C and torch.cuda in CUDA wheels: `python -m tests.rehearsal.names PYTHON...`.
 
 A CPU build lacks most of them, so that no test here would see a misspelt one. Each PYTHON is an interpreter with a CUDA
 wheel of torch, for which no GPU or driver is needed; the file gets all names of the releases given.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "cuda_names.txt"
 MODULES = (
-    "torch._C", "torch._C._distributed_c10d", "torch._C._cudart", "torch.cuda", "torch.cuda.memory", "torch.cuda.streams",
-    "torch.cuda.Stream", "torch.cuda.Event",
+    "torch._C", "torch._C._distributed_c10d", "torch._C._cudart", "torch.cuda", "torch.cuda.memory",
+    "torch.cuda.streams", "torch.cuda.Stream", "torch.cuda.Event",
 )  # fmt: skip
 LISTING = """
 import json, sys
@@ -27,7 +27,8 @@ def names(path):
         found = getattr(found, part)
     return [name for name in dir(found) if not (name.startswith("__") and name.endswith("__"))]
 
-json.dump({"release": torch.__version__, "cuda": torch.version.cuda, "names": {p: names(p) for p in sys.argv[1:]}}, sys.stdout)
+found = {path: names(path) for path in sys.argv[1:]}
+json.dump({"release": torch.__version__, "cuda": torch.version.cuda, "names": found}, sys.stdout)
 """
 
 

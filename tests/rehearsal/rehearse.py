@@ -1,8 +1,8 @@
 """titan's CUDA path on a machine without a GPU: `python -m tests.rehearsal.rehearse [NAME...]` (make rehearse).
 
 Runs the commands of `tests.rehearsal.table` on the rehearsal's device, and prints a table: seconds, the largest
-difference of the losses from a CPU's, places where the host waits within a step, races between streams, exit codes. Then
-the lines that only CUDA executes, and those of them that did not run. Exit code 1 where anything does not hold.
+difference of the losses from a CPU's, how often the host waits within a step, races between streams, exit codes. Then
+it prints the lines that only CUDA executes and that did not run. The exit code is 1 where anything does not hold.
 """
 
 from __future__ import annotations

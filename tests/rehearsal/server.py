@@ -1,8 +1,9 @@
-"""A process that has imported torch and titan, and forks one that carries out a command: `python -m tests.rehearsal.server`.
+"""A process that has imported torch and titan, and forks others that carry out commands.
 
-Importing takes longer than the small runs of a rehearsal. A forked command goes through its own `__main__`, as
-`python -m MODULE ARGUMENT...` does, and starts its ranks through titan's supervisor, which forks them as well. Requests
-and results are JSON objects, one per line, on standard input and output; several commands may run at the same time.
+It is `python -m tests.rehearsal.server`. Importing takes longer than the small runs of a rehearsal. A forked command
+goes through its own `__main__`, as `python -m MODULE ARGUMENT...` does, and starts its ranks through titan's
+supervisor, which forks them as well. Requests and results are JSON objects, one per line, on standard input and output;
+several commands may run at the same time.
 """
 
 from __future__ import annotations

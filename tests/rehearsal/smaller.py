@@ -1,4 +1,4 @@
-"""Runs a benchmark of titan with sizes that a CPU computes in seconds: `python -m tests.rehearsal.smaller MODULE ARGUMENT...`."""
+"""Runs a benchmark with sizes for a CPU in place of a GPU's: `python -m tests.rehearsal.smaller MODULE ARGUMENT...`."""
 
 from __future__ import annotations
 

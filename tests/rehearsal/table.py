@@ -138,7 +138,8 @@ BENCHES = (
 COMMANDS = (
     Rehearsed(
         "profile with memory",
-        (*BF16, "cluster=h100", "cluster.devices=1", "training.steps=4", "profile=memory", "profile.wait=1", "profile.warmup=1"),
+        (*BF16, "cluster=h100", "cluster.devices=1", "training.steps=4", "profile=memory", "profile.wait=1",
+         "profile.warmup=1"),
         leaves=("profile-with-memory/debug/step-*-rank-0.pickle", "profile-with-memory/profile/*/*"),
     ),
     Rehearsed(
@@ -148,7 +149,9 @@ COMMANDS = (
         leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
     Rehearsed("generate", ("from={runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
-    Rehearsed("generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp"),
+    Rehearsed(
+        "generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
+    ),
     Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, after="fsdp"),
     Rehearsed(
         "plan, traced",
@@ -157,14 +160,18 @@ COMMANDS = (
     ),
 )  # fmt: skip
 REFUSED = (
-    Rehearsed("refused: more ranks than GPUs", ("parallelism=fsdp", "cluster.devices=4"), devices=2, code=2, says="this machine has 2 x NVIDIA H100"),
+    Rehearsed(
+        "refused: more ranks than GPUs", ("parallelism=fsdp", "cluster.devices=4"), devices=2, code=2,
+        says="this machine has 2 x NVIDIA H100",
+    ),
     Rehearsed(
         "refused: flash attention with masks in a ring",
         (*MASKED, "training.attention=flash", "parallelism=cp", "parallelism.context_method=ring"),
         devices=2, code=2, says="in a ring this kernel can't mask",
     ),
     Rehearsed(
-        "refused: no visible GPU", DENSE, code=2, says="leaves no GPU visible", environment={"CUDA_VISIBLE_DEVICES": ""},
+        "refused: no visible GPU", DENSE, code=2, says="leaves no GPU visible",
+        environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
     Rehearsed("refused: no GPU", DENSE, devices=0, code=2, says="send it to GPU nodes"),
     Rehearsed(
@@ -180,8 +187,8 @@ REFUSED = (
         after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
     ),
     Rehearsed(
-        "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"), "titan.generate",
-        after="fsdp", code=2, says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.1"},
+        "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
+        "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.1"},
     ),
     Rehearsed(
         "refused: calibrate on more GPUs", ("to={runs}/other.yaml", "ranks=3"), "titan.calibrate", 2, code=2,
@@ -189,7 +196,7 @@ REFUSED = (
     ),
     Rehearsed(
         "failed: a rank without a GPU", DENSE, devices=2, code=1, says="GPUs and more ranks",
-        environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
+        environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost"},
     ),
 )  # fmt: skip
 TABLE = (*BENCHES, *TRAINING, *COMMANDS, *REFUSED)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT, LINES = "REHEARSAL_REPORT", "REHEARSAL_LINES"
 """The environment variables with the folder of reports, and with the file of lines to follow (JSON: file, lines)."""
 FIRST = 2
-"""Steps of a process in which waits do not count: in the first tables are created, in the second DDP orders its buckets."""
+"""Steps in which waits do not count: in the first tables are created, in the second DDP orders its buckets."""
 
 
 class _Seen:
