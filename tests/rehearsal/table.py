@@ -188,7 +188,8 @@ REFUSED = (
     ),
     Rehearsed(
         "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
-        "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor", environment={"REHEARSAL_GIB": "0.1"},
+        "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor",
+        environment={"REHEARSAL_GIB": "0.1"},
     ),
     Rehearsed(
         "refused: calibrate on more GPUs", ("to={runs}/other.yaml", "ranks=3"), "titan.calibrate", 2, code=2,

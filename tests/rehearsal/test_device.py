@@ -7,17 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.rehearsal import build, rehearse, table, watch
-from tests.support import tiers
+from tests.rehearsal.surface import surfaces
 from tests.support.processes import LIMIT
 
 NAMES = re.findall(r"@check\ndef (\w+)", (Path(__file__).parent / "checks.py").read_text())
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.full  # with a build of a minute where it is the first
 REST = ("single", "fsdp")
 """The runs of the rest tier."""
 
@@ -49,17 +48,30 @@ def test_the_device(name: str, errors: dict[str, str]) -> None:
     assert errors[name] == ""
 
 
-@pytest.fixture(scope="module")
-def rehearsal(device: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[rehearse.Rehearsal]:
-    """The servers, which end with the tests."""
-    with rehearse.Rehearsal(tmp_path_factory.mktemp("rehearsal")) as rehearsal:
-        yield rehearsal
+def test_titan_trains_on_the_device(device: None, tmp_path: Path) -> None:
+    with rehearse.Rehearsal(tmp_path) as rehearsal:
+        results = list(rehearse.rehearse(rehearsal, [r for r in table.TABLE if r.name in REST]))
+    assert [result.problems for result in results] == [[], []]
+    assert all(result.difference is not None and result.operations["copy to the device"] for result in results)
+    assert results[1].operations["nccl all_gather_base"] and not results[0].operations["nccl all_gather_base"]
+    assert results[1].lines["titan/checkpoint/staging.py"] and len(rehearse.row(results[0]).split("|")) == 9
 
 
-@pytest.mark.parametrize("name", tiers.table([r.name for r in table.TABLE], quick=(), rest=REST, one_in=10**6))
-def test_titan_trains_on_the_device(name: str, rehearsal: rehearse.Rehearsal) -> None:
-    for rehearsed in rehearse.chosen([name]):
-        if rehearsed.name == name or not (rehearsal.runs / rehearsed.folder).exists():
-            result = rehearsal.run(rehearsed)
-            assert result.problems == []
-    assert sum(result.operations.values()) > 100 or rehearsed.code
+@pytest.mark.thorough
+def test_all_commands_hold_on_the_device(device: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse.main([]) == 0, capsys.readouterr().out
+    text = capsys.readouterr().out
+    (lines, ran) = map(int, re.findall(r"only CUDA executes: (\d+), of which (\d+) ran", text)[0])
+    kernels = sum(len(surface.kernels) for surface in surfaces(watch.ROOT).values())
+    assert ran >= lines - kernels, text
+
+
+@pytest.mark.parametrize("how", [pytest.param("wait", id="a-wait"), pytest.param("race", id="a-race")])
+def test_what_does_not_hold_is_reported(how: str) -> None:
+    result = rehearse.Result(table.TABLE[0], 0, 1.0)
+    rehearse._add_report(result, REPORT | ({"waits": {"titan/x.py f: item": 2}} if how == "wait" else {"races": ["r"]}))
+    rehearse._judge(result, Path("/nonexistent"))
+    assert len(result.problems) == 1 + len(result.rehearsed.leaves) + bool(result.rehearsed.says)
+
+
+REPORT = {"waits": {}, "races": [], "operations": {}, "devices": [0], "lines": {}}
