@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,6 @@ from tests.rehearsal.table import TABLE, Rehearsed
 from titan.metrics.lines import read_lines
 
 TOLERANCE = 1e-5
-LIMIT_SECONDS = 120.0
-"""After which a command that has not ended is killed, and counts as failed."""
 LANES = 2
 References = dict[str, "Future[dict[int, float]]"]
 
@@ -115,6 +114,12 @@ class Server:
         self.log.close()
 
 
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
 def _clean() -> dict[str, str]:
     """Return this process's variables without those of a launcher, of visible GPUs and of other rehearsals."""
     others = ("SLURM_", "TORCHELASTIC_", "REHEARSAL_", "CUDA_VISIBLE", "TITAN_CONF")
@@ -155,9 +160,10 @@ class Rehearsal:
         """Carry out a command, and judge what came of it."""
         log, reports = self.folder / f"{rehearsed.folder}.log", self.folder / f"{rehearsed.folder}.reports"
         reports.mkdir()
-        environment = {watch.REPORT: str(reports), "REHEARSAL_DEVICES": str(rehearsed.devices), **rehearsed.environment}
+        environment = {watch.REPORT: str(reports), "REHEARSAL_DEVICES": str(rehearsed.devices)}
+        environment |= {name: value.replace("{port}", _free_port()) for name, value in rehearsed.environment.items()}
         began = time.monotonic()
-        code = self.cuda.run(rehearsed.module, rehearsed.command(self.runs), environment, log, LIMIT_SECONDS)
+        code = self.cuda.run(rehearsed.module, rehearsed.command(self.runs), environment, log, rehearsed.seconds)
         result = Result(rehearsed, code, time.monotonic() - began, log.read_text(errors="replace")[-4000:])
         result.losses = losses(self.runs / rehearsed.folder)
         for report in sorted(reports.iterdir()):
@@ -186,7 +192,7 @@ class Rehearsal:
         arguments = [*table.SMALL, *table.REFERENCES[name], "cluster.device=cpu", f"hydra.run.dir={folder}"]
         if self.cpu is None:
             raise LookupError(f"no reference {name}")
-        code = self.cpu.run("titan.train", arguments, {}, log, LIMIT_SECONDS)
+        code = self.cpu.run("titan.train", arguments, {}, log, Rehearsed.seconds)
         if code:
             raise RuntimeError(f"the CPU's run {name} ended with {code}:\n{log.read_text()[-2000:]}")
         return losses(folder)

@@ -45,9 +45,10 @@ class Rehearsed:
         after: the run that must be done before.
         waits: the places in titan where the host may wait within a step, as the documentation says.
         code: the exit code.
-        environment: further variables.
+        environment: further variables; {port} is a free one.
         leaves: patterns of files that it must leave in the folder of all runs.
         says: a text that it must print.
+        seconds: after which it is killed, and counts as failed.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Rehearsed:
     environment: Mapping[str, str] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     says: str = ""
+    seconds: float = 120.0
 
     def command(self, runs: Path) -> list[str]:
         """Return the arguments of the module."""
@@ -118,7 +120,7 @@ BENCHES = (
         "bench: speed",
         ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off, bare", "--rounds", "1", "--steps", "1",
          "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
-        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
+        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side", seconds=400.0,
     ),
     Rehearsed(
         "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,
@@ -197,7 +199,8 @@ REFUSED = (
     ),
     Rehearsed(
         "failed: a rank without a GPU", DENSE, devices=2, code=1, says="GPUs and more ranks",
-        environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost"},
+        environment={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": "{port}"},
     ),
 )  # fmt: skip
 TABLE = (*BENCHES, *TRAINING, *COMMANDS, *REFUSED)
