@@ -99,14 +99,20 @@ def _devices(torch: Any, device: Any) -> dict[str, Any]:
     def set_device(index: int) -> None:
         device.exchange_device(index)
 
+    def exchange_device(index: int) -> int:
+        return int(device.exchange_device(index))
+
+    def maybe_exchange_device(index: int) -> int:
+        return int(device.exchange_device(index))
+
     return {
         "_cuda_init": initialise,
         "_cuda_isInBadFork": lambda: state.initialised_by not in (None, os.getpid()),
         "_cuda_getDeviceCount": device.device_count,
         "_cuda_getDevice": device.device,
         "_cuda_setDevice": set_device,
-        "_cuda_exchangeDevice": device.exchange_device,
-        "_cuda_maybeExchangeDevice": device.exchange_device,
+        "_cuda_exchangeDevice": exchange_device,  # torch.compile knows each function by one name only
+        "_cuda_maybeExchangeDevice": maybe_exchange_device,
         "_cuda_hasPrimaryContext": lambda index: True,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCompiledVersion": lambda: 13000,
@@ -128,10 +134,12 @@ def _properties() -> SimpleNamespace:
         total_memory=total_memory(),
         multi_processor_count=132,
         warp_size=32,
+        max_threads_per_block=1024,
         max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
         L2_cache_size=50 * 2**20,
         gcnArchName="",
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from tests.rehearsal import cuda, nccl, watch
+from tests.rehearsal import cuda, nccl, triton_code, watch
 
 Around = Callable[[Any], object]
 
@@ -61,6 +61,7 @@ def install() -> None:
             "torch.distributed.constants": (lambda module: nccl.define(), _nothing),
             "torch.distributed.distributed_c10d": (lambda module: nccl.define(), nccl.replace_split),
             "titan.cluster.probe": (_nothing, _find_gpus),
+            "torch._inductor.graph": (_nothing, _write_triton),
         }
     sys.meta_path.insert(0, _Finder(around))
 
@@ -79,6 +80,11 @@ def _find_gpus(module: Any) -> None:
         return real(**{"run": program, "nvml": lambda: None, "torch_version": version, **given})
 
     module.Probe = probe
+
+
+def _write_triton(module: Any) -> None:
+    if os.environ.get(triton_code.FOLDER):
+        triton_code.replace_modules(module)
 
 
 def start() -> None:

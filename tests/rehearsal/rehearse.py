@@ -67,10 +67,10 @@ class Result:
 class Server:
     """A process that forks commands (`tests.rehearsal.server`), for any number of threads."""
 
-    def __init__(self, root: Path, log: Path, environment: Mapping[str, str]) -> None:
-        """Start it; it ends with this process."""
-        paths = os.pathsep.join([str(root / "tests/rehearsal/site"), str(root)])
-        env = {**_clean(), "PYTHONPATH": paths, "REHEARSAL_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    def __init__(self, root: Path, log: Path, environment: Mapping[str, str], paths: Sequence[str] = ()) -> None:
+        """Start it; it ends with this process. `paths` are further folders of modules."""
+        python_path = os.pathsep.join([str(root / "tests/rehearsal/site"), str(root), *paths])
+        env = {**_clean(), "PYTHONPATH": python_path, "REHEARSAL_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         self.log = log.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.rehearsal.server"],
@@ -129,13 +129,20 @@ def _clean() -> dict[str, str]:
 class Rehearsal:
     """Runs commands in a folder, each once, with the CPU's runs that they are compared with."""
 
-    def __init__(self, folder: Path, root: Path = watch.ROOT, references: References | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        root: Path = watch.ROOT,
+        references: References | None = None,
+        paths: Sequence[str] = (),
+    ) -> None:
         """Start the servers.
 
         Args:
             folder: gets the runs' directories, logs and reports.
             root: of the repository whose titan runs.
             references: the losses of CPUs if they are known, so that none trains here.
+            paths: further folders of modules.
         """
         self.folder, self.root = folder, root
         self.runs = folder / "runs"
@@ -145,7 +152,7 @@ class Rehearsal:
         common = {"TITAN_CACHE": str(folder / "cache")}
         devices = {"REHEARSAL_DEVICES": "8", watch.LINES: str(lines)}
         self.cpu = None if references is not None else Server(root, folder / "cpu.log", common)
-        self.cuda = Server(root, folder / "cuda.log", {**common, **devices})
+        self.cuda = Server(root, folder / "cuda.log", {**common, **devices}, paths)
         self.references = {} if references is None else references
         self.lock = threading.Lock()
 

@@ -62,7 +62,7 @@ class Rehearsed:
     environment: Mapping[str, str] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     says: str = ""
-    seconds: float = 120.0
+    seconds: float = 300.0
 
     def command(self, runs: Path) -> list[str]:
         """Return the arguments of the module."""
@@ -120,7 +120,7 @@ BENCHES = (
         "bench: speed",
         ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off, bare", "--rounds", "1", "--steps", "1",
          "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
-        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side", seconds=400.0,
+        SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
     ),
     Rehearsed(
         "calibrate", ("titan.calibrate", "to={runs}/here.yaml"), SMALLER, 2,
