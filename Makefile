@@ -40,8 +40,9 @@ rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
 	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
 
-cuda-names:              ## record the names of CUDA wheels: PYTHONS are interpreters with one (5 GB each; no GPU is needed)
-	$(PYTHON) -m tests.rehearsal.names $(PYTHONS)
+cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS are interpreters with one (5 GB, no GPU needed)
+	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
+	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
 
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check
