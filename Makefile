@@ -34,7 +34,7 @@ chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves t
 hangs: $(VENV)/.test     ## runs of which a rank hangs in thirty ways, and what they say: ten minutes
 	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
 
-rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: eight minutes on two cores
+rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: three minutes on two cores
 	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
