@@ -49,7 +49,7 @@ DEVICES = (
         "            host = tensor.cpu()\n            dist.all_reduce(host)\n        return tensor.copy_(host)",
     ),
     _found(
-        "ddp", "gloo", "gloo for a group of GPUs",
+        "ddp", "exit code 1, not 0", "gloo for a group of GPUs",
         MESH, '"nccl" if device_type == "cuda" else "gloo",', '"gloo",',
     ),
     _found(
