@@ -3,7 +3,6 @@
 
 #include "operations.h"
 
-#include <ATen/ops/mul.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
@@ -96,29 +95,20 @@ struct Group final : c10d::Backend {
     advance(coalesced->done, work.done);
   }
 
-  // Replace NCCL's reductions that gloo lacks: a factor before the sum, or one after it.
-  ReduceOp as_gloo(const ReduceOp& op, Tensors& inputs, const Tensors& outputs, Work& work) {
-    if (op == ReduceOp::AVG) {
-      double factor = 1.0 / size_;
-      work.after.push_back([outputs, factor] { for (auto tensor : outputs) tensor.mul_(factor); });
-      return ReduceOp::SUM;
-    }
-    if (op != ReduceOp::PREMUL_SUM) return op;
-    auto* factor = dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
-    TORCH_CHECK(factor, "PREMUL_SUM without a factor");
-    for (auto& tensor : inputs)
-      tensor = factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
+  // Replace the mean, which gloo lacks, by a sum and a factor after it.
+  ReduceOp as_gloo(const ReduceOp& op, const Tensors& outputs, Work& work) {
+    if (op != ReduceOp::AVG) return op;
+    double factor = 1.0 / size_;
+    work.after.push_back([outputs, factor] { for (auto tensor : outputs) tensor.mul_(factor); });
     return ReduceOp::SUM;
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
     return run("all_reduce", tensors, tensors, [&](Work& work) {
-      auto outputs = host(tensors), inputs = outputs;
+      auto both = host(tensors);
       auto options = given;
-      options.reduceOp = as_gloo(given.reduceOp, inputs, outputs, work);
-      for (size_t i = 0; i < outputs.size(); ++i)
-        if (!inputs[i].is_same(outputs[i])) outputs[i].copy_(inputs[i]);
-      return gloo->allreduce(outputs, options);
+      options.reduceOp = as_gloo(given.reduceOp, both, work);
+      return gloo->allreduce(both, options);
     });
   }
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
@@ -168,7 +158,7 @@ struct Group final : c10d::Backend {
       auto to = host(outputs);
       std::vector<Tensors> from{host(inputs[0])};
       auto options = given;
-      options.reduceOp = as_gloo(given.reduceOp, from[0], to, work);
+      options.reduceOp = as_gloo(given.reduceOp, to, work);
       return gloo->reduce_scatter(to, from, options);
     });
   }
@@ -177,7 +167,7 @@ struct Group final : c10d::Backend {
     return run("reduce_scatter_base", {input}, {output}, [&](Work& work) {
       auto to = host({output}), from = host({input});
       auto options = given;
-      options.reduceOp = as_gloo(given.reduceOp, from, to, work);
+      options.reduceOp = as_gloo(given.reduceOp, to, work);
       auto copied = from[0].clone();  // gloo sums in its input
       return gloo->_reduce_scatter_base(to[0], copied, options);
     });
@@ -187,7 +177,7 @@ struct Group final : c10d::Backend {
     return run("reduce_scatter_tensor_coalesced", inputs, outputs, [&](Work& work) {
       auto to = host(outputs), from = host(inputs);
       auto options = given;
-      options.reduceOp = as_gloo(given.reduceOp, from, to, work);
+      options.reduceOp = as_gloo(given.reduceOp, to, work);
       return gloo->reduce_scatter_tensor_coalesced(to, from, options);
     });
   }
