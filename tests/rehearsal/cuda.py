@@ -26,6 +26,9 @@ GIB = 2**30
 DEVICES, MEMORY, TAKEN = "REHEARSAL_DEVICES", "REHEARSAL_GIB", "REHEARSAL_TAKEN_GIB"
 """The environment variables with the number of devices, the GiB of each, and those that another process has taken."""
 
+LAG = "REHEARSAL_LAG"
+"""The environment variable with the seconds that another thread than the training one waits for the device at least."""
+
 
 class _State:
     """What the stand-in for the driver knows of this process."""
@@ -158,7 +161,10 @@ def in_training_thread() -> bool:
 
 def _waiting(device: Any, wait: Any) -> Any:
     """Wait for the device; what another thread waits for does not order what the training thread issues."""
-    before = device.set_background(not in_training_thread())
+    background = not in_training_thread()
+    before = device.set_background(background)
+    if background:  # a large state takes a while to copy
+        time.sleep(float(os.environ.get(LAG, "0")))
     try:
         return wait()
     finally:

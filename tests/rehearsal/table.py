@@ -106,7 +106,10 @@ TRAINING = (
         devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
     Rehearsed("ep, bf16", (*EXPERTS, "precision=bf16", "parallelism=ep"), devices=2, waits=(EXPERTS_WAIT,)),
-    Rehearsed("muon, async save", (*MUON, "optimizer.newton_schulz=fp32", *SAVED), like="muon"),
+    Rehearsed(
+        "muon, async save", (*MUON, "optimizer.newton_schulz=fp32", *SAVED), like="muon",
+        environment={"REHEARSAL_LAG": "2"},
+    ),
     Rehearsed("muon, bf16", (*BF16, "optimizer=muon", "parallelism=fsdp"), devices=2),
     _layout("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
     Rehearsed("masks", MASKED, like="masks"),
