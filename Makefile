@@ -11,7 +11,7 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu gpu-speeds clean
+.PHONY: train test test-rest test-all planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
 
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -33,6 +33,16 @@ chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves t
 
 hangs: $(VENV)/.test     ## runs of which a rank hangs in sixty ways, and what they say: twenty minutes
 	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
+
+rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: three minutes on two cores
+	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
+
+rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
+	$(VENV)/bin/python -m tests.rehearsal.faults $(ARGS)
+
+cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS are interpreters with one (5 GB, no GPU needed)
+	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
+	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
 
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check

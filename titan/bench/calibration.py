@@ -30,6 +30,10 @@ ATTENTION = {
     "cuda": ((2, 32, 8192, 128),),
 }
 """Batch, heads, length and head size of the attention that is measured."""
+UNCOMPILED = {"cpu": (1024, 256, 640), "cuda": (16384, 4096, 14336)}
+"""Tokens, width and hidden width of the uncompiled work that is measured."""
+COPIED_MIB = {"cpu": 64, "cuda": 1024}
+"""MiB of the copy that is measured."""
 SHORT, HEAD_POWERS = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0), (0.0, 0.25, 0.5, 0.75, 1.0)
 """Lengths at which attention may reach half of its speed, and powers of the head size that it may follow."""
 REPEATS = 7
@@ -59,7 +63,7 @@ def measure(device: torch.device, bf16: bool) -> dict[str, float]:
     found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": prologue}
     found["bf16_tflops"] = matmul_figures(device, torch.bfloat16, prologue)[0] / 1e12
     found |= attention_figures(device, torch.bfloat16 if bf16 else torch.float32)
-    found["memory_gb_per_second"] = copy_gb_per_second(device, 64 if device.type == "cpu" else 1024)
+    found["memory_gb_per_second"] = copy_gb_per_second(device, COPIED_MIB[device.type])
     found["eager_factor"] = eager_factor(device, found["memory_gb_per_second"] * 1e9)
     found["launch_microseconds"] = 1e6 * launch_seconds(device)
     return found
@@ -136,7 +140,7 @@ def _attention_seconds(
 
 def eager_factor(device: torch.device, bandwidth: float) -> float:
     """Return how many bytes at the bandwidth of a copy uncompiled elementwise work takes, for each fused byte."""
-    tokens, dim, ffn = (1024, 256, 640) if device.type == "cpu" else (16384, 4096, 14336)
+    tokens, dim, ffn = UNCOMPILED[device.type]
     x, y = (torch.randn(tokens, dim, device=device) for _ in range(2))
     a, b = (torch.randn(tokens, ffn, device=device).requires_grad_() for _ in range(2))
     weight = torch.ones(dim, device=device, requires_grad=True)

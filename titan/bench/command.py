@@ -40,6 +40,8 @@ SUITES = (
 )  # fmt: skip
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
+CEILINGS = {"cpu": (1024, 64), "cuda": (8192, 1024)}
+"""The size of a square matmul, and the MiB of a copy, that show what a device can do."""
 TURNS = {"features": features, "experts": experts}
 """Suites whose cases are ratios of the times of two sides that take turns."""
 Titled = TypeVar("Titled", Case, activation_modes.Mode)
@@ -296,7 +298,7 @@ def _ceilings(run: Run) -> dict[str, float]:
     from titan.bench.bare_loop import copy_gb_per_second, float8_tflops, matmul_tflops
 
     device = torch.device(run.machine.device)
-    size, mebibytes = (8192, 1024) if device.type == "cuda" else (1024, 64)
+    size, mebibytes = CEILINGS[device.type]
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     found = {f"matmul_{name}_tflops": matmul_tflops(device, dtype, size) for name, dtype in types.items()}
     if (run.machine.capability or 0) >= CAPABILITY["float8"]:

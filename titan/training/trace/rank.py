@@ -37,6 +37,8 @@ from titan.training.trace.streams import recorded
 from titan.training.train_step import TrainStep
 
 UPDATE = Region("U", 0, -1, NONE)
+DEVICE = torch.device("cpu")
+"""Where traced tensors would be; they have no memory."""
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sums at once (torch's default)."""
 
@@ -103,8 +105,9 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
         if train_step.world.layout.only_replicated and train_step.world.layout.devices > 1:
             _sum_replicas(train_step, recorder)
         shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
-        tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        documents = torch.zeros(shape, dtype=torch.int64) if run.dataset.mask_documents else None
+        device = train_step.world.device
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        documents = torch.zeros(shape, dtype=torch.int64, device=device) if run.dataset.mask_documents else None
         train_step.backward(Microbatches(tokens, targets, documents=documents), 1.0)
         for parameter in train_step.parameters():
             if parameter.grad is not None:
@@ -113,7 +116,7 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
         train_step.norm()
         train_step.optimizer.step()
         if average is not None:
-            average.update(torch.zeros((), dtype=torch.bool))
+            average.update(torch.zeros((), dtype=torch.bool, device=device))
         train_step.optimizer.zero_grad(set_to_none=True)
         recorder.active = False
 
@@ -188,11 +191,11 @@ def _streams(world: mesh.World) -> dict[str, str]:
 
 def _world(run: Run, rank: int) -> mesh.World:
     size = run.layout.devices
-    rank_info, device = RankInfo(rank, size, rank % 8, ""), torch.device("cpu")
+    rank_info = RankInfo(rank, size, rank % 8, "")
     if size == 1:
-        return mesh.World(rank_info, run.layout, device)
+        return mesh.World(rank_info, run.layout, DEVICE)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return mesh.build_world(rank_info, run.layout, device)
+    return mesh.build_world(rank_info, run.layout, DEVICE)
 
 
 class _FusedNorm(torch.autograd.Function):

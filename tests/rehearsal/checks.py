@@ -1,0 +1,358 @@
+"""What the rehearsal's device does, by itself: `python -m tests.rehearsal.checks` prints each check's error, as JSON.
+
+Run in a process of its own, because torch must be imported with the device; `test_device.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("REHEARSAL_DEVICES", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.rehearsal import cuda, imports
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Add a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@contextmanager
+def raises(text: str) -> Any:
+    """Expect an error whose message holds a text."""
+    try:
+        yield
+    except Exception as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"no error with {text!r}")
+
+
+def new_races(issue: Callable[[], object]) -> list[str]:
+    """Return the races that something adds."""
+    before = len(cuda.state.device.report()[2])
+    issue()
+    return list(cuda.state.device.report()[2][before:])
+
+
+def waits(issue: Callable[[], object]) -> int:
+    """Return how often the host waits in something."""
+    count = lambda: sum(cuda.state.device.report()[1].values())
+    before = count()
+    issue()
+    return count() - before
+
+
+@check
+def torch_sees_the_devices() -> None:
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+    assert torch.cuda.get_device_capability() == cuda.CAPABILITY
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    with torch.cuda.device(1):
+        assert torch.empty(1, device="cuda").device.index == torch.cuda.current_device() == 1
+
+
+@check
+def new_memory_has_no_value() -> None:
+    assert torch.empty(3, device="cuda").isnan().all()
+
+
+@check
+def operations_have_the_values_of_a_cpu() -> None:
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    assert torch.equal((a.cuda() @ b.cuda()).cpu(), a @ b)
+    assert torch.equal(torch.arange(12, device="cuda").view(3, 4)[1:, ::2].t().contiguous().cpu(),
+                       torch.arange(12).view(3, 4)[1:, ::2].t())  # fmt: skip
+    out = torch.empty(0, device="cuda")
+    torch.add(a.cuda(), 1, out=out)
+    assert torch.equal(out.cpu(), a + 1)
+
+
+@check
+def training_has_the_values_of_a_cpu() -> None:
+    ours, theirs = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, device="cuda")
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 8)
+    for model, given in ((ours, x), (theirs, x.cuda())):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(given).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight.cpu())
+
+
+@check
+def generators_have_the_numbers_of_a_cpu() -> None:
+    draw = lambda device: torch.empty(4, device=device).normal_(generator=torch.Generator(device).manual_seed(3))
+    assert torch.equal(draw("cuda").cpu(), draw("cpu"))
+    with raises("Expected a 'cuda' device type for generator"):
+        torch.empty(2, device="cuda").normal_(generator=torch.Generator("cpu"))
+    torch.cuda.manual_seed(1)
+    first = torch.randn(3, device="cuda")
+    torch.cuda.manual_seed(1)
+    assert torch.equal(first.cpu(), torch.randn(3, device="cuda").cpu())
+
+
+@check
+def operands_on_two_devices_are_an_error() -> None:
+    on_gpu = torch.ones(3, device="cuda")
+    for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
+        with raises("Expected all tensors to be on the same device"):
+            on_gpu + other
+    assert (on_gpu * torch.tensor(2.0)).sum().item() == 6  # scalars of the host are allowed
+
+
+@check
+def waits_of_the_host_are_counted_and_can_be_errors() -> None:
+    x = torch.ones(3, device="cuda")
+    for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: x[x > 0], lambda: x.tolist()):
+        assert waits(wait) >= 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with raises("called a synchronizing CUDA operation"):
+                wait()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert waits(lambda: (x + 1).mean()) == 0
+
+
+@check
+def copies_of_pinned_memory_do_not_wait_and_those_of_pageable_memory_do() -> None:
+    host, x = torch.ones(3), torch.ones(3, device="cuda")
+    assert waits(lambda: host.pin_memory().to("cuda", non_blocking=True)) == 0
+    assert waits(lambda: host.to("cuda", non_blocking=True)) == 1
+    assert waits(lambda: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True)) == 0
+    assert waits(lambda: torch.empty(3).copy_(x, non_blocking=True)) == 1
+
+
+@check
+def a_copy_to_pinned_memory_arrives_when_the_host_waits_for_it() -> None:
+    host = torch.empty(3, pin_memory=True).copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    assert host.isnan().all()
+    event = torch.cuda.Event()
+    event.record()
+    assert host.isnan().all()
+    event.synchronize()
+    assert host.tolist() == [1, 1, 1]
+
+
+@check
+def a_wait_for_an_earlier_event_does_not_finish_a_copy() -> None:
+    event = torch.cuda.Event()
+    event.record()
+    host = torch.empty(3, pin_memory=True).copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    event.synchronize()
+    assert host.isnan().all()
+    torch.cuda.synchronize()
+    assert host.tolist() == [1, 1, 1]
+
+
+@check
+def pinned_memory_that_changes_before_it_is_copied_is_reported() -> None:
+    def change(early: bool) -> None:
+        host = torch.ones(3).pin_memory()
+        host.to("cuda", non_blocking=True)
+        if early:
+            host.zero_()
+        torch.cuda.synchronize()
+        host.zero_()
+
+    assert "pinned memory" in new_races(lambda: change(True))[0]
+    assert new_races(lambda: change(False)) == []
+
+
+@check
+def streams_that_do_not_wait_are_reported() -> None:
+    def use(wait: bool) -> None:
+        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        if wait:
+            torch.cuda.current_stream().wait_stream(side)
+        y + 1
+
+    (race,) = set(new_races(lambda: use(False)))
+    assert race.startswith("read after write: aten::add")
+    assert new_races(lambda: use(True)) == []
+
+
+@check
+def an_event_on_the_wrong_stream_orders_nothing() -> None:
+    def use(stream_of_event: str) -> None:
+        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(2)
+        event = (side if stream_of_event == "side" else torch.cuda.current_stream()).record_event()
+        torch.cuda.current_stream().wait_event(event)
+        x + 1
+
+    assert new_races(lambda: use("side")) == []
+    assert new_races(lambda: use("current"))
+
+
+@check
+def parts_of_a_tensor_are_followed_by_their_bytes() -> None:
+    def use(part: slice) -> None:
+        side, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x[4:].mul_(2)
+        x[part].add_(1)
+
+    assert new_races(lambda: use(slice(0, 4))) == []
+    assert new_races(lambda: use(slice(3, 5)))
+
+
+@check
+def memory_that_is_freed_while_another_stream_uses_it_is_reported() -> None:
+    def use(record: bool) -> None:
+        side, x = torch.cuda.Stream(), torch.ones(1234, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+        if record:
+            x.record_stream(side)
+        del x
+        torch.ones(1234, device="cuda")
+
+    assert "had this memory before" in new_races(lambda: use(False))[0]
+    assert new_races(lambda: use(True)) == []
+
+
+@check
+def a_wait_of_a_background_thread_does_not_order_the_training_threads_work() -> None:
+    def use(background: bool) -> None:
+        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+        event = side.record_event()
+        if background:
+            thread = threading.Thread(target=event.synchronize)
+            thread.start()
+            thread.join()
+        else:
+            event.synchronize()
+        x.mul_(2)
+
+    assert new_races(lambda: use(True)) and new_races(lambda: use(False)) == []
+
+
+@check
+def a_threads_event_orders_what_comes_after_it_is_seen() -> None:
+    def use(look: bool) -> None:
+        side, x, done = torch.cuda.Stream(), torch.ones(3, device="cuda"), threading.Event()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x * 2
+        event = side.record_event()
+        thread = threading.Thread(target=lambda: (event.synchronize(), done.set()))
+        thread.start()
+        thread.join()
+        if look:
+            assert done.is_set()
+        x.mul_(2)
+
+    assert new_races(lambda: use(False)) and new_races(lambda: use(True)) == []
+
+
+@check
+def events_measure_time_where_they_are_made_to() -> None:
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    last.record()
+    torch.cuda.synchronize()
+    assert first.elapsed_time(last) >= 0
+    with raises("enable_timing=True"):
+        torch.cuda.Event().elapsed_time(last)
+
+
+@check
+def memory_is_counted_and_limited() -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(1024, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 4096
+    snapshot = torch.cuda.memory._snapshot()["segments"]
+    assert x.data_ptr() in {segment["address"] for segment in snapshot}
+    del x
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4096
+    seen = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *given: seen.append(given))
+    try:
+        torch.empty(2**40, device="cuda")
+    except torch.OutOfMemoryError as error:
+        assert "CUDA out of memory" in str(error)
+    assert [given[:2] for given in seen] == [(0, 4 * 2**40)]
+
+
+@check
+def storages_are_resized() -> None:
+    x = torch.arange(4.0, device="cuda")
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().size() == 0
+    x.untyped_storage().resize_(16)
+    assert x.isnan().all()
+
+
+@check
+def flash_attention_has_the_gpus_limits_and_the_values_of_math() -> None:
+    q, k, v = (torch.randn(1, 2, 16, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    operations = cuda.state.device.report()[0]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out.sum().backward()
+    after = cuda.state.device.report()[0]
+    for name in ("flash attention", "flash attention backward"):
+        assert after.get(name, 0) == operations.get(name, 0) + 1
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert (out - expected).abs().max().item() < 0.02
+    assert F.scaled_dot_product_attention(*(t.float() for t in (q, k, v))).shape == q.shape
+    with raises("multiple of 8"):
+        torch.ops.aten._scaled_dot_product_flash_attention(*(torch.ones(1, 1, 2, 4, device="cuda").bfloat16(),) * 3)
+
+
+@check
+def a_forked_process_can_not_use_a_device_that_is_in_use() -> None:
+    torch.cuda.init()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, b"1" if torch.cuda._is_in_bad_fork() else b"0")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 1) == b"1"
+
+
+def main() -> int:
+    """Run the checks, in a process that has the device."""
+    errors = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            errors[name] = ""
+        except Exception:
+            errors[name] = traceback.format_exc()
+    print(json.dumps(errors))
+    return 0
+
+
+if __name__ == "__main__":
+    imports.install()
+    import threading
+
+    import torch
+    import torch.nn.functional as F
+
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Records the names of torch._C and torch.cuda in CUDA wheels: `python -m tests.rehearsal.names PYTHON...`.
+
+A CPU build lacks most of them, so that no test here would see a misspelt one. Each PYTHON is an interpreter with a CUDA
+wheel of torch, for which no GPU or driver is needed; the file gets all names of the releases given.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FILE = Path(__file__).parent / "cuda_names.txt"
+MODULES = (
+    "torch._C", "torch._C._distributed_c10d", "torch._C._cudart", "torch.cuda", "torch.cuda.memory",
+    "torch.cuda.streams", "torch.cuda.Stream", "torch.cuda.Event",
+)  # fmt: skip
+LISTING = """
+import json, sys
+import torch, torch.distributed
+
+def names(path):
+    found = torch
+    for part in path.split(".")[1:]:
+        found = getattr(found, part)
+    return [name for name in dir(found) if not (name.startswith("__") and name.endswith("__"))]
+
+found = {path: names(path) for path in sys.argv[1:]}
+json.dump({"release": torch.__version__, "cuda": torch.version.cuda, "names": found}, sys.stdout)
+"""
+
+
+def read() -> dict[str, set[str]]:
+    """Return the recorded names of each release, each with its module: torch.cuda.Event."""
+    releases: list[str] = []
+    found: dict[str, set[str]] = {}
+    module = ""
+    for line in FILE.read_text().splitlines():
+        if line.startswith("releases:"):
+            releases = line.split()[1:]
+            found = {release: set() for release in releases}
+        elif line.startswith("module:"):
+            module = line.split()[1]
+        elif line and not line.startswith("#"):
+            name, *only = line.split()
+            for release in only or releases:
+                found[release].add(f"{module}.{name}")
+    return found
+
+
+def text(recorded: dict[str, dict[str, list[str]]]) -> str:
+    """Return the file of names: one per line, with the releases that have it where not all do.
+
+    Args:
+        recorded: names by module, by release.
+    """
+    releases = sorted(recorded)
+    lines = ["# Names in CUDA wheels of torch, written by tests/rehearsal/names.py.", f"releases: {' '.join(releases)}"]
+    for module in MODULES:
+        lines.append(f"module: {module}")
+        for name in sorted({name for names in recorded.values() for name in names[module]}):
+            having = [release for release in releases if name in recorded[release][module]]
+            lines.append(name if having == releases else " ".join([name, *having]))
+    return "\n".join(lines) + "\n"
+
+
+def listed(python: str) -> tuple[str, dict[str, list[str]]]:
+    """Return the release of an interpreter's torch, and its names by module.
+
+    Raises:
+        SystemExit: where it is no CUDA build.
+    """
+    done = subprocess.run([python, "-c", LISTING, *MODULES], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{python}: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout)
+    if found["cuda"] is None:
+        raise SystemExit(f"{python}: has torch {found['release']}, which is no CUDA build")
+    return ".".join(found["release"].split("+")[0].split(".")[:2]), found["names"]
+
+
+def main(pythons: Sequence[str]) -> int:
+    """Record the names."""
+    if not pythons:
+        raise SystemExit(__doc__)
+    recorded = dict(listed(python) for python in pythons)
+    FILE.write_text(text(recorded))
+    print(f"{FILE}: {', '.join(f'{release}: {len(names)}' for release, names in read().items())} names")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

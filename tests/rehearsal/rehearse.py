@@ -1,0 +1,321 @@
+"""titan's CUDA path on a machine without a GPU: `python -m tests.rehearsal.rehearse [NAME...]` (make rehearse).
+
+Runs the commands of `tests.rehearsal.table` on the rehearsal's device, and prints a table: seconds, the largest
+difference of the losses from a CPU's, how often the host waits within a step, races between streams, exit codes. Then
+it prints the lines that only CUDA executes and that did not run. The exit code is 1 where anything does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.rehearsal import build, surface, table, watch
+from tests.rehearsal.table import TABLE, Rehearsed
+from titan.metrics.lines import read_lines
+
+TOLERANCE = 1e-5
+LANES = 2
+References = dict[str, "Future[dict[int, float]]"]
+
+
+@dataclass
+class Result:
+    """What came of a command.
+
+    Attributes:
+        rehearsed: the command.
+        code: its exit code.
+        seconds: how long it took.
+        output: the end of what it printed.
+        losses: of its steps, by their numbers.
+        waits: the host's waits within steps, by place and operation.
+        races: accesses of streams that are not ordered, with how often they came.
+        lines: executed lines, by file.
+        operations: how often each operation ran on the device.
+        problems: what does not hold.
+    """
+
+    rehearsed: Rehearsed
+    code: int
+    seconds: float
+    output: str = ""
+    losses: dict[int, float] = field(default_factory=dict)
+    waits: Counter[str] = field(default_factory=Counter)
+    races: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    operations: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    difference: float | None = None
+
+
+class Server:
+    """A process that forks commands (`tests.rehearsal.server`), for any number of threads."""
+
+    def __init__(self, root: Path, log: Path, environment: Mapping[str, str], paths: Sequence[str] = ()) -> None:
+        """Start it; it ends with this process. `paths` are further folders of modules."""
+        python_path = os.pathsep.join([str(root / "tests/rehearsal/site"), str(root), *paths])
+        env = {**_clean(), "PYTHONPATH": python_path, "REHEARSAL_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+        self.log = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.rehearsal.server"],
+            cwd=root, env={**env, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+        )  # fmt: skip
+        self.waiting: dict[int, Future[int]] = {}
+        self.lock, self.number = threading.Lock(), 0
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def run(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float
+    ) -> int:
+        """Carry out a command, and return its exit code: negative where a signal ended it."""
+        future: Future[int] = Future()
+        request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        with self.lock:
+            self.number += 1
+            self.waiting[self.number] = future
+            text = json.dumps(request | {"number": self.number, "seconds": seconds}) + "\n"
+            assert self.process.stdin is not None
+            self.process.stdin.write(text.encode())
+            self.process.stdin.flush()
+        return future.result()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            answer = json.loads(line)
+            if "number" in answer:
+                self.waiting.pop(answer["number"]).set_result(answer["code"])
+        for future in self.waiting.values():
+            future.set_exception(RuntimeError(f"the server ended: {Path(self.log.name).read_text()[-2000:]}"))
+
+    def close(self) -> None:
+        """End it, and all that it runs."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.process.wait()
+        self.reader.join()
+        self.log.close()
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def _clean() -> dict[str, str]:
+    """Return this process's variables without those of a launcher, of visible GPUs and of other rehearsals."""
+    others = ("SLURM_", "TORCHELASTIC_", "REHEARSAL_", "CUDA_VISIBLE", "TITAN_CONF")
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
+
+
+class Rehearsal:
+    """Runs commands in a folder, each once, with the CPU's runs that they are compared with."""
+
+    def __init__(
+        self,
+        folder: Path,
+        root: Path = watch.ROOT,
+        references: References | None = None,
+        paths: Sequence[str] = (),
+    ) -> None:
+        """Start the servers.
+
+        Args:
+            folder: gets the runs' directories, logs and reports.
+            root: of the repository whose titan runs.
+            references: the losses of CPUs if they are known, so that none trains here.
+            paths: further folders of modules.
+        """
+        self.folder, self.root = folder, root
+        self.runs = folder / "runs"
+        self.runs.mkdir()
+        lines = folder / "lines.json"
+        lines.write_text(json.dumps(surface.wanted(root)))
+        common = {"TITAN_CACHE": str(folder / "cache")}
+        devices = {"REHEARSAL_DEVICES": "8", watch.LINES: str(lines)}
+        self.cpu = None if references is not None else Server(root, folder / "cpu.log", common)
+        self.cuda = Server(root, folder / "cuda.log", {**common, **devices}, paths)
+        self.references = {} if references is None else references
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> Rehearsal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in filter(None, (self.cpu, self.cuda)):
+            server.close()
+
+    def run(self, rehearsed: Rehearsed) -> Result:
+        """Carry out a command, and judge what came of it."""
+        log, reports = self.folder / f"{rehearsed.folder}.log", self.folder / f"{rehearsed.folder}.reports"
+        reports.mkdir()
+        environment = {watch.REPORT: str(reports), "REHEARSAL_DEVICES": str(rehearsed.devices)}
+        environment |= {name: value.replace("{port}", _free_port()) for name, value in rehearsed.environment.items()}
+        began = time.monotonic()
+        code = self.cuda.run(rehearsed.module, rehearsed.command(self.runs), environment, log, rehearsed.seconds)
+        result = Result(rehearsed, code, time.monotonic() - began, log.read_text(errors="replace")[-4000:])
+        result.losses = losses(self.runs / rehearsed.folder)
+        for report in sorted(reports.iterdir()):
+            _add_report(result, json.loads(report.read_text()))
+        _judge(result, self.runs)
+        if rehearsed.like:
+            _compare(result, self.reference(rehearsed.like))
+        return result
+
+    def reference(self, name: str) -> dict[int, float]:
+        """Return the losses of a CPU, which trains once for all that ask."""
+        with self.lock:
+            future = self.references.get(name)
+            first = future is None
+            if future is None:
+                future = self.references[name] = Future()
+        if first:
+            try:
+                future.set_result(self._train_reference(name))
+            except Exception as error:
+                future.set_exception(error)
+        return future.result()
+
+    def _train_reference(self, name: str) -> dict[int, float]:
+        folder, log = self.runs / f"cpu-{name}", self.folder / f"cpu-{name}.log"
+        arguments = [*table.SMALL, *table.REFERENCES[name], "cluster.device=cpu", f"hydra.run.dir={folder}"]
+        if self.cpu is None:
+            raise LookupError(f"no reference {name}")
+        code = self.cpu.run("titan.train", arguments, {}, log, Rehearsed.seconds)
+        if code:
+            raise RuntimeError(f"the CPU's run {name} ended with {code}:\n{log.read_text()[-2000:]}")
+        return losses(folder)
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """Return the loss of each step of a run; none where it wrote no metrics."""
+    file = directory / "metrics.jsonl"
+    lines: list[dict[str, Any]] = read_lines(file) if file.exists() else []
+    return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
+
+
+def _add_report(result: Result, report: Mapping[str, Any]) -> None:
+    result.waits.update(report["waits"])
+    result.races.update(report["races"])
+    result.operations.update(report["operations"])
+    if len(report["devices"]) > 1:
+        result.problems.append(f"a process uses several GPUs: {report['devices']}")
+    for file, lines in report["lines"].items():
+        result.lines.setdefault(file, set()).update(lines)
+
+
+def _judge(result: Result, runs: Path) -> None:
+    """Add what does not hold, but for losses."""
+    rehearsed, problems = result.rehearsed, result.problems
+    if result.code != rehearsed.code:
+        problems.append(f"exit code {result.code}, not {rehearsed.code}: {result.output[-1500:]}")
+    undocumented = [place for place in result.waits if not place.startswith(rehearsed.waits or "\0")]
+    problems += [f"the host waits within steps, {result.waits[place]} times: {place}" for place in undocumented]
+    problems += [f"{count} x {race}" for race, count in result.races.most_common()]
+    problems += [f"no file {pattern}" for pattern in rehearsed.leaves if not any(runs.glob(pattern))]
+    if rehearsed.says not in result.output:
+        problems.append(f"does not print {rehearsed.says!r}: {result.output[-1500:]}")
+
+
+def _compare(result: Result, reference: Mapping[int, float]) -> None:
+    """Add the largest difference of losses from those of the same steps on a CPU, relative to these."""
+    if not result.losses:
+        result.problems.append("no step wrote a loss")
+        return
+    differences = [abs(loss - reference[step]) / abs(reference[step]) for step, loss in result.losses.items()]
+    result.difference = float("nan") if any(d != d for d in differences) else max(differences)
+    if not result.difference <= TOLERANCE:
+        result.problems.append(f"losses {result.losses} differ from the CPU's, {dict(reference)}")
+
+
+def rehearse(rehearsal: Rehearsal, commands: Sequence[Rehearsed], lanes: int = LANES) -> Iterator[Result]:
+    """Carry out commands, several at a time, and yield what came of each in their order."""
+    futures: dict[str, Future[Result]] = {}
+
+    def after(rehearsed: Rehearsed) -> Result:
+        if rehearsed.after in futures:
+            futures[rehearsed.after].result()
+        return rehearsal.run(rehearsed)
+
+    with ThreadPoolExecutor(lanes) as pool:
+        for rehearsed in commands:
+            futures[rehearsed.name] = pool.submit(after, rehearsed)
+        for rehearsed in commands:
+            yield futures[rehearsed.name].result()
+
+
+def chosen(names: Sequence[str]) -> list[Rehearsed]:
+    """Return the commands whose names hold one of the texts, or all, with those that they need before them."""
+    wanted = [r for r in TABLE if not names or any(name in r.name for name in names)]
+    needed = {r.after for r in wanted}
+    return [r for r in TABLE if r in wanted or r.name in needed]
+
+
+HEADER = "| run | devices | s | loss against CPU | waits in steps | races | exit code |\n| --- |" + " --- |" * 6
+
+
+def row(result: Result) -> str:
+    """Return a line of the table."""
+    rehearsed = result.rehearsed
+    difference = "-" if result.difference is None else f"{result.difference:.0e}"
+    cells = [rehearsed.name, rehearsed.devices, f"{result.seconds:.0f}", difference]
+    cells += [sum(result.waits.values()), sum(result.races.values()), result.code]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse, and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="texts, one of which a command's name holds; none: all commands")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, which must not exist")
+    given = parser.parse_args(arguments)
+    if why := build.missing():
+        print(f"skipped: {why}")
+        return 0
+    began, file = time.monotonic(), build.built()
+    print(f"{file}: built in, or found after, {time.monotonic() - began:.0f} s", flush=True)
+    commands, results = chosen(given.names), []
+    with ExitStack() as stack:
+        folder = given.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rehearsal-")))
+        folder.mkdir(exist_ok=given.keep is None)
+        rehearsal = stack.enter_context(Rehearsal(folder))
+        print(HEADER, flush=True)
+        for result in rehearse(rehearsal, commands):
+            results.append(result)
+            print(row(result), flush=True)
+    return report(results, time.monotonic() - began, bool(given.names))
+
+
+def report(results: Sequence[Result], seconds: float, partial: bool) -> int:
+    """Print waits, lines and problems, and return the exit code."""
+    for result in results:
+        for place, count in result.waits.most_common():
+            print(f"waits in {result.rehearsed.name}: {count} x {place}")
+    print(surface.report(watch.ROOT, [result.lines for result in results], full=not partial))
+    failed = [result for result in results if result.problems]
+    for result in failed:
+        print(f"\n{result.rehearsed.name}:", *result.problems, sep="\n  ")
+    print(f"\n{len(results) - len(failed)} of {len(results)} hold, in {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

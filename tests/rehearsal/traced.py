@@ -1,0 +1,99 @@
+"""Traces of `plan.trace` on a CPU's tensors and on the rehearsal's: `python -m tests.rehearsal.traced [NAME...]`.
+
+Prints a table of memory: live tensors and what the allocator reserves for them, in both ways, beside published peaks.
+On the rehearsal's device attention is flash attention with what that saves, and titan takes its CUDA branches. The runs
+are `bench_8b_8` and those of `titan/estimate/published.csv` and `unseen.csv` that state the peak of PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from tests.rehearsal import build, cuda, imports, watch
+
+ON_DEVICE = "--on-device"
+
+
+def runs() -> Iterator[tuple[str, list[str], float | None]]:
+    """Yield name, command line and published peak in GiB of each run."""
+    from titan.bench import fit_costs
+
+    yield "bench_8b_8, not compiled", ["recipe=bench_8b_8", "compile=off"], None
+    rows = [*fit_costs.rows(fit_costs.PUBLISHED), *fit_costs.rows(fit_costs.UNSEEN)]
+    for row in rows:
+        if row["mem_GiB"] and fit_costs.kernel(row) == "flash":
+            layout = " ".join(f"{name} {row[name]}" for name in ("tp", "pp", "cp") if (row[name] or "1") != "1")
+            compiled = "" if row["compile"] == "0" else ", compiled"
+            name = f"{row['model']}, {row['precision']}, {row['n_gpus']} x {int(row['seq']):,} {layout}".strip()
+            yield name + compiled, fit_costs.overrides(row), float(row["mem_GiB"])
+
+
+def trace(overrides: Sequence[str]) -> dict[str, float]:
+    """Return GiB of live tensors and what is reserved, of the rank that needs most."""
+    from titan.bench.fit_costs import _run
+    from titan.estimate.operations import speeds
+    from titan.estimate.plan import hardware_of
+    from titan.estimate.rank_sizes import GIB
+    from titan.training.trace.ranks import traced
+
+    run = _run(tuple(overrides))
+    fullest = traced(run, speeds(hardware_of(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")).fullest
+    return {"live": fullest.live.bytes / GIB, "reserved": fullest.gib, "events": fullest.events}
+
+
+def trace_all(names: Sequence[str]) -> None:
+    """Print the figures of each run as JSON, one per line."""
+    import torch
+
+    from titan.training.trace import rank
+
+    device = torch.device("cuda", 0) if cuda.device_count() else rank.DEVICE
+    with mock.patch.object(rank, "DEVICE", device):
+        for name, overrides, peak in runs():
+            if not names or any(part in name for part in names):
+                print(json.dumps({"name": name, "peak": peak, **trace(overrides)}), flush=True)
+
+
+def _traced(names: Sequence[str], devices: int) -> list[dict[str, Any]]:
+    env = {**os.environ, "PYTHONPATH": str(watch.ROOT), cuda.DEVICES: str(devices), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.rehearsal.traced", ON_DEVICE, *names]
+    done = subprocess.run(command, cwd=watch.ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main(names: Sequence[str]) -> int:
+    """Trace in both ways, and print the table."""
+    if why := build.missing():
+        print(f"skipped: {why}")
+        return 0
+    build.built()
+    pairs = list(zip(_traced(names, 0), _traced(names, 8), strict=True))
+    print(
+        "| run | live, CPU | live, device | reserved, CPU | reserved, device | published peak |\n| --- |" + " --- |" * 5
+    )
+    for host, device in pairs:
+        peak = "-" if host["peak"] is None else f"{host['peak']:.1f} GiB"
+        figures = [f"{side[key]:.1f} GiB" for key in ("live", "reserved") for side in (host, device)]
+        print(f"| {host['name']} | {' | '.join(figures)} | {peak} |")
+    for index, side in enumerate(("CPU", "device")):
+        errors = [abs(math.log(pair[index]["reserved"] / pair[index]["peak"])) for pair in pairs if pair[index]["peak"]]
+        if errors:
+            print(f"{side}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%} of {len(errors)}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [ON_DEVICE]:
+        if cuda.device_count():
+            imports.install()
+        trace_all(sys.argv[2:])
+        sys.exit(0)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Lets Inductor write Triton code for the device, and executes the graphs that it was given (`inductor.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.rehearsal import cuda
+
+FOLDER = "REHEARSAL_TRITON_CODE"
+"""The environment variable with the folder that gets Inductor's code."""
+
+
+def replace_modules(graph: Any) -> None:
+    """Write Inductor's code in place of loading it, and execute its graph.
+
+    Args:
+        graph: torch._inductor.graph.
+    """
+    _set_target()
+    graph.config.force_disable_caches = True  # they would keep graphs whose code is not loaded
+
+    def written(lowering: Any) -> SimpleNamespace:
+        code = lowering.codegen()[0].value
+        name = hashlib.sha256(code.encode()).hexdigest()[:16]
+        file = Path(os.environ[FOLDER]) / f"{name}.py"
+        file.write_text(code)
+        lowering.cache_key, lowering.cache_path, lowering.cache_linemap = name, str(file), []
+        given = lowering.module
+
+        def call(arguments: list[Any]) -> Any:
+            values = tuple(arguments)
+            arguments.clear()
+            return given(*values)
+
+        return SimpleNamespace(call=call, __file__=str(file), key=name)
+
+    graph.GraphLowering._compile_to_module = written
+
+
+def _set_target() -> None:
+    """Let Triton write code for an H100."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 10 * cuda.CAPABILITY[0] + cuda.CAPABILITY[1], 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_device_interface = staticmethod(lambda: torch.cuda)
+        get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+
+    triton.runtime.driver.set_active(Driver())
