@@ -20,11 +20,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny
+from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.model import init_weights
 from titan.model.layers import Head, cross_entropy
 from titan.model.schema import Llama
 from titan.parallelism import collectives, grad_norm, tensor
+from titan.parallelism.mesh import World
+from titan.parallelism.schema import Layout
+from titan.parallelism.tensor_norms import holders
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -65,7 +69,9 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
     cut = distribute_tensor(values, mesh["tensor"], [Shard(0)], src_data_rank=None)
     both = distribute_tensor(values, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     whole = distribute_tensor(values, mesh["shard"], [Replicate()], src_data_rank=None)
-    total = grad_norm.total_norm([cut, values, both, whole], torch.device("cpu"))
+    all_ranks = World(RankInfo(rank, world, rank), Layout(shard=2, tensor=2), torch.device("cpu"))
+    gradients = ((gradient, holders(gradient, all_ranks)) for gradient in (cut, values, both, whole))
+    total = all_ranks.sum(grad_norm.sum_squares(gradients, torch.device("cpu"))).sqrt()
     return total.item(), (4 * values.square().sum()).sqrt().item()
 
 

@@ -132,7 +132,7 @@ REFUSED = {
     "words, sentence",
     table(
         [pytest.param(*case, id=name) for name, case in REFUSED.items()],
-        ("no run", "two runs", "no step", "against nothing"),
+        ("no run", "two runs", "no step", "no checkpoint before", "against nothing"),
     ),
 )
 def test_what_can_not_be_replayed_is_refused(
