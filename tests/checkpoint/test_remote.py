@@ -173,7 +173,8 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
 class TestRuns:
     SETTINGS = ("checkpoint.every=2", "checkpoint.grace=0", "checkpoint.keep=2")
 
-    @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
+    @pytest.mark.full
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
     def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
         self, layout: str, bucket: str, tmp_path: Path
     ) -> None:

@@ -178,7 +178,8 @@ def twice(one: Stage) -> list[Tensors]:
     return found
 
 
-@pytest.mark.parametrize("scope", ["block", full("model")])
+@pytest.mark.full
+@pytest.mark.parametrize("scope", ["block", "model"])
 def test_backward_can_be_run_twice_where_buffers_are_kept(scope: Any) -> None:
     how, wanted = Compile(scope, "aot_eager"), trained(stage())
     assert max(difference(found, wanted) for found in twice(stage(how, keep_buffers=True))) <= EXACT

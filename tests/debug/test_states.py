@@ -148,7 +148,7 @@ def test_a_node_writes_one_file(tmp_path: Path) -> None:
     assert not (tmp_path / "memory").exists()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), pytest.param(128, id="128"), full(2048, id="2,048")])
+@pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), full(128, id="128"), full(2048, id="2,048")])
 def test_the_file_system_is_asked_little_in_every_phase(ranks: int, tmp_path: Path) -> None:
     run = SimulatedRun(ranks, 8, tmp_path)
     assert max(run.rates(25)) <= MOST

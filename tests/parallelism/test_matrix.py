@@ -12,10 +12,10 @@ from tests.support.tiers import full, table
 
 QUICK = (
     "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
-    "Interleaved1F1B-fsdp-reduced-tied", "fsdp-offloaded", "full-off-zbv", "llama4-documents-cp-allgather", "terms-tp",
+    "fsdp-offloaded", "full-off-zbv", "llama4-documents-cp-allgather",
 )  # fmt: skip
 """Kinds of schedule, ways to share a row and techniques, once each."""
-REST = ("ddp", "fsdp", "cp", "terms-chunked-full-tp-pp")
+REST = ("ddp", "fsdp", "cp", "terms-chunked-full-tp-pp", "Interleaved1F1B-fsdp-reduced-tied", "terms-tp")
 
 
 BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validation": 2e-4, "terms": 0.0}

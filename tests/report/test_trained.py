@@ -37,6 +37,7 @@ def test_another_learning_rate_is_another_recipe(variants: dict[str, Variant]) -
     assert [quality.pairs for quality in variant.quality if quality.at == "the end"] == [2]
 
 
+@pytest.mark.full
 def test_speed_cost_and_hours_of_trained_runs_are_there(variants: dict[str, Variant]) -> None:
     for variant in variants.values():
         for run in variant.runs:

@@ -102,7 +102,7 @@ CASES = {
     "compiled-backward": (("compile=block", "compile.backend=aot_eager"), W1, "backward", 0,
                           "micro-batch 1, rank 0, row 13"),
 }  # fmt: skip
-QUICK = ("single-forward", "fsdp-backward")
+QUICK = ("single-forward",)
 
 
 @pytest.mark.parametrize(

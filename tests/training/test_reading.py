@@ -63,7 +63,7 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
     ("before", "after"),
     [
         full("single", "fsdp3", id="single-then-fsdp3"),
-        pytest.param("ddp3", "fsdp2", id="ddp3-then-fsdp2"),
+        full("ddp3", "fsdp2", id="ddp3-then-fsdp2"),
         full("fsdp2", "single", id="fsdp2-then-single"),
     ],
 )

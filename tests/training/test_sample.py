@@ -56,6 +56,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", table(LAYOUTS, ("pp",)))
 def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
     def before(trainer: Any) -> list[list[int]]:
