@@ -95,6 +95,18 @@ def test_a_verdict_reaches_all_nodes(run: SimulatedRun) -> None:
     assert [node.states.verdict for node in run.nodes] == [found] * 4
 
 
+def test_a_rank_that_was_stopped_learns_what_others_have_found(tmp_path: Path) -> None:
+    """It is the lowest one, and would report."""
+    clock = Clock(Activity(now=lambda: 7.0), None, 2)
+    first, second = (
+        States(tmp_path, RankInfo(n, 2, n), 1, clock, lambda key: Folder(tmp_path / "memory", 64)) for n in range(2)
+    )
+    found = Verdict(1, "rank 0 hangs", (0,), "", 1)
+    second.pass_on(found)
+    first.follow()
+    assert first.verdict == found
+
+
 def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: Path) -> None:
     run = SimulatedRun(4, 4, tmp_path)
     states, now = run.nodes[0].states, run.now

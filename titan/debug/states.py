@@ -172,12 +172,11 @@ class States:
     # --- all nodes
 
     def follow(self) -> None:
-        """Learn what the rank that reports has found: from memory, or where this rank writes for its node, from the
+        """Learn what the rank that reports has found: from memory, and where this rank writes for its node, from the
         first node that beats, when it is time."""
         self.read_node()
-        if not self.writes():
-            self.verdict = self._verdict_here() or self.verdict
-        elif self._is_time_to_follow():
+        self.verdict = self._verdict_here() or self.verdict
+        if self.writes() and self._is_time_to_follow():
             self._followed = self.clock.now()
             self._follow_node()
 

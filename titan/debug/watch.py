@@ -212,6 +212,9 @@ class Watch:
         return self.activity.age() < limit - 2 * self.clock.lead(limit) and self.states.undecided()
 
     def _conclude(self, world: World) -> None:
+        ended = verdict.read(self.directory, self.attempt)  # this rank may have been stopped while others decided
+        if ended is not None and ended.exit_code is not None:
+            self._end(ended, reports=False)
         found = self.judge.judge(world)
         if found is not None and found != self.states.verdict:
             self.states.pass_on(found)
