@@ -90,7 +90,8 @@ class Dumps:
             faulthandler.unregister(DUMP_SIGNAL)
         self._file.close()
         if self.memory is not None:
-            self._stacks(self.rank).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the process may be another user's by now
+                self._stacks(self.rank).unlink(missing_ok=True)
 
 
 def record_nccl_timeouts(directory: Path) -> None:
