@@ -1,6 +1,6 @@
 """What the rehearsal's device does, by itself: `python -m tests.rehearsal.checks` prints each check's error, as JSON.
 
-Run in a process of its own, because torch must be imported with the device; `test_device.py` does.
+Run in a separate process, because torch must be imported with the device; `test_device.py` does.
 """
 
 from __future__ import annotations

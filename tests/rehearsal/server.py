@@ -63,7 +63,7 @@ class Forked:
 
 
 def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int | None) -> Forked:
-    """Fork a process of a session of its own that runs a module as `python -m` does.
+    """Fork a process in a new session that runs a module as `python -m` does.
 
     Args:
         module, arguments: what it runs.
@@ -96,7 +96,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
         torch.set_num_threads(1)  # makes the pool of threads anew, which autograd's threads would do at the same time
         imports.start()
         sys.argv = [module, *arguments]
-        sys.modules.pop(module, None)  # imported for the sake of its own imports
+        sys.modules.pop(module, None)  # imported for the sake of what it imports
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as leave:

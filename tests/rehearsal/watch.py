@@ -1,6 +1,6 @@
 """What a process of a rehearsal reports at its end: host waits within steps, races, operations, executed lines.
 
-Each writes a JSON file of its own into the folder that the environment names, however it ends, unless it is killed.
+Each writes one JSON file into the folder that the environment names, however it ends, unless it is killed.
 """
 
 from __future__ import annotations

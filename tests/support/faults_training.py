@@ -271,7 +271,7 @@ PARALLELISM = (
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
     ),
     fault(
-        "gradient norm: it takes an all-reduce of its own",
+        "gradient norm: it takes a second all-reduce",
         "titan/training/trainer.py",
         'if self.hooks.wants("before_optimizer"):  # it may change gradients',
         "if True:",

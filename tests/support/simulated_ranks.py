@@ -1,4 +1,4 @@
-"""The watchers' states of many ranks, in one process and with a clock of its own: what they do to the file system.
+"""The watchers' states of many ranks, in one process and with a simulated clock: what they do to the file system.
 
 Each node is its writing rank, as `titan.debug.states` makes it; the states of its other ranks lie in its memory, here a
 dictionary.
@@ -11,32 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan.bench.in_memory import DictFolder
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
 from titan.debug.activity import Activity
 from titan.debug.clock import Clock
 from titan.debug.rank_state import RankState
 from titan.debug.states import MEMORY_FILE, States
-
-
-class Memory:
-    """A node's memory."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.path = Path("/nowhere")
-
-    def write(self, name: str, content: bytes) -> None:
-        self.files[name] = content
-
-    def read(self, name: str) -> bytes | None:
-        return self.files.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.files)
-
-    def remove(self) -> None:
-        self.files.clear()
 
 
 @dataclass
@@ -46,7 +27,7 @@ class SimulatedNode:
     first: int
     ranks: int
     clock: Clock
-    memory: Memory
+    memory: DictFolder
     states: States
     beat: int = 0
     alive: bool = True
@@ -97,7 +78,7 @@ class SimulatedRun:
         self.nodes = [self._node(first) for first in range(0, self.ranks, self.per_node)]
 
     def _node(self, first: int) -> SimulatedNode:
-        memory, clock = Memory(), Clock(Activity(now=lambda: self.now), None, self.ranks)
+        memory, clock = DictFolder(), Clock(Activity(now=lambda: self.now), None, self.ranks)
         states = States(self.directory, RankInfo(first, self.ranks, 0), 1, clock, lambda key: memory)  # type: ignore[arg-type, return-value]
         return SimulatedNode(first, self.per_node, clock, memory, states)
 

@@ -2,8 +2,8 @@
 
 One process plays one rank of 8 to 16,384, and does what that rank does on its host: the other ranks' messages, states
 and times are made beforehand, by the same code, and are not counted. Process groups are torch's fake ones, and messages
-wait in a dictionary, so that network and file systems are not in the figures. Each figure is taken in a process of its
-own: its CPU time, and by how much its memory grows at most.
+wait in a dictionary, so that network and file systems are not in the figures. Each figure is taken in a separate
+process: its CPU time, and by how much its memory grows at most.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan.bench.in_memory import DictFolder
 from titan.bench.simulated_save import SimulatedSave, parameters
 from titan.checkpoint import reader
 from titan.checkpoint.assignment import describe
@@ -145,7 +146,7 @@ def suite(case: str) -> Iterator[Row]:
 
 
 def _measure(work: Work, ranks: int) -> tuple[float, float]:
-    """Return seconds and MiB of some work in a process of its own."""
+    """Return seconds and MiB of some work in a separate process."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, ranks, send), daemon=True)
@@ -237,25 +238,6 @@ def _read_checkpoint(ranks: int, meter: Meter) -> None:
                 create_read_items_for_chunk_list(item.index.fqn, tensors[item.index.fqn], [item.tensor_data.chunk])
 
 
-class _Memory:
-    """A node's memory, which the states of its ranks lie in."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-
-    def write(self, name: str, content: bytes) -> None:
-        self.files[name] = content
-
-    def read(self, name: str) -> bytes | None:
-        return self.files.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.files)
-
-    def remove(self) -> None:
-        self.files.clear()
-
-
 class _Heartbeats:
     """The states of a run's ranks as the watchers see them; the time is `now`, in seconds."""
 
@@ -264,7 +246,7 @@ class _Heartbeats:
 
     def node(self, first: int, rank: int) -> States:
         """Return the states as a rank of the node of the ranks from `first` on sees them; all its ranks beat."""
-        memory: Any = _Memory()
+        memory: Any = DictFolder()
         for each in range(first, first + NODE):
             memory.write(MEMORY_FILE.format(each), encoded(self.state(each)))
         clock = Clock(Activity(now=lambda: self.now), None, self.ranks)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from titan.bench.in_memory import DictStore
 from titan.checkpoint.assignment import Holdings, describe, digest
 from titan.checkpoint.coordinator import Coordinator, pack_message
 from titan.checkpoint.manifest import File
@@ -28,33 +28,6 @@ from titan.run.run import Run
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HEADER = 1408
 """Bytes that `torch.save` adds to a tensor, about."""
-
-
-class DictStore:
-    """A store in this process."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.content: dict[str, bytes] = {}
-
-    def clone(self) -> DictStore:
-        """Return the connection of another rank."""
-        return self
-
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing waits."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-        self.content[key] = value
-
-    def get(self, key: str) -> bytes:
-        """Return a value."""
-        return self.content[key]
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a value; return whether it was there."""
-        return self.content.pop(key, None) is not None
 
 
 def parameters(run: Run) -> dict[str, tuple[int, ...]]:

@@ -2,11 +2,11 @@
 
 1. Every rank writes its state into its node's memory, a few hundred bytes at every look.
 2. The lowest rank of a node that beats writes the states of all its ranks into one file of the run's directory,
-   `debug/ranks/ATTEMPT/node-N.json`, N being its own number.
+   `debug/ranks/ATTEMPT/node-N.json`, N being its number.
 3. The lowest rank of all that beats reads these files, and reports. The others read its file alone, which says whether
    the run ends.
 
-Where a node's memory can't be used each rank is a node of its own.
+Where a node's memory can't be used each rank counts as a node.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class States:
         self._processes: dict[int, str] = {}
         self._began, self._beat = clock.now(), 0
         # nodes start to write one after another; ranks behind a node's first one know by then that it writes
-        self._first_turn = 1.0 if rank_info.local_rank else rank_info.rank / rank_info.world_size
-        self._published: float | None = None
         self._turn = rank_info.rank / rank_info.world_size
+        self._first_turn = 1.0 if rank_info.local_rank else self._turn
+        self._published: float | None = None
         self._read_at = self._began
         self._followed: float | None = None
         self._is_first = self.rank == 0

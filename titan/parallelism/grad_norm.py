@@ -1,8 +1,8 @@
 """The gradient's norm and its clipping, over plain tensors and DTensors alike.
 
 Each rank sums the squares of what it has, divided by the number of ranks that have the same, in float64. The sum over
-all ranks is one number of the vector that ranks sum in each step anyway, so that the norm takes no collective operation
-of its own, and all ranks clip by bitwise the same factor.
+all ranks is one number of the vector that ranks sum in each step anyway, so that the norm takes no further
+collective operation, and all ranks clip by bitwise the same factor.
 """
 
 from __future__ import annotations

@@ -70,26 +70,9 @@ def work(
     watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, failed)
     watch.judge.setting = partial(_timeout_setting, run)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
-        if run.machine.device == "cuda":
-            record_nccl_timeouts(Path(run.directory))
-        world = mesh.connect(
-            rank_info, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, attempt)
-        )
-        world = replace(world, activity=activity)
+        world = replace(_connect(run, attempt, rank_info, store), activity=activity)
         try:
-            attempt = _resolve_checkpoint(run, attempt, world)
-            log.info(
-                "attempt %d of %s: rank %d of %d on %s",
-                attempt.number,
-                run.name,
-                rank_info.rank,
-                rank_info.world_size,
-                world.device,
-            )
-            watch.groups = groups_of(world)
-            train_step = build(run, world, log.info)
-            watch.groups, watch.names = groups_of(world), partial(_module_names, train_step)
-            exit_code = _train(Trainer(run, attempt, world, train_step, stop), failed, watch)
+            exit_code = _train(_build(run, attempt, world, stop, watch), failed, watch)
         except StopRequested:
             return exit_code_of_stop(stop.requeue)
         except Exception as error:
@@ -103,6 +86,27 @@ def work(
         # only after success: with NCCL this waits for operations that other ranks may never start (pytorch #141510)
         world.close()
         return exit_code
+
+
+def _connect(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> World:
+    """Join the process group and build this rank's groups."""
+    if run.machine.device == "cuda":
+        record_nccl_timeouts(Path(run.directory))
+    exchanges = _needs_exchange(run, attempt)
+    return mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, store, exchanges)
+
+
+def _build(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
+    """Build what trains, from the checkpoint that the attempt resumes from; the watcher learns its groups and names."""
+    attempt = _resolve_checkpoint(run, attempt, world)
+    rank = world.rank_info
+    log.info(
+        "attempt %d of %s: rank %d of %d on %s", attempt.number, run.name, rank.rank, rank.world_size, world.device
+    )
+    watch.groups = groups_of(world)
+    train_step = build(run, world, log.info)
+    watch.groups, watch.names = groups_of(world), partial(_module_names, train_step)
+    return Trainer(run, attempt, world, train_step, stop)
 
 
 def _train(trainer: Trainer, failed: Callable[[Exception], object], watch: Watch | None = None) -> int:

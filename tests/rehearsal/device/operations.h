@@ -1,4 +1,4 @@
-// Operations: the CPU's kernels on the device's memory, through one boxed fallback and a few functions of their own.
+// Operations: the CPU's kernels on the device's memory, through one boxed fallback and a few functions for single operations.
 #pragma once
 
 #include "guard.h"
@@ -191,7 +191,7 @@ inline IValue device_result(Operands& operands, const std::string& op, const IVa
   return list;
 }
 
-// Any operation without a function of its own: the CPU's kernel on the same memory.
+// Any operation without a function here: the CPU's kernel on the same memory.
 inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto begin = stack->size() - schema.arguments().size();

@@ -148,7 +148,7 @@ inline void arrive(const Clock& seen) {
   for (auto& copy : finished) copy.host.copy_(copy.values);
 }
 
-// A background thread tells what it has waited for; the training thread may find out later, by the returned number.
+// A background thread says what it has waited for; the training thread may find out later, by the returned number.
 inline size_t publish() {
   Locked guard(lock);
   published.push_back(background_seen);

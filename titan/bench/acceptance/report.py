@@ -78,7 +78,7 @@ def _kept(folder: Path, part: Part, key: str) -> Outcome | None:
 
 
 def _answered(lab: Lab, part: Part, key: str) -> Outcome:
-    """Run a part; an error of its own is a problem of it."""
+    """Run a part; an error in it is one of its problems."""
     began = time.monotonic()
     try:
         found = part.answer(lab)
