@@ -81,5 +81,6 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     rows = json.loads(out.read_text())
     assert [(row["costs"][0]["rank"], row["costs"][0]["what"]) for row in rows] == list(scale.WORK)
     assert all([cost["ranks"] for cost in row["costs"]] == [8, 16] for row in rows)
-    assert all(cost["seconds"] > 0 for row in rows for cost in row["costs"])
+    costs = [cost for row in rows for cost in row["costs"] if not cost["what"].startswith("training")]
+    assert all(cost["seconds"] > 0 for cost in costs)
     assert "first save's plan" in capsys.readouterr().out

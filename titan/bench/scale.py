@@ -3,7 +3,8 @@
 One process plays one rank of 8 to 16,384, and does what that rank does on its host: the other ranks' messages, states
 and times are made beforehand, by the same code, and are not counted. Process groups are torch's fake ones, and messages
 wait in a dictionary, so that network and file systems are not in the figures. Each figure is taken in a separate
-process: its CPU time, and by how much its memory grows at most.
+process: its CPU time, and by how much its memory grows at most. For training beside a save: the time that
+the training thread loses.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.bench.in_memory import DictFolder
+from titan.bench.lost_time import TrainingThread
 from titan.bench.simulated_save import SimulatedSave, parameters
 from titan.checkpoint import reader
 from titan.checkpoint.assignment import describe
@@ -213,6 +215,19 @@ def _plan_save(ranks: int, meter: Meter, first: bool) -> None:
                 save.conclude(is_first, Path(folder))
 
 
+def _train_beside_plan(ranks: int, meter: Meter, first: bool) -> None:
+    """Measure the time that rank 0's training thread loses while another one plans a save in the background."""
+    run = compose(ranks)
+    save, training = SimulatedSave(run, parameters(run)), TrainingThread()
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        for is_first in (True, False)[: 1 if first else 2]:
+            save.send_holdings(is_first)
+            lost = training.time_lost_beside(partial(save.settle, is_first))
+            save.send_positions(is_first)
+            lost += training.time_lost_beside(partial(save.conclude, is_first, Path(folder)))
+    meter.seconds = lost
+
+
 def _describe(ranks: int, meter: Meter) -> None:
     run = compose(ranks)
     items, _ = SimulatedSave(run, parameters(run)).templates[-1]
@@ -318,6 +333,8 @@ WORK: dict[tuple[str, str], Work] = {
     ("0", "first save's plan"): partial(_plan_save, first=True),
     ("0", "a later save's plan"): partial(_plan_save, first=False),
     ("another", "first save's plan"): _describe,
+    ("0", "training, first save"): partial(_train_beside_plan, first=True),
+    ("0", "training, a later save"): partial(_train_beside_plan, first=False),
     ("0", "heartbeat (reading all)"): _read_beats,
     ("another", "heartbeat"): _beat,
     ("0", "metrics of a step"): partial(_read_metrics, rank=0),
