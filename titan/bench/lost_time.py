@@ -54,7 +54,7 @@ class TrainingThread:
         x: Tensor = torch.ones(SIZE, SIZE)
         for weight in self.weights:
             x = (x @ weight).relu()
-        x.sum().backward()
+        torch.autograd.backward(x.sum())
 
 
 def until(seconds: float) -> Callable[[], bool]:
