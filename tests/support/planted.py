@@ -30,6 +30,8 @@ FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS, *faults_debug.FAULTS, *T
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1800.0
 """Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""
+WAIT = 60.0
+"""Seconds after which such a test gives up waiting."""
 PASSED, FAILED = 0, 1
 """pytest's exit codes; any other means that it ran none of the tests."""
 
@@ -97,6 +99,7 @@ def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
     """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *more, *tests]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "TITAN_EXAMPLES": "quick"}
+    env["TITAN_TESTS_LIMIT"] = str(WAIT)
     env[tiers.VARIABLE] = "quick"
     with subprocess.Popen(
         command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
