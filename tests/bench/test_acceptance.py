@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from titan.bench import command
 from titan.bench.acceptance import parts, report
 from titan.bench.acceptance.lab import Findings, Lab, Trained
 from titan.bench.acceptance.parts import PARTS, Part
@@ -28,6 +29,13 @@ class Told(Lab):
     def train(self, name: str, *settings: str, **more: Any) -> Trained:
         how = {"code": 0, "output": "", "steps": STEPS, **self.runs.get(name, {})}  # type: ignore[attr-defined]
         return Trained(self.folder / "runs" / name, how["code"], how["output"], how["steps"], 1.0)
+
+
+class Failing(Lab):
+    """A lab whose commands end at once, as on a machine where nothing is installed."""
+
+    def run(self, *given: Any, **more: Any) -> tuple[int, str]:
+        return 2, "titan: it is not installed; install it.\n"
 
 
 def changed(factor: float) -> list[dict[str, Any]]:
@@ -66,6 +74,20 @@ def test_what_holds_has_no_problem(tmp_path: Path) -> None:
         (part,) = parts.select(name)
         assert part.answer(Told(tmp_path, runs)).problems == []
     assert (tmp_path / "flight_recorder" / "rank_0").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("a new GPU", None)],
+)
+def test_the_cluster_that_describes_a_gpu(device: str, cluster: str | None) -> None:
+    assert command._describing_cluster(device) == cluster
+
+
+@pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
+def test_runs_that_fail_at_once_are_problems(part: Part, tmp_path: Path) -> None:
+    found = part.answer(Failing(tmp_path, "cuda", 2, (), "h100"))
+    assert any("exit code 2" in problem or "not 1" in problem for problem in found.problems)
 
 
 def test_two_devices_are_needed_for_some(tmp_path: Path) -> None:

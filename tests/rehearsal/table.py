@@ -206,4 +206,25 @@ REFUSED = (
                      "MASTER_PORT": "{port}"},
     ),
 )  # fmt: skip
-TABLE = (*BENCHES, *TRAINING, *COMMANDS, *REFUSED)
+
+
+def _accepted(name: str, parts: str, **given: Any) -> Rehearsed:
+    arguments = ("--suite", "acceptance", "--report", f"{{runs}}/{name}", "--case", parts, *ACCEPTED)
+    return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **given)
+
+
+ACCEPTED = (
+    "cluster.device=cuda", "dataset=synthetic", "dataset.tokens=20000", *DENSE, "model.layers=2", "model.vocab=256",
+    "training.seq_len=64", "training.global_batch=512", "compile=off",
+)  # fmt: skip
+ACCEPTANCE = (
+    _accepted("one device", "losses,attention,experts,not-finite,stands-still,preemption,profile,saves"),
+    _accepted("two devices", "layouts,hang", devices=2, waits=(EXPERTS_WAIT, LOOP_WAITS)),
+    _accepted(
+        "out of memory", "out-of-memory", environment={"REHEARSAL_TAKEN_GIB": "76"}, says="holds   out-of-memory"
+    ),
+    # the prediction is an H100's, which this is not
+    _accepted("predicted", "predicted", code=1, says="a step are predicted"),
+)
+"""Parts of `make gpu`. Not here: `recorder`, which reads NCCL's, and `speeds`, which is long."""
+TABLE = (*BENCHES, *ACCEPTANCE, *TRAINING, *COMMANDS, *REFUSED)

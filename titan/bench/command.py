@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import yaml
+
 from titan.bench import activation_modes, experts, features, speed
 from titan.bench import checkpoint as saving
 from titan.bench.speed import SIDES, HostSync, Speed, environment
@@ -33,6 +35,7 @@ from titan.console.numbers import billions
 from titan.errors import ConfigError, exit_code
 from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
+from titan.run.hydra_session import CONF
 from titan.run.run import Run
 
 SUITES = (
@@ -220,9 +223,18 @@ def _acceptance(run: Run, args: argparse.Namespace, overrides: list[str], about:
     from titan.bench.acceptance.lab import Lab
 
     device, others = run.machine.device, [one for one in overrides if not one.startswith("cluster.device=")]
-    lab = Lab(args.report.resolve(), device, run.machine.count if device == "cuda" else 2, tuple(others))
+    count = run.machine.count if device == "cuda" else 2
+    lab = Lab(args.report.resolve(), device, count, tuple(others), _describing_cluster(run.machine.name))
     known = {name: value for name, value in about.items() if name != "date"}
     return report.run(lab, parts.select(args.case), known)
+
+
+def _describing_cluster(device_name: str) -> str | None:
+    """Return the choice of `cluster` that describes devices of this name."""
+    for file in sorted((CONF / "cluster").glob("*.yaml")):
+        if yaml.safe_load(file.read_text()).get("device_name") == device_name:
+            return file.stem
+    return None
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -93,12 +93,14 @@ class Lab:
         device: "cuda" or "cpu".
         devices: how many there are.
         overrides: settings of every run, behind those of a part.
+        cluster: the choice of `cluster` that describes the device; None where there is none.
     """
 
     folder: Path
     device: str
     devices: int
     overrides: tuple[str, ...] = ()
+    cluster: str | None = None
 
     def train(
         self, name: str, *settings: str, stop_after: int | None = None, seconds: float = SECONDS, small: bool = True

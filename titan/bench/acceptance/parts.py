@@ -78,13 +78,16 @@ def attention(lab: Lab) -> Findings:
 def predicted(lab: Lab) -> Findings:
     """Train the 1B model, and compare memory and step time with the run's own prediction."""
     found = Findings()
-    run = lab.train("predicted", *(LARGE if lab.device == "cuda" else ()), small=lab.device != "cuda")
+    described = (f"cluster={lab.cluster}", "cluster.devices=1") if lab.cluster else ()
+    run = lab.train("predicted", *(LARGE if lab.device == "cuda" else ()), *described, small=lab.device != "cuda")
     _require_success(found, run)
+    if run.code:
+        return found
     found.figures |= {"step_seconds": run.step_seconds, "memory_gib": run.memory_gib}
     made = _prediction(run.folder)
     if made is None:
         found.figures["prediction"] = "none: the hardware is not described"
-        found.require(lab.device != "cuda", "the run has no prediction: its GPU is not described")
+        found.require(lab.device != "cuda", "no cluster describes this GPU for a prediction; run titan.calibrate")
         return found
     seconds, memory = made.step_seconds.value, made.rank0_memory_gib.value
     found.figures |= {"predicted_step_seconds": seconds, "predicted_memory_gib": memory}
@@ -114,7 +117,9 @@ def experts(lab: Lab) -> Findings:
 def stands_still(lab: Lab) -> Findings:
     """Let the only rank sleep in a step: the run says so, and goes on."""
     found = Findings()
-    run = lab.train("stands-still", *_hook("StandStill", step=4, seconds=8), "debug.hang_seconds=2")
+    # a fast device ends the run before the watcher looks again, unless another step takes a while
+    disturbed = [*_hook("StandStill", step=4, seconds=8), *_hook("StandStill", step=5, key="rest", seconds=0.8)]
+    run = lab.train("stands-still", *disturbed, "debug.hang_seconds=2")
     _require_success(found, run)
     said = re.findall(r"no step for .*", run.output)
     found.figures["said"] = said[:1]
@@ -192,7 +197,7 @@ def speeds(lab: Lab) -> Findings:
     found = Findings()
     file = lab.folder / "speeds.json"
     suite = ["gpu", "--case", "llama1b"] if lab.device == "cuda" else ["tiny", "--case", "fp32, compile off"]
-    command = ["-m", "titan.bench", "--suite", *suite, "--rounds", "3", "--json", str(file)]
+    command = ["-m", "titan.bench", "--suite", *suite, "--rounds", "3", "--json", str(file), *lab.overrides]
     code, output = lab.run("speeds", command, seconds=900)
     found.require(code == 0, f"the suite of speeds ended with exit code {code}: {output.strip().splitlines()[-1:]}")
     content = json.loads(file.read_text()) if file.is_file() else {}
@@ -253,10 +258,10 @@ def recorder(lab: Lab) -> Findings:
     return found
 
 
-def _hook(name: str, step: int, **settings: Any) -> Iterable[str]:
-    """Return the overrides of a hook that disturbs a step."""
+def _hook(name: str, step: int, key: str = "disturb", **settings: Any) -> Iterable[str]:
+    """Return the overrides of a hook, called `key`, that disturbs a step."""
     given = {"step": step, **settings}
-    return [f"+hooks.disturb._target_={HOOKS}.{name}", *(f"+hooks.disturb.{k}={v}" for k, v in given.items())]
+    return [f"+hooks.{key}._target_={HOOKS}.{name}", *(f"+hooks.{key}.{k}={v}" for k, v in given.items())]
 
 
 def _require_success(found: Findings, *runs: Trained) -> None:
@@ -295,12 +300,12 @@ PARTS = (
 
 
 def select(text: str) -> list[Part]:
-    """Return the parts whose name contains a text.
+    """Return the parts whose name contains a text, or one of several with commas between them.
 
     Raises:
         ConfigError: when there is none.
     """
-    found = [part for part in PARTS if text in part.name]
+    found = [part for part in PARTS if any(word.strip() in part.name for word in text.split(","))]
     if not found:
         names = ", ".join(part.name for part in PARTS)
         raise ConfigError(f"--case {text}: no part has a name that contains this; give a part of one of: {names}.")
