@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from titan.bench import command
-from titan.bench.acceptance import parts, report
+from titan.bench.acceptance import kernels, parts, report
 from titan.bench.acceptance.lab import Findings, Lab, Trained
 from titan.bench.acceptance.parts import PARTS, Part
 from titan.bench.command import main
 from titan.errors import ConfigError
 
-STEPS = [{"step": n, "loss": 8.0 - n / 10, "step_seconds": 0.5, "memory_gib": 2.0} for n in range(1, 6)]
+STEPS = [{"step": n, "loss": 8.0 - n / 10, "step_seconds": 0.5, "memory_gib": 2.0} for n in range(1, 13)]
 
 
 class Told(Lab):
@@ -38,17 +43,38 @@ class Failing(Lab):
         return 2, "titan: it is not installed; install it.\n"
 
 
-def changed(factor: float) -> list[dict[str, Any]]:
-    return [{**line, "loss": line["loss"] * factor} for line in STEPS]
+def changed(factor: float, after: int = 0, name: str = "loss") -> list[dict[str, Any]]:
+    return [{**line, name: line[name] * (factor if line["step"] > after else 1)} for line in STEPS]
+
+
+def slower(factor: float, after: int) -> list[dict[str, Any]]:
+    return changed(factor, after, "step_seconds")
+
+
+class Kernels(Lab):
+    """A lab in which each kernel has the same result."""
+
+    def __init__(self, folder: Path, result: Mapping[str, Any], device: str = "cuda") -> None:
+        super().__init__(folder, device, 1)
+        object.__setattr__(self, "result", result)
+
+    def run(self, *given: Any, **more: Any) -> tuple[int, str]:
+        pairs = product(("flash", "cudnn", "math", "flex"), ("fp32", "bf16"))
+        lines = [{"kernel": name, "type": word, **self.result} for name, word in pairs]  # type: ignore[attr-defined]
+        return 0, "\n".join(map(json.dumps, lines))
 
 
 HUNG = "no step for 12 s: waiting for rank 1 in the all-gather (fsdp), step 6; rank 1: updating the weights"
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another-loss": ("losses", {"losses-device": {"steps": changed(1.001)}}, "differ by 1.0e-03"),
-    "a-loss-missing": ("losses", {"losses-device": {"steps": STEPS[:4]}}, "losses-cpu has 5 losses"),
+    "a-loss-missing": ("losses", {"losses-device": {"steps": STEPS[:4]}}, "losses-cpu has 12 losses"),
     "a-failed-run": ("losses", {"losses-cpu": {"code": 1, "output": "it broke\n"}}, "exit code 1: it broke"),
     "a-layout": ("layouts", {"layouts-tp": {"steps": changed(1.01)}}, "tp: the losses"),
+    "a-loss-of-nan": ("losses", {"losses-device": {"steps": changed(math.nan, after=1)}}, "differ by nan"),
     "saves-change-losses": ("saves", {"saves-async": {"steps": changed(1.0001)}}, "saves-async"),
+    "slow-saves": ("saves", {"saves-async": {"steps": slower(1.2, after=6)}}, "a step beside a save takes 0.60 s"),
+    "a-resume-changes-losses": ("saves", {"saves-resumed": {"steps": changed(1.0001)[6:]}}, "saves-resumed"),
+    "a-save-can-not-be-read": ("saves", {"saves-resumed": {"code": 2, "output": "corrupt", "steps": []}}, "corrupt"),
     "nan-not-marked": ("not-finite", {}, "steps [] are marked"),
     "nothing-said": ("stands-still", {}, "nothing was said about a step that stood still"),
     "no-snapshot": ("out-of-memory", {"out-of-memory": {"code": 1, "output": "out of memory"}}, "no snapshot"),
@@ -65,9 +91,34 @@ def test_what_is_wrong_is_a_problem(name: str, tmp_path: Path) -> None:
     assert any(problem in found for found in question.answer(Told(tmp_path, runs)).problems)
 
 
+@pytest.mark.parametrize(
+    ("result", "problems"),
+    [
+        pytest.param({"error": 0.001}, 0, id="right"),
+        pytest.param({"error": 0.01}, 4, id="fp32-wrong"),
+        pytest.param({"error": math.nan}, 8, id="nan"),
+        pytest.param({"refused": "no kernel image"}, 4, id="refused"),
+    ],
+)
+def test_kernels(result: Mapping[str, Any], problems: int, tmp_path: Path) -> None:
+    assert len(parts.attention(Kernels(tmp_path, result)).problems) == problems
+
+
+def test_a_gradient_of_nan_is_an_error_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = kernels._results
+
+    def with_nan(name: str, inputs: list[Tensor]) -> list[Tensor]:
+        out, *gradients = results("math", inputs)
+        return [out, *(gradients if name == "math" else [gradient * math.nan for gradient in gradients])]
+
+    monkeypatch.setattr(kernels, "_results", with_nan)
+    assert math.isnan(kernels._compared("flash", torch.float32, torch.device("cpu"))["error"])
+
+
 def test_what_holds_has_no_problem(tmp_path: Path) -> None:
     marked = [{**line, "not_finite": "the loss"} if line["step"] == 3 else line for line in STEPS]
-    runs = {"not-finite": {"steps": marked}, "hang": {"code": 1, "output": HUNG}}
+    runs: dict[str, Any] = {"not-finite": {"steps": marked}, "hang": {"code": 1, "output": HUNG}}
+    runs["saves-resumed"] = {"steps": STEPS[6:]}
     (tmp_path / "runs/hang/debug/flight_recorder").mkdir(parents=True)
     (tmp_path / "runs/hang/debug/flight_recorder/rank_0").touch()
     for name in ("losses", "not-finite", "layouts", "hang", "saves", "experts"):
@@ -118,8 +169,13 @@ def test_it_goes_on_where_it_was_and_repeats_what_failed(tmp_path: Path, capsys:
     wrong.clear()
     assert report.run(lab, some[:2], {"device": "H"}) == 0
     assert ran == ["first", "second", "third", "second"] and "All parts hold." in (tmp_path / "report.md").read_text()
+    (tmp_path / "runs" / "first-run").mkdir(parents=True)
     report.run(lab, some[:1], {"device": "another"})
-    assert ran[-1] == "first" and json.loads((tmp_path / "report.json").read_text())["about"] == {"device": "another"}
+    assert ran[-1] == "first" and not (tmp_path / "runs" / "first-run").exists(), "or the old run would be judged"
+    about = json.loads((tmp_path / "report.json").read_text())["about"]
+    assert about == {"device": "another", "settings": []}
+    report.run(replace(lab, overrides=("precision=bf16",)), some[:1], {"device": "another"})
+    assert len(ran) == 6, "with other settings it is another question"
 
 
 def test_an_unknown_part_is_an_error() -> None:

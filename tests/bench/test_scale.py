@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.support.process_groups import fake_rank
 from titan.bench import command, scale
 from titan.bench.simulated_save import SimulatedSave, parameters
 from titan.checkpoint import reader
+from titan.checkpoint.assignment import describe
+from titan.checkpoint.plans import local_items
 from titan.errors import RunError
 
 SMALL = ("model=llama1b", "model.layers=4", "cluster=h100", "parallelism=fsdp", "parallelism.tensor=2", "name=scale")
@@ -45,6 +48,18 @@ def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float |
     row = scale.Row([scale.Cost("0", "x", 8**i, seconds, 1) for i, seconds in enumerate(times)])
     assert row.growth() == (growth if growth is None else pytest.approx(growth))
     assert ("-" if growth is None else f"{growth:.1f}") in row.row()
+
+
+def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
+    run = scale.compose(16)
+    save, last = SimulatedSave(run, parameters(run)), run.layout.sharded * run.layout.tensor - 1
+    with fake_rank(last, 16):
+        items = local_items(save.tensors())
+    names = [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in items]
+    assert names == [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in save.templates[-1][0]]
+    of_last = save.holdings(run.layout.devices - 1)
+    assert run.layout.coordinates(run.layout.devices - 1)["shard"] == run.layout.shard - 1
+    assert describe(items).boxes == of_last.boxes
 
 
 def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:

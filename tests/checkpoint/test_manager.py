@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from tests.support.process_groups import fake_rank
 from tests.support.ranks import RankFailed
 from tests.support.runs import Seen, learned, same, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.state import init_optimizer_state
-from titan.errors import ConfigError
+from titan.errors import ConfigError, RunError
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run import attempts
 from titan.run.run import Run
@@ -217,6 +221,49 @@ def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optim
             parameter.grad = torch.full_like(parameter, scale)
             one.step()
     assert torch.equal(weight, other)
+
+
+class KeepsState(torch.optim.SGD):
+    """An optimizer that keeps something of its own for each parameter."""
+
+    def __init__(self, parameter: nn.Parameter, kept: Any) -> None:
+        super().__init__([parameter], lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"kept": self.kept}
+
+
+@pytest.mark.parametrize(
+    ("kept", "problem"),
+    [
+        pytest.param(3, "of type int", id="number"),
+        pytest.param([torch.zeros(2)], "of type list", id="list"),
+        pytest.param({"a": torch.zeros(2)}, "of type dict", id="dict"),
+        pytest.param("slow", "of type str", id="text"),
+        pytest.param(torch.zeros(4), "a tensor [4] of one rank", id="part-of-one-rank"),
+        pytest.param(torch.zeros(()), None, id="scalar"),
+        pytest.param(None, None, id="none"),
+    ],
+)
+def test_state_that_no_checkpoint_would_hold_is_refused(kept: Any, problem: str | None) -> None:
+    with fake_rank(0, 2):
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+        part = DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)
+        optimizer = KeepsState(nn.Parameter(part), kept)
+        if problem is None:
+            init_optimizer_state(optimizer)
+        else:
+            with pytest.raises(RunError, match=re.escape(f"KeepsState: its state kept is {problem}")):
+                init_optimizer_state(optimizer)
+
+
+def test_state_of_a_whole_parameter_may_have_any_shape() -> None:
+    optimizer = KeepsState(nn.Parameter(torch.zeros(4)), torch.ones(2, 3))
+    init_optimizer_state(optimizer)
+    assert not optimizer.kept.any()
 
 
 def test_prime_keeps_the_state_that_there_is() -> None:

@@ -106,6 +106,16 @@ def count(layout: Layout, build: Callable[[Layout, int], None], rank: int = 0) -
 
 
 @contextmanager
+def fake_rank(rank: int, size: int) -> Iterator[None]:
+    """Within it, this process is a rank of a job whose messages go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def _nccl(size: int, rank: int) -> Iterator[Count]:
     """Within it, this process is a rank of a job on GPUs, as far as the making of groups goes."""
     counted, make = Count(), distributed_c10d.new_group

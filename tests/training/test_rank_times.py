@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 from statistics import median, mode
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from hypothesis.strategies import floats, integers, lists, tuples
 
 from tests.support.runs import steps, tiny, train
 from tests.support.tiers import full
+from titan.cluster.rank_info import RankInfo
+from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
-from titan.training.rank_times import SlowRanks, median_of_others
+from titan.training.rank_times import RankTimes, SlowRanks, median_of_others
 from titan.training.trainer import Trainer
 
 FAST = ("metrics.sample_tokens=0", "checkpoint=off", "compile=off", "training.steps=9", "profile.slow_steps=4")
@@ -57,6 +60,36 @@ def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path
     logs = [(tmp_path / "log" / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert "rank 1 is slow: its own time is" in logs[0] and "the cause is computation" in logs[0]
     assert "is slow" not in logs[1], "rank 0 alone evaluates the times of all"
+
+
+def test_waits_belong_to_the_step_in_which_they_came() -> None:
+    none: Any = None
+    world = World(RankInfo(0, 2, 0), Layout(shard=2), torch.device("cpu"))
+    times = RankTimes(Profile(), world, none, compiled=False)
+
+    def issue(step: int, waited: float, follows: bool = True) -> None:
+        times.begin_step(follows)
+        times.waits.times.append((0.0, waited))
+        times.end_step(step)
+
+    def finished(step: int) -> float:
+        times.finished(step, 9.0, 0.0)
+        assert times.latest is not None and times.latest[0] == step
+        return times.latest[1][2]
+
+    try:
+        issue(1, 1.0, follows=False)
+        issue(2, 2.0)
+        assert finished(1) == 1.0
+        times.waits.times.append((0.0, 50.0))  # step 1 was not finite: its cause is looked for, and step 2 is repeated
+        issue(2, 3.0, follows=False)
+        issue(3, 4.0)
+        assert [finished(2), finished(3)] == [3.0, 4.0]
+        times.waits.times.append((0.0, 60.0))  # an evaluation
+        issue(4, 5.0, follows=False)
+        assert finished(4) == 5.0
+    finally:
+        times.close()
 
 
 def test_nothing_is_measured_when_off(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from titan.bench.in_memory import DictFolder
 from titan.bench.lost_time import TrainingThread
 from titan.bench.simulated_save import SimulatedSave, parameters
 from titan.checkpoint import reader
-from titan.checkpoint.assignment import describe
+from titan.checkpoint.plans import Plans
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, Activity
@@ -228,11 +228,13 @@ def _train_beside_plan(ranks: int, meter: Meter, first: bool) -> None:
     meter.seconds = lost
 
 
-def _describe(ranks: int, meter: Meter) -> None:
+def _propose(ranks: int, meter: Meter) -> None:
     run = compose(ranks)
-    items, _ = SimulatedSave(run, parameters(run)).templates[-1]
+    save, rank = SimulatedSave(run, parameters(run)), run.layout.sharded * run.layout.tensor - 1
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    tensors, plans = save.tensors(), Plans(rank)
     with meter:
-        describe(items)
+        plans.propose(tensors)
 
 
 def _read_checkpoint(ranks: int, meter: Meter) -> None:
@@ -332,7 +334,7 @@ WORK: dict[tuple[str, str], Work] = {
     ("another", "process groups"): partial(_build_groups, last=True),
     ("0", "first save's plan"): partial(_plan_save, first=True),
     ("0", "a later save's plan"): partial(_plan_save, first=False),
-    ("another", "first save's plan"): _describe,
+    ("another", "first save's plan"): _propose,
     ("0", "training, first save"): partial(_train_beside_plan, first=True),
     ("0", "training, a later save"): partial(_train_beside_plan, first=False),
     ("0", "heartbeat (reading all)"): _read_beats,

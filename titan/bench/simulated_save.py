@@ -7,14 +7,20 @@ counters. Nothing but rank 0's metadata is written, and messages wait in a dicti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.bench.in_memory import DictStore
 from titan.checkpoint.assignment import Holdings, describe, digest
@@ -59,6 +65,19 @@ class SimulatedSave:
             for key in (f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)):
                 yield _item(key, size, self._parts(size))
             yield _item(f"optimizer.{name}.step", (), 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state of a rank of the last stage, without memory. torch's process group must exist."""
+        shape = self.layout.sharded, self.layout.tensor
+        mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False)
+        matrix = (_StridedShard(0, split_factor=self.layout.tensor), Shard(0))  # FSDP over tensor parallelism
+        found: dict[str, Tensor] = {}
+        for name in self.stages[-1]:
+            size = torch.Size(self.sizes[name])
+            sharded = _tensor(size, mesh, matrix if len(size) > 1 else (Shard(0), Replicate()))
+            found |= dict.fromkeys((f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)), sharded)
+            found[f"optimizer.{name}.step"] = torch.empty((), device="meta")
+        return found
 
     def _parts(self, size: Sequence[int]) -> int:
         return self.layout.sharded * (self.layout.tensor if len(size) > 1 else 1)
@@ -126,6 +145,12 @@ def _names(sizes: dict[str, tuple[int, ...]], first: int, end: int) -> list[str]
         *own,
         *(name for name in others if "emb" not in name and end == blocks),
     ]
+
+
+def _tensor(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    shape, _ = compute_local_shape_and_global_offset(size, mesh, placements)
+    local, stride = torch.empty(shape, device="meta"), torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def _item(key: str, size: tuple[int, ...], parts: int) -> WriteItem:

@@ -22,11 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan.checkpoint.assignment import Assignment, Holdings, assign, describe, digest
 from titan.checkpoint.metadata_file import Positions, encode
@@ -83,7 +85,7 @@ class Plans:
         before, self.cuts = self.cuts, cuts
         if cuts == before:
             return self.proposed
-        self.items = self.planner.create_local_plan().items
+        self.items = local_items(state)
         holdings = describe(self.items)
         self.proposed = holdings.digest()
         return holdings
@@ -161,6 +163,29 @@ class _SharedPlan:
             if positions is None or digest(*plan, positions.digest()) != found.digest:
                 raise ValueError(f"rank {rank} has written by another plan of the checkpoint than rank 0's")
         return self.assignment, _join([positions for positions in self.written if positions is not None])
+
+
+def local_items(state: Mapping[str, Tensor]) -> list[WriteItem]:
+    """Return this rank's items of a state, as torch's planner makes them.
+
+    For a dimension that is cut twice, torch lists all its offsets to find this rank's box. Tensors of one sharding have
+    the same box, so that here it is computed once for each.
+    """
+    boxes: dict[DTensorSpec, ChunkStorageMetadata] = {}
+    return [item for name, tensor in state.items() for item in _items(name, tensor, boxes)]
+
+
+def _items(name: str, tensor: Tensor, boxes: dict[DTensorSpec, ChunkStorageMetadata]) -> list[WriteItem]:
+    if not isinstance(tensor, DTensor):
+        return create_default_local_save_plan({name: tensor}, is_coordinator=False).items
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    if tensor._spec not in boxes:
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        boxes[tensor._spec] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    box, properties = boxes[tensor._spec], TensorProperties.create_from_tensor(tensor.to_local())
+    data = TensorWriteData(box, properties, tensor.size())
+    return [WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
 def _cut(name: str, tensor: Tensor) -> Cut:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titan.errors import RunError
 from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
@@ -87,7 +88,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     Otherwise a skipped first step would leave no state for a checkpoint, and fused SGD an uninitialised momentum.
 
     Raises:
-        RunError: for a number in the state that is no tensor.
+        RunError: for something in the state that a checkpoint would not hold.
     """
     if optimizer.state:
         return
@@ -100,11 +101,24 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for name, value in (item for state in optimizer.state.values() for item in state.items()):
-        if isinstance(value, Tensor):
-            value.zero_()
-        elif isinstance(value, (int, float)):
-            raise RunError(
-                f"{type(optimizer).__name__}: its state {name} is a number, which no checkpoint holds; keep it as a "
-                "tensor, such as torch.zeros(())."
-            )
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if problem := _not_saved(parameter, value):
+                raise RunError(f"{type(optimizer).__name__}: its state {name} is {problem}.")
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def _not_saved(parameter: Tensor, value: Any) -> str:
+    """Return why a checkpoint would not hold a value of a parameter's state; empty where it does."""
+    if value is None:
+        return ""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}, which no checkpoint holds; keep tensors, such as torch.zeros(())"
+    is_cut = isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
+    if is_cut and value.dim() and not isinstance(value, DTensor):
+        return (
+            f"a tensor {list(value.shape)} of one rank for a parameter that is cut over ranks, of which a checkpoint "
+            "would hold one rank's; make it like the parameter, such as torch.zeros_like(p)"
+        )
+    return ""

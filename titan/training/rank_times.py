@@ -7,7 +7,6 @@ a slow rank is known by its own time, without waiting for others, compared with 
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ class RankTimes:
         self.count = len(FIGURES) * self.size if self.on else 0
         self.slow = SlowRanks(settings, world.layout)
         self.waits = Waits(world.device, compiled)
-        self.pending: deque[list[tuple[Any, Any]]] = deque()
+        self.pending: dict[int, list[tuple[Any, Any]]] = {}
         self.latest: tuple[int, list[float]] | None = None
         self.sent: dict[int, int] = {}
         if self.on:
@@ -64,15 +63,25 @@ class RankTimes:
         """Note that gradients are complete."""
         self.waits.end_backward()
 
-    def end_step(self) -> None:
-        """Note that the host has issued a whole step."""
+    def begin_step(self, follows: bool) -> None:
+        """Note that a step begins.
+
+        Args:
+            follows: whether its time begins where that of the step before ended; otherwise the waits between belong to
+                something else, such as an evaluation.
+        """
+        if not follows:
+            self.waits.take()
+
+    def end_step(self, step: int) -> None:
+        """Note that the host has issued a whole step, which may be one that is repeated."""
         if self.on:
-            self.pending.append(self.waits.take())
+            self.pending[step] = self.waits.take()
 
     def finished(self, step: int, seconds: float, data_seconds: float) -> None:
         """Take the times of a step that the device has finished."""
         if self.on:
-            self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.popleft())]
+            self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.pop(step))]
 
     def read(self, step: int, slots: Times) -> tuple[dict[str, Any], list[str]]:
         """Return this step's rank times for metrics.jsonl, and warnings about slow ranks; on rank 0 only.

@@ -216,6 +216,7 @@ class Trainer:
             The step, whose metrics `_finalize_step` reads.
         """
         timer = StepTimer(self.world.device, before)
+        self.rank_times.begin_step(follows=before is not None)
         if batch is None:
             self.activity.begin_step(self.step + 1)
             batch, self.step = next(self.loader), self.step + 1
@@ -299,7 +300,7 @@ class Trainer:
             host = torch.empty(metrics.shape, dtype=metrics.dtype, pin_memory=True)
             metrics = host.copy_(metrics, non_blocking=True)
         timer.stop()
-        self.rank_times.end_step()
+        self.rank_times.end_step(self.step)
         return InFlightStep(self.step, batch, lr, loss, metrics, timer)
 
     def _finalize_step(self, step: InFlightStep) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ PAIRS = 2
 """Heads of keys and values."""
 ROUNDING = {"bf16": 2e-2, "fp32": 2e-3}
 """Largest relative errors of outputs and gradients; tensor cores compute fp32 matmuls with fewer bits where allowed."""
+NO_TRITON = "triton is not installed"
 
 
 def main(device: str) -> int:
@@ -41,7 +43,8 @@ def _compared(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
         found = _results(name, moved)
     except (RuntimeError, NotImplementedError) as error:
         return {"refused": " ".join(str(error).split())[:200]}
-    return {"error": max(_error(a.detach().float().cpu(), b.detach()) for a, b in zip(found, wanted, strict=True))}
+    errors = [_error(a.detach().float().cpu(), b.detach()) for a, b in zip(found, wanted, strict=True)]
+    return {"error": float(torch.tensor(errors).max())}  # of NaN too
 
 
 def _inputs() -> list[Tensor]:
@@ -70,6 +73,9 @@ def _scaled(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if q.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise NotImplementedError(NO_TRITON)
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key

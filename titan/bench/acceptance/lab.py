@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +69,19 @@ class Trained:
         """The loss of each step, the last attempt's where there are several."""
         return [line["loss"] for _, line in sorted({line["step"]: line for line in self.steps}.items())]
 
+    def after(self, step: int) -> Trained:
+        """Return the run with the steps after this one only."""
+        return replace(self, steps=[line for line in self.steps if line["step"] > step])
+
+    @property
+    def median_seconds(self) -> float:
+        """The median time of a step."""
+        return statistics.median([float(line["step_seconds"]) for line in self.steps] or [math.nan])
+
     @property
     def step_seconds(self) -> float:
-        """The median time of a step, without the first three."""
-        times = [line["step_seconds"] for line in self.steps[3:]] or [line["step_seconds"] for line in self.steps]
-        return statistics.median(times) if times else float("nan")
+        """The median time of a step, without the first three where there are more."""
+        return (replace(self, steps=self.steps[3:]) if len(self.steps) > 3 else self).median_seconds
 
     @property
     def memory_gib(self) -> float:
@@ -108,7 +118,7 @@ class Lab:
         """Run `titan.train` in the folder `runs/NAME`, where it may go on with what is there.
 
         Args:
-            name: the folder's name.
+            name: the folder's name, which begins with that of the part.
             settings: overrides.
             stop_after: send SIGTERM after so many steps; None: never.
             seconds: after which it is killed.
@@ -120,6 +130,11 @@ class Lab:
         began = time.monotonic()
         code, output = self.run(name, command, lambda: _stops(run, stop_after), seconds)
         return Trained(run, code, output, list(_steps(run)), time.monotonic() - began)
+
+    def remove_runs(self, part: str) -> None:
+        """Remove what an earlier attempt of a part has left: a run that is there is finished, or goes on."""
+        for run in (self.folder / "runs").glob(f"{part}*"):
+            shutil.rmtree(run)
 
     def run(
         self, name: str, command: Sequence[str], stops: Callable[[], bool] = lambda: False, seconds: float = SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -25,11 +26,15 @@ LARGE = (
     "metrics.plot=false", "metrics.sample_tokens=0",
 )  # fmt: skip
 """A run that a GPU is busy with."""
+REQUIRED_KERNELS = {"cpu": ("math fp32", "math bf16"), "cuda": ("math fp32", "math bf16", "flash bf16", "flex bf16")}
+"""Kernels that titan needs on a device; others may be refused for a type or a GPU."""
 EXPERTS = ("model=qwen3_moe_debug",)
 LAYOUTS = ("fsdp", "ddp", "tp", "cp", "pp", "ep")
 """Layouts of two devices."""
 MOST_MEMORY_ERROR, MOST_TIME_FACTOR = 0.15, 2.0
 """How far a prediction may be from what is measured: a fraction of the memory, and a factor of the time."""
+MOST_SAVE_FACTOR = 1.1
+"""How much longer a step may take beside an asynchronous save; on a CPU both need its cores."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def losses(lab: Lab) -> Findings:
 
 def attention(lab: Lab) -> Findings:
     """Compute each attention kernel on the device and in fp32 on the CPU."""
-    from titan.bench.acceptance.kernels import ROUNDING
+    from titan.bench.acceptance.kernels import NO_TRITON, ROUNDING
 
     found = Findings()
     code, output = lab.run("attention", ["-m", "titan.bench.acceptance.kernels", lab.device])
@@ -71,7 +76,9 @@ def attention(lab: Lab) -> Findings:
         found.figures[name] = line.get("error", line.get("refused"))
         error, most = line.get("error", 0.0), ROUNDING[line["type"]]
         found.require(error <= most, f"{name} differs from fp32 on the CPU by {error:.1e}, more than {most:g}")
-    found.require(bool(found.figures), "no kernel was compared")
+    for name in REQUIRED_KERNELS[lab.device]:
+        computed = isinstance(found.figures.get(name), float) or found.figures.get(name) == NO_TRITON
+        found.require(computed, f"{name} was not computed: {found.figures.get(name)}")
     return found
 
 
@@ -155,23 +162,33 @@ def out_of_memory(lab: Lab) -> Findings:
 
 
 def saves(lab: Lab) -> Findings:
-    """Save asynchronously every second step, resume from it, and compare step times with those without saves."""
+    """Save asynchronously in the middle, compare the steps meanwhile with those of a run without saves, and resume."""
     found = Findings()
-    large = lab.device == "cuda"
-    settings = LARGE if large else ()
+    large, middle = lab.device == "cuda", 6
+    settings = (*(LARGE if large else ()), "training.steps=12", "debug.deterministic=true")
     without = lab.train("saves-off", *settings, small=not large)
-    saving = lab.train("saves-async", *settings, "checkpoint=async", "checkpoint.every=2", small=not large)
-    _require_success(found, without, saving)
-    found.figures |= {"step_seconds": without.step_seconds, "step_seconds with saves": saving.step_seconds}
+    saved = (*settings, "checkpoint=async", f"checkpoint.every={middle}")
+    saving = lab.train("saves-async", *saved, small=not large)
+    source = f"checkpoint.resume={saving.folder}/checkpoints/step-{middle}"
+    resumed = lab.train("saves-resumed", *settings, source, small=not large)
+    _require_success(found, without, saving, resumed)
     found.figures["loss differs by"] = _difference(found, without, saving, most=0.0)
-    shutil.rmtree(saving.folder, ignore_errors=True)  # tens of GB
+    found.figures["loss differs after a resume by"] = _difference(found, without.after(middle), resumed, most=0.0)
+    times = without.after(middle).median_seconds, saving.after(middle).median_seconds
+    found.figures |= {"step_seconds": times[0], "step_seconds beside a save": times[1]}
+    free = times[1] <= MOST_SAVE_FACTOR * times[0]
+    found.require(free or not large, f"a step beside a save takes {times[1]:.2f} s, without one {times[0]:.2f} s")
+    for run in (saving, resumed):
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # tens of GB
     return found
 
 
 def preemption(lab: Lab) -> Findings:
     """Stop a run with SIGTERM and start it again: the losses are those of a run that was not stopped."""
     found = Findings()
-    settings = ("training.steps=40", "checkpoint=async", "checkpoint.every=1000", "precision=fp32")
+    settings = (
+        "training.steps=40", "checkpoint=async", "checkpoint.every=1000", "precision=fp32", "debug.deterministic=true"
+    )  # fmt: skip
     whole = lab.train("preemption-whole", *settings)
     parts = [lab.train("preemption", *settings, stop_after=5), lab.train("preemption", *settings)]
     found.figures["exit codes"] = [run.code for run in parts]
@@ -275,7 +292,8 @@ def _difference(found: Findings, one: Trained, two: Trained, most: float = CLOSE
     if not pairs or len(one.losses) != len(two.losses):
         found.require(False, f"{two.folder.name} has {len(two.losses)} losses, {one.folder.name} {len(one.losses)}")
         return None
-    apart = max(abs(a - b) / abs(a) for a, b in pairs)
+    differences = [abs(a - b) / abs(a) for a, b in pairs]
+    apart = math.nan if any(map(math.isnan, differences)) else max(differences)
     words = f"{name}: " if name else ""
     found.require(apart <= most, f"{words}the losses of {two.folder.name} and {one.folder.name} differ by {apart:.1e}")
     return apart

@@ -55,6 +55,7 @@ def run(lab: Lab, parts: Sequence[Part], about: Mapping[str, Any]) -> int:
         0 where all parts hold, else 1.
     """
     lab.folder.mkdir(parents=True, exist_ok=True)
+    about = {**about, "settings": list(lab.overrides)}
     key, outcomes = json.dumps(about, sort_keys=True, default=str), list[Outcome]()
     for part in parts:
         outcome = _kept(lab.folder, part, key) or _answered(lab, part, key)
@@ -80,6 +81,7 @@ def _kept(folder: Path, part: Part, key: str) -> Outcome | None:
 def _answered(lab: Lab, part: Part, key: str) -> Outcome:
     """Run a part; an error in it is one of its problems."""
     began = time.monotonic()
+    lab.remove_runs(part.name)
     try:
         found = part.answer(lab)
     except Exception as error:
