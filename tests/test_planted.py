@@ -57,6 +57,7 @@ def test_what_comes_of_a_fault(old: str, new: str, caught: bool, by: str, root: 
     assert ("NOT CAUGHT" in found.line()) == (not caught)
 
 
+@pytest.mark.full
 def test_a_test_that_fails_without_a_fault_is_named(root: Path) -> None:
     fault = a_fault("a + b", "a - b")
     assert planted.broken_without([fault], root) == []

@@ -194,6 +194,7 @@ def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Pat
         attempts.begin_attempt(fork)
 
 
+@pytest.mark.full
 def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:
     parent = tiny(tmp_path / "parent")
     last = train(parent)[0].last

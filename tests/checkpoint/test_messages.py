@@ -101,6 +101,7 @@ def test_messages_grow_with_the_ranks_and_no_faster(ranks: int) -> None:
     assert later.bytes <= 1_000 * ranks
 
 
+@pytest.mark.full
 def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
     def groups(trainer: Trainer) -> list[str]:
         return [dist.get_process_group_ranks(group).__repr__() for group in dist.distributed_c10d._world.pg_map]

@@ -149,6 +149,7 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_trace_agrees_with_the_model_and_is_in_every_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

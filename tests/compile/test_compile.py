@@ -217,6 +217,7 @@ def through(stages: list[Stage]) -> None:
             out.sum().backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.full
 def test_stages_share_the_blocks_graph() -> None:
     through([stage(Compile("block", "aot_eager"), part=range(i, i + 1)) for i in (0, 1)])
     assert graphs() == 4
@@ -252,7 +253,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
 
 
 PARALLEL = [
-    pytest.param("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
+    full("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
     # Weights are DTensors, and their mesh is kept for the backward pass beside tensors.
     full("tensor", Memory("full"), "block", id="tensor-block-full"),
     full("tensor", Memory("full"), "model", id="tensor-model-full"),

@@ -35,6 +35,7 @@ def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_source_of_ones_own(poems: Path) -> None:
     run = composed(["dataset=poems", "+dataset.count=40", "modules=[poems_of_mine]"])
     corpus = open_corpus(prepare(run.dataset))

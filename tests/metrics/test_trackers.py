@@ -278,6 +278,7 @@ def end_wandb() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb", "patient")
+@pytest.mark.full
 def test_wandb_offline_two_attempts_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
     monkeypatch.setattr(sys, "argv", ["train", "dataset.path=https://me:planted-secret@host/x"])

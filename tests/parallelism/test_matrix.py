@@ -11,11 +11,20 @@ from tests.support.runs import same
 from tests.support.tiers import full, table
 
 QUICK = (
-    "tp", "pp-tied", "ZBVZeroBubble-fsdp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
-    "fsdp-offloaded", "full-off-zbv", "llama4-documents-cp-allgather",
+    "tp", "pp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
+    "fsdp-offloaded", "full-off-zbv",
 )  # fmt: skip
 """Kinds of schedule, ways to share a row and techniques, once each."""
-REST = ("ddp", "fsdp", "cp", "terms-chunked-full-tp-pp", "Interleaved1F1B-fsdp-reduced-tied", "terms-tp")
+REST = (
+    "ddp",
+    "fsdp",
+    "cp",
+    "ZBVZeroBubble-fsdp-tied",
+    "llama4-documents-cp-allgather",
+    "terms-chunked-full-tp-pp",
+    "Interleaved1F1B-fsdp-reduced-tied",
+    "terms-tp",
+)
 
 
 BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validation": 2e-4, "terms": 0.0}

@@ -277,6 +277,7 @@ def test_fsdp_in_float8_is_bitwise(layout: str, runs: Runs) -> None:
     assert same(ranks[0].last, others[0].last)
 
 
+@pytest.mark.full
 def test_low_precision_is_not_fp32(runs: Runs) -> None:
     """What the bounds above compare is not the same computation under several names."""
     losses = {p: steps(runs("single", p)[0])[0]["loss"] for p in ("fp32", "bf16", "float8", "float8_rowwise")}
@@ -292,7 +293,8 @@ class TestGathering:
         (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
         assert difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
 
-    @pytest.mark.parametrize("gather", ["true", full("false")])
+    @pytest.mark.full
+    @pytest.mark.parametrize("gather", ["true", "false"])
     def test_backward_keeps_no_weight_in_fp32(self, gather: str, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[str]:
             kept: list[str] = []
@@ -343,7 +345,8 @@ class TestGathering:
         seen = train(tiny(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
         assert all(len(rank.extra) == 3 * 14 and all(rank.extra) for rank in seen)
 
-    @pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), full("false", 2)])
+    @pytest.mark.full
+    @pytest.mark.parametrize(("gather", "bytes_"), [("true", 1), ("false", 2)])
     def test_what_travels(self, gather: str, bytes_: int, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[int]:
             sizes: list[int] = []

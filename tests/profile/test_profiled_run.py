@@ -20,6 +20,7 @@ EXPECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_profile_has_readable_ranges_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*FAST, "training.steps=5", "memory=full", "parallelism.microbatches=2"]
     plain = tiny(tmp_path / "plain", *settings, layout="fsdp2")

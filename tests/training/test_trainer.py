@@ -167,6 +167,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_training_needs_torch_numpy_hydra_and_tiktoken_only(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 200)

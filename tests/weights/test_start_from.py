@@ -50,7 +50,7 @@ def tied(run: Run) -> str:
 @pytest.mark.parametrize(
     ("parent", "form", "layout"),
     [
-        pytest.param("true", "hf", "fsdp3", id="tied-hf-fsdp3"),
+        full("true", "hf", "fsdp3", id="tied-hf-fsdp3"),
         full("true", "run", "ddp2", id="tied-run-ddp2"),
         full("true", "checkpoint", "single", id="tied-checkpoint-single"),
         full("false", "hf", "fsdp3", id="untied-hf-fsdp3"),
