@@ -169,4 +169,18 @@ FAULTS = (
         "return ACTIVATIONS if block.end < one.end else TEMPORARY",
         "profile/test_memory.py",
     ),
+    fault(
+        "rank times: what an evaluation waited counts as the next step's",
+        "titan/training/rank_times.py",
+        "if not follows:",
+        "if False:",
+        "training/test_rank_times.py::test_waits_belong_to_the_step_in_which_they_came",
+    ),
+    fault(
+        "acceptance: runs of other code are judged",
+        "titan/bench/acceptance/report.py",
+        "    lab.remove_runs(part.name)\n",
+        "",
+        "bench/test_acceptance.py::test_it_goes_on_where_it_was_and_repeats_what_failed",
+    ),
 )

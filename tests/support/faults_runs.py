@@ -45,6 +45,20 @@ CHECKPOINTS = (
         "checkpoint/test_saving.py::TestDamage::test_ranks_share_the_files_that_they_verify",
     ),
     fault(
+        "checkpoint: state of one rank is saved as that of all",
+        "titan/checkpoint/state.py",
+        "if is_cut and value.dim()",
+        "if False and value.dim()",
+        "checkpoint/test_manager.py::test_state_that_no_checkpoint_would_hold_is_refused",
+    ),
+    fault(
+        "checkpoint: the box of each tensor is computed anew",
+        "titan/checkpoint/plans.py",
+        "if tensor._spec not in boxes:",
+        "if True:",
+        "checkpoint/test_plans.py::test_boxes_are_computed_once_for_each_sharding",
+    ),
+    fault(
         "retention: the first of a stretch is not kept",
         "titan/checkpoint/retention.py",
         "if tokens // keep_tokens > last:",
