@@ -70,6 +70,28 @@ def test_a_collective_of_nccl_that_has_timed_out_has_not_ended() -> None:
     assert [op.number for op in collectives(pickle.dumps(content)).pending] == [2]
 
 
+def message(name: str, number: int, *, ended: bool = False) -> Any:
+    state = "completed" if ended else "scheduled"
+    sizes = [] if name == "nccl:coalesced" else [[4]]
+    return {**entry(0, name, ended=ended, state=state), "is_p2p": True, "p2p_seq_id": number, "input_sizes": sizes}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_messages_that_nccl_launches_together_end_together(ended: bool) -> None:
+    """Their own entries stay scheduled; see test_batched_send_recv in torch's test_c10d_nccl.py."""
+    names = ("nccl:send 0->1", "nccl:recv 0<-1")
+    entries = [message(name, number) for number in (1, 2) for name in names]
+    entries.insert(2, message("nccl:coalesced", 1, ended=True))
+    entries += [message("nccl:coalesced", 2, ended=ended), entry(1, "nccl:all_reduce", state="completed")]
+    pending = collectives(pickle.dumps({"entries": entries})).pending
+    assert [(op.kind, op.number, op.sizes) for op in pending] == ([] if ended else [("send", -1, "[[4]]")])
+
+
+def test_a_message_that_is_not_launched_with_others_ends_alone() -> None:
+    entries = [message("nccl:recv 0<-1", 1, ended=True), message("nccl:recv 0<-1", 2)]
+    assert [op.kind for op in collectives(pickle.dumps({"entries": entries})).pending] == ["receive"]
+
+
 def test_a_group_whose_collectives_left_the_ring_buffer_keeps_its_numbers() -> None:
     status = {"3": {"last_enqueued_collective": 90, "last_started_collective": -1, "last_completed_collective": 88}}
     found = collectives(nccl("scheduled", pg_status=status))

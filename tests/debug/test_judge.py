@@ -63,6 +63,37 @@ def test_at_the_timeout_the_run_ends_and_the_setting_is_named(late: float, silen
     assert "; ended after cluster.timeout=1800, see" in found.sentence
 
 
+@pytest.mark.parametrize(("late", "silent", "code"), [(0.1, (), None), (3.0, (), 1), (0.1, (2,), 1)])
+def test_a_background_save_that_makes_progress_ends_no_run(
+    late: float, silent: Any, code: int | None, directory: Path
+) -> None:
+    """Rank 0 has written its part, rank 2 is on a slower disk; training goes on."""
+    judge = judge_after(1799, directory)
+    judge.clock.activity.save = lambda: (40, 100.0)
+    judge.clock.activity.enter(COMPUTING)
+    states = [rank(n, saving=40, saving_waits=n != 2, late=late if n == 2 else 3.0) for n in range(4)]
+    found = judge.judge(world(*states, silent=silent))
+    assert (found.exit_code if found else None) == code
+
+
+@pytest.mark.parametrize(("late", "code"), [(0.1, None), (3.0, 130)])
+@pytest.mark.parametrize("phase", [SAVING, EVALUATING, COMPUTING])
+def test_after_a_ctrl_c_only_what_makes_no_progress_is_ended(
+    phase: str, late: float, code: int | None, directory: Path
+) -> None:
+    judge = judge_after(70, directory, phase)
+    judge.clock.asked = judge.clock.now() - 20
+    found = judge.judge(world(*OTHERS, rank(2, phase=phase, late=late, **LATE)))
+    assert (found.exit_code if found else None) == code
+
+
+@pytest.mark.parametrize(("phase", "patience"), [(COMPUTING, 10.0), (SAVING, 60.0), (EVALUATING, 60.0)])
+def test_a_request_to_stop_shortens_steps_only(phase: str, patience: float, directory: Path) -> None:
+    clock = judge_after(20, directory, phase).clock
+    clock.asked = clock.now()
+    assert clock.patience() == patience
+
+
 def test_a_collective_that_no_gpu_completes_ends_the_run_without_a_rank(directory: Path) -> None:
     stuck = world(*(issued(n, late=3.0) for n in range(4)))
     waiting, last = judge_after(400, directory).judge(stuck), judge_after(1799, directory).judge(stuck)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +53,39 @@ def test_a_file_that_becomes_shorter_keeps_nothing_of_before(tmp_path: Path) -> 
     assert files.read("two") is None and files.names() == ["one"]
     files.remove()
     assert not (tmp_path / "some").exists()
+
+
+def test_memory_that_is_full_costs_no_descriptor_and_a_rank_counts_as_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_memory(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full_memory)
+    before = os.listdir("/proc/self/fd")
+    clock = Clock(Activity(now=lambda: 0.0), None, 2)
+    states = States(tmp_path, RankInfo(1, 2, 1), 1, clock, lambda key: Folder(tmp_path / "memory", 64))
+    for beat in range(5):
+        states.write(RankState(1, pid=os.getpid(), attempt=1, beat=beat))
+    assert states.memory is None and states.writes()
+    assert len(os.listdir("/proc/self/fd")) == len(before) and not os.listdir(tmp_path / "memory")
+
+
+def test_memory_that_somebody_has_cleared_is_made_again(tmp_path: Path) -> None:
+    files = Folder(tmp_path / "memory", room=64)
+    files.write("one", b"before")
+    shutil.rmtree(tmp_path / "memory")
+    files.write("one", b"after")
+    assert Folder(tmp_path / "memory").read("one") == b"after"
+
+
+@pytest.mark.parametrize(("room", "waits"), [(0, True), (64, False)], ids=["shared", "memory"])
+def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_path: Path) -> None:
+    """A client of NFS writes later what is not written synchronously (nfs(5))."""
+    files = Folder(tmp_path, room)
+    files.write("one", b"content")
+    flags = fcntl.fcntl(files._written["one"][0], fcntl.F_GETFL)
+    assert (flags & os.O_DSYNC == os.O_DSYNC) == waits
 
 
 def test_memory_of_ranks_that_were_killed_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import alive, descendants, ended, program, until
+from tests.support.processes import LIMIT, alive, descendants, ended, program, until
 from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.cluster import rank_error
@@ -22,6 +24,7 @@ from titan.debug.place import places
 from titan.debug.verdict import HangError, Messages, Verdict
 from titan.debug.watch import Watch
 from titan.status import hang_of
+from titan.training.signals import StopSignals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -129,6 +132,41 @@ def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pyte
     said = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"titan: no step for \d+ s: it is computing gradients \(.*\), step 9", said[0])
     assert said[-1] == "titan: the run continues with step 10"
+
+
+def end_a_child() -> None:
+    """Fork as a user's pool of workers does, and end the child with SIGTERM."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LIMIT,))
+    child.start()
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM
+
+
+def test_a_signal_to_a_users_worker_is_none_to_the_rank(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, RankInfo(), 1, Activity())
+    with StopSignals() as stop, watch:
+        end_a_child()
+        watch._notice_signals()
+        assert watch.clock.asked is None and not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: watch.clock.asked is not None, "this process's own signal")
+        assert stop.requested
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_collectives_that_go_on_are_progress(moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    what = Activity(now=lambda: now[0])
+    what.enter(COMPUTING)
+    watch, numbers = Watch(tmp_path, RankInfo(0, 2), 1, what, 60.0), iter(range(9))
+    monkeypatch.setattr(
+        Watch, "_collectives", lambda watch: {"entered": {"0": next(numbers) if moves else 7}, "completed": {}}
+    )
+    for _ in range(2):
+        now[0] += 40
+        watch._read_details(late=True)
+    assert what.age() == (0 if moves else 80)
 
 
 def test_the_launcher_shows_messages_that_come_later(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,20 @@ def _record_as_nccl() -> None:
             entry["profiling_name"] = "nccl:" + entry["profiling_name"].partition(":")[2]
             entry["state"] = "completed" if entry["retired"] else "scheduled"
             entry["time_discovered_started_ns"] = None
+        if content["entries"]:
+            content["entries"][:0] = _coalesced(content["entries"][0])
         return pickle.dumps(content)
 
     others = pickle.dumps({**pickle.loads(real()), "entries": [], "pg_status": {}})
     library._dump_nccl_trace, library._dump_fr_trace = dump, lambda: others  # type: ignore[attr-defined]
     flight._uses_nccl = lambda: True
+
+
+def _coalesced(like: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what NCCL's recorder holds of messages that were launched together and have ended."""
+    message = {**like, "is_p2p": True, "p2p_seq_id": 1, "retired": False, "state": "scheduled"}
+    ended = {**message, "profiling_name": "nccl:coalesced", "input_sizes": [], "retired": True, "state": "completed"}
+    return [{**message, "profiling_name": name} for name in ("nccl:send 0->1", "nccl:recv 0<-1")] + [ended]
 
 
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:

@@ -213,7 +213,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def verify(folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
-    """Verify the checksums of files, and call `advance` after each.
+    """Verify the checksums of files, and call `advance` after each part that is read.
 
     Raises:
         Damaged: when a file differs; the message names the first.
@@ -221,12 +221,11 @@ def verify(folder: Path, files: Mapping[str, File], advance: Callable[[], None] 
     for name, file in files.items():
         try:
             with (folder / name).open("rb") as content:
-                found = checksum(content)
+                found = checksum(content, advance)
         except OSError as error:
             raise Corrupt(f"{name} can't be read ({error.strerror})") from error
         if found != file:
             raise Corrupt(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
-        advance()
 
 
 def checksum_of(file: Path) -> File:
@@ -235,11 +234,12 @@ def checksum_of(file: Path) -> File:
         return checksum(content)
 
 
-def checksum(content: IO[bytes]) -> File:
-    """Return size and checksum of an open file from its current position."""
+def checksum(content: IO[bytes], advance: Callable[[], None] = lambda: None) -> File:
+    """Return size and checksum of an open file from its current position; call `advance` after each part."""
     crc, size = 0, 0
     while piece := content.read(_CHUNK):
         crc, size = zlib.crc32(piece, crc), size + len(piece)
+        advance()
     return File(size, f"{crc:08x}")
 
 

@@ -110,10 +110,14 @@ class Remote:
             self._try(lambda: self.fs.pipe_file(path, content))
 
     def upload(self, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
-        """Upload files of the checkpoint in `folder`, and call `advance` after each."""
+        """Upload files of the checkpoint in `folder`, and call `advance` after each part of one."""
+        from fsspec.callbacks import Callback
+
+        parts = Callback(hooks={"advance": lambda *size, **about: advance()})
         self._try(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
-            self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
+            there = f"{self.root}/{folder.name}/{name}"
+            self._try(lambda name=name, there=there: self.fs.put_file(str(folder / name), there, callback=parts))  # type: ignore[misc]
             advance()
 
     def begin(self, about: Manifest) -> None:
@@ -180,26 +184,26 @@ class Remote:
     def fetch(
         self, step: int, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None
     ) -> None:
-        """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each.
+        """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each part of one.
 
         Raises:
             Damaged: when a file differs.
         """
         for name, due in files.items():
             file_name(name)
-            found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
+            found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name, advance))  # type: ignore[misc]
             if found != due:
                 raise Corrupt(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
-            advance()
 
-    def _copy(self, source: str, target: Path) -> File:
+    def _copy(self, source: str, target: Path, advance: Callable[[], None]) -> File:
         target.unlink(missing_ok=True)  # it may be a link
         with self.fs.open(source, "rb") as there, target.open("xb") as here:
             for piece in iter(lambda: there.read(_CHUNK), b""):
                 here.write(piece)
+                advance()
         sync_path(target)
         with target.open("rb") as content:
-            return manifest.checksum(content)
+            return manifest.checksum(content, advance)
 
     def _write(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,11 +38,49 @@ def handle_signals(handler: Callable[[int, Any], None], numbers: Sequence[int] |
         numbers: the signals; None: those that ask to stop.
     """
     old = {number: signal.signal(number, handler) for number in (stopping() if numbers is None else numbers)}
+    _replaced.append(old)
     try:
         yield
     finally:
-        for number, before in old.items():
-            signal.signal(number, before)
+        if old in _replaced:  # not in a forked process
+            _replaced.remove(old)
+            _restore(old)
+
+
+_replaced: list[dict[int, Any]] = []
+"""The former handlers of the blocks that run, the outermost first."""
+_masks: dict[int, set[int]] = {}
+"""The signals that threads that fork had blocked before, by the thread."""
+
+
+def _restore(old: Mapping[int, Any]) -> None:
+    for number, before in old.items():
+        signal.signal(number, before)
+
+
+def _before_fork() -> None:
+    """Block the signals until the forked process has its own handlers: Python forgets those that come before."""
+    if _replaced:
+        numbers = {number for old in _replaced for number in old}
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _after_fork_in_parent() -> None:
+    if (mask := _masks.pop(threading.get_ident(), None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """Give a forked process the former handlers: a pool of a user's code ends its workers with SIGTERM, which is no
+    request to this rank, neither to its handlers nor to what reads the numbers of its signals."""
+    if _replaced:
+        signal.set_wakeup_fd(-1)
+    while _replaced:
+        _restore(_replaced.pop())
+    _after_fork_in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"

@@ -18,6 +18,8 @@ STARTING, DATA, COMPUTING, UPDATING, EVALUATING, SAVING, FINISHING = (
     "finishing the run",
 )
 """The phases of a rank."""
+IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
+"""Those that end with a step."""
 LATEST = 32
 """Steps of which the median is the usual time."""
 
@@ -64,7 +66,8 @@ class Activity:
         self.phase, self.since = phase, self.now()
 
     def advance(self) -> None:
-        """Record progress within a phase: a batch is evaluated, a tensor loaded, a file read, a graph compiled."""
+        """Record progress within a phase: a micro-batch is computed, a tensor loaded, a part of a
+        file read, a graph compiled, a collective entered."""
         self.advances += 1
         self._advanced = self.now()
 

@@ -7,12 +7,12 @@ number of nodes, so that the whole job does at most `WRITES_PER_SECOND` + `READS
 
 from __future__ import annotations
 
-from titan.debug.activity import Activity
+from titan.debug.activity import IN_STEP, Activity
 
 PATIENCE_SECONDS, USUAL_TIMES = 60.0, 10.0
 """A run hangs after this many seconds without progress, and after this many usual steps."""
 STOP_SECONDS = 10.0
-"""After a request to stop the run hangs after this many seconds without progress."""
+"""After a request to stop the run hangs after this many seconds without progress in a step."""
 MOST_TICK, LEAST_TICK = 1.0, 0.1
 """Seconds between two looks."""
 SILENT_SECONDS = 1.5
@@ -64,7 +64,7 @@ class Clock:
         """Return after how long without progress the run hangs."""
         usual = self.activity.usual() or 0.0
         least = max(self.least, USUAL_TIMES * usual)
-        if self.asked is not None:
+        if self.asked is not None and self.activity.phase in IN_STEP:
             least = min(least, max(STOP_SECONDS, USUAL_TIMES * usual))
         return min(least, self.activity.timeout / 2)
 

@@ -23,7 +23,6 @@ from titan.debug import activity, rank_state
 from titan.debug.flight import Operation
 from titan.debug.rank_state import RankState
 
-IN_STEP = (activity.STARTING, activity.DATA, activity.COMPUTING, activity.UPDATING)
 """The phases of which each step has one, and what comes before the first."""
 NAMES = {
     "shard": "fsdp",
@@ -66,6 +65,7 @@ class Diagnosis:
         usual: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
         node: the name of the node of the first of these ranks; empty where it is not known.
         together: whether ranks wait in a collective that all of them have entered.
+        saves: whether it is a checkpoint that waits.
     """
 
     ranks: tuple[int, ...]
@@ -73,6 +73,7 @@ class Diagnosis:
     usual: bool = False
     node: str = ""
     together: bool = False
+    saves: bool = False
 
 
 def diagnose(world: World) -> Diagnosis:
@@ -92,14 +93,13 @@ def diagnose_save(world: World) -> Diagnosis:
     step = Counter(s.saving for s in live.values() if s.saving is not None).most_common(1)[0][0]
     late = sorted(world.silent) or [r for r, s in live.items() if s.saving != step or not s.saving_waits]
     if len(late) == world.size:
-        return Diagnosis((), f"all ranks write the checkpoint of step {step}", usual=True)
+        return Diagnosis((), f"all ranks write the checkpoint of step {step}", usual=True, saves=True)
     if not late:
-        return Diagnosis((), f"all ranks wait for messages about the checkpoint of step {step}")
+        return Diagnosis((), f"all ranks wait for messages about the checkpoint of step {step}", saves=True)
     causes = "; ".join(_causes(world, late, saving=True))
     first = world.states.get(late[0])
-    return Diagnosis(
-        tuple(late), f"the checkpoint of step {step} is waiting for {listed(late)}; {causes}", node=_node(first)
-    )
+    sentence = f"the checkpoint of step {step} is waiting for {listed(late)}; {causes}"
+    return Diagnosis(tuple(late), sentence, node=_node(first), saves=True)
 
 
 def _culprits(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from titan.profile import kinds
 
 MOST = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
+COALESCED = "nccl:coalesced"
+"""The name of the entry of several operations that NCCL launches together, such as `batch_isend_irecv`'s."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def collectives(content: bytes) -> Collectives:
         content: of `dump`.
     """
     found: Mapping[str, Any] = pickle.loads(content) if content else {}
-    entries: Sequence[Mapping[str, Any]] = found.get("entries", [])
+    entries = _join_coalesced(found.get("entries", []))
     entered: dict[str, int] = {}
     completed: dict[str, int] = {}
     for entry in (entry for entry in entries if not entry["is_p2p"]):
@@ -102,6 +104,34 @@ def collectives(content: bytes) -> Collectives:
     return Collectives(
         entered, completed, tuple(_operation(entry, _signature(entry) in ended, timed) for entry in pending[:MOST])
     )
+
+
+def _join_coalesced(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries with those that NCCL launches together as one, which is named like the first of them.
+
+    Their own entries stay scheduled for ever; an entry `nccl:coalesced` of the same numbers, which has neither a name
+    nor sizes, says what became of them all.
+    """
+    wholes = {_numbers(entry) for entry in entries if entry["profiling_name"] == COALESCED}
+    parts: dict[Any, Mapping[str, Any]] = {}
+    joined: list[Mapping[str, Any]] = []
+    for entry in entries:
+        numbers = _numbers(entry)
+        if numbers not in wholes:
+            joined.append(entry)
+        elif entry["profiling_name"] != COALESCED:
+            parts.setdefault(numbers, entry)
+        else:
+            about = parts.pop(numbers, entry)
+            shown = {name: about[name] for name in ("profiling_name", "input_sizes", "frames") if name in about}
+            joined.append({**entry, **shown})
+    return joined
+
+
+def _numbers(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the entries of one launch have in common."""
+    of_messages = bool(entry["is_p2p"])
+    return entry["process_group"][0], of_messages, entry["p2p_seq_id" if of_messages else "collective_seq_id"]
 
 
 def _add_status(

@@ -41,6 +41,8 @@ class Folder:
         Raises:
             OSError: when it can't be written.
         """
+        if self.room and name in self._written and not os.fstat(self._written[name][0]).st_nlink:
+            os.close(self._written.pop(name)[0])  # somebody has cleared the memory
         descriptor, longest = self._written.get(name) or (self._create(name), 0)
         self._written[name] = descriptor, max(longest, len(content))
         os.pwrite(descriptor, content.ljust(longest), 0)
@@ -51,14 +53,22 @@ class Folder:
         try:
             descriptor = self._open(name)
         except FileNotFoundError:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700 if self.room else 0o777, parents=True, exist_ok=True)
             descriptor = self._open(name)
-        if self.room and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, self.room)
+        try:
+            if self.room and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, self.room)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(self.path / name)
+            raise
         return descriptor
 
     def _open(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600 if self.room else 0o644)
+        """Open a file to write; NFS's client would keep what is written for half a minute before others see it."""
+        synchronous = 0 if self.room else os.O_DSYNC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | synchronous
+        return os.open(self.path / name, flags, 0o600 if self.room else 0o644)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file without what it is filled with; None where there is none."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan.cluster.rank_info import RankInfo
 from titan.debug import diagnosis, verdict
+from titan.debug.activity import IN_STEP
 from titan.debug.clock import STOP_SECONDS, Clock
 from titan.debug.diagnosis import Diagnosis, World
 from titan.debug.verdict import Verdict
@@ -62,8 +63,7 @@ class Judge:
         """Whether the run is slow, but does not hang: all ranks do the same, or those that are late make progress."""
         if found.usual and age < limit / 2 and self.clock.asked is None:
             return True
-        late = [world.states[rank].late if rank in world.states else 1.0 for rank in found.ranks]
-        return bool(late) and max(late) < 0.5 and not world.silent & set(found.ranks)
+        return _make_progress(world, found.ranks)
 
     def _diagnosis(self, world: World) -> tuple[Diagnosis, str, float, float]:
         """Return what is late, the step or a save, the sentence's beginning, the seconds that it takes, and its limit
@@ -82,9 +82,11 @@ class Judge:
         """Return the code with which the run ends now; None when it goes on waiting."""
         if not (found.ranks or found.together) or self.rank_info.world_size == 1:
             return None
-        asked = self.clock.asked
+        asked, progress = self.clock.asked, _make_progress(world, found.ranks)
         if asked is not None and not self.rank_info.scheduled:
-            return 130 if self.clock.now() - asked >= min(STOP_SECONDS, limit / 2) else None
+            return 130 if self.clock.now() - asked >= min(STOP_SECONDS, limit / 2) and not progress else None
+        if progress and found.saves and not any(state.hung for state in world.states.values()):
+            return None  # training goes on beside the save
         return 1 if age >= limit - self.clock.lead(limit) or any(s.hung for s in world.states.values()) else None
 
     def _is_news(self, found: Diagnosis, age: float) -> bool:
@@ -105,6 +107,12 @@ class Judge:
             print(f"titan: {line}", file=sys.stderr, flush=True)
 
 
+def _make_progress(world: World, ranks: Sequence[int]) -> bool:
+    """Whether the ranks that the others wait for make progress."""
+    late = [world.states[rank].late if rank in world.states else 1.0 for rank in ranks]
+    return bool(late) and max(late) < 0.5 and not world.silent & set(ranks)
+
+
 def _missing(phase: str) -> str:
     """Return what did not come in a phase."""
-    return "step" if phase in diagnosis.IN_STEP else "progress"
+    return "step" if phase in IN_STEP else "progress"

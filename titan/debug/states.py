@@ -95,8 +95,11 @@ class States:
         self._unread: list[int] = []
 
     def _memory(self, memory: Callable[[str], Folder], key: str) -> Folder | None:
+        """Return this node's memory; None where it can't be used, or has no room for this rank's file."""
         with contextlib.suppress(OSError):
-            return memory(key)
+            folder = memory(key)
+            folder.write(MEMORY_FILE.format(self.rank), b"")
+            return folder
         return None
 
     # --- this node

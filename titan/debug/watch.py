@@ -74,6 +74,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="titan-watch", daemon=True)
         self._beat, self._detailed = 0, -1e9
         self._details: dict[str, Any] = {}
+        self._numbers: object = None
 
     # --- the thread
 
@@ -175,9 +176,16 @@ class Watch:
     def _read_details(self, late: bool) -> None:
         """Read what costs too much in normal steps: where the threads are, and which collectives are pending."""
         if not late:
-            self._details, self._detailed = {}, -1e9
+            self._details, self._detailed, self._numbers = {}, -1e9, None
         elif self.clock.now() - self._detailed >= self.clock.detail_interval():
             self._details, self._detailed = self._places() | self._collectives(), self.clock.now()
+            self._notice_collectives()
+
+    def _notice_collectives(self) -> None:
+        """Record progress where a collective was entered or completed since the last look, as in a long step."""
+        before, self._numbers = self._numbers, (self._details["entered"], self._details["completed"])
+        if before is not None and self._numbers != before:
+            self.activity.advance()
 
     def _collectives(self) -> dict[str, Any]:
         found = flight.collectives(flight.dump() if self.rank_info.world_size > 1 else b"")

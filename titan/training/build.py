@@ -366,17 +366,18 @@ def _log_low_precision(run: Run, world: World, note: Note) -> None:
 
 def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
+    advance = world.activity.advance
     if run.staging.count > 1:
         group = world.group("pipeline")
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
         shape = _pipeline_shape(run)
         losses = len(run.training.terms), _block_figures(stages)
-        return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses)
+        return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses, advance)
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
-    return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout))
+    return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout), advance)
 
 
 def _pipeline_shape(run: Run) -> PipelineShape:

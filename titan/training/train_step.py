@@ -106,9 +106,22 @@ class MicrobatchRunner(Protocol):
 class GradAccumulation:
     """Runs one stage on one micro-batch after another; gradients are complete after the last."""
 
-    def __init__(self, stage: nn.Module, wrapped: nn.Module, whole: bool = False) -> None:
-        """Take the stage, the stage in DDP where it has replicas, and whether FSDP accumulates unsharded gradients."""
-        self.stage, self.wrapped, self.whole = stage, wrapped, whole
+    def __init__(
+        self,
+        stage: nn.Module,
+        wrapped: nn.Module,
+        whole: bool = False,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take the stage.
+
+        Args:
+            stage: the whole model.
+            wrapped: the stage, in DDP where it has replicas.
+            whole: whether FSDP accumulates unsharded gradients.
+            advance: called after each micro-batch.
+        """
+        self.stage, self.wrapped, self.whole, self.advance = stage, wrapped, whole, advance
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """See `MicrobatchRunner`."""
@@ -118,6 +131,7 @@ class GradAccumulation:
                 loss = self.wrapped(*rows.microbatch(i))
                 loss.backward(torch.full_like(loss, scale))
             total = total + loss.detach()
+            self.advance()
         return total
 
     def forward(self, rows: Microbatches) -> list[Tensor]:

@@ -6,7 +6,7 @@ see one scalar from the last stage, and logits never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -122,6 +122,7 @@ class Pipeline:
         device: torch.device,
         groups: P2PGroups | None = None,
         losses: tuple[int, int] = (0, 0),
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
 
@@ -132,7 +133,9 @@ class Pipeline:
             device: where messages are sent from.
             groups: see `p2p_groups`; messages without one use `group`.
             losses: the number of loss terms of the logits, and of figures of the model's blocks.
+            advance: called when a stage begins with a micro-batch.
         """
+        self.advance = advance
         self.count, self.of_blocks = losses
         self.own: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
@@ -260,7 +263,7 @@ class Pipeline:
             output_args=loss if number == self.last else hidden,
             group=self.group,
         )
-        stage.groups = self.groups
+        stage.groups, stage.advance = self.groups, self.advance
         if self.of_blocks:
             compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
             stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
@@ -272,6 +275,17 @@ class _Stage(PipelineStage):
     """A stage whose messages use the groups of `p2p_groups`."""
 
     groups: P2PGroups
+    advance: Callable[[], None]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Record progress: a step of many micro-batches may take long."""
+        self.advance()
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Record progress."""
+        self.advance()
+        return super().backward_one_chunk(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [in_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
