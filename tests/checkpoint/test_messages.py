@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -63,7 +62,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
                 seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
 
         watch(Exchange, name, note)
-    for owner, name in ((DefaultSavePlanner, "create_local_plan"), (plans, "assign")):
+    for owner, name in ((plans, "local_items"), (plans, "assign")):
         watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
     return seen
 
@@ -79,7 +78,7 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
         first, *later = [[size for kind, size in save if kind == "gather"] for save in found["saves"]]
         assert all(size < 200 < first[0] for save in later for size in save), "what has changed is sent, and no more"
         planned = [name for name, _ in found["planned"]]
-        assert planned == ["create_local_plan", *(["assign"] if rank == 0 else [])]
+        assert planned == ["local_items", *(["assign"] if rank == 0 else [])]
         assert all(thread.startswith("titan-checkpoint") for _, thread in found["planned"])
     assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-4", "step-6"]
 
@@ -128,7 +127,7 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     first, second = train(tiny(tmp_path / "run", *how, layout="fsdp2"), broken)
     for rank, found in enumerate((first.extra, second.extra)):
         names = [name for name, _ in found["planned"]]
-        assert names == ["create_local_plan", *(["assign"] if rank == 0 else [])] * 2
+        assert names == ["local_items", *(["assign"] if rank == 0 else [])] * 2
     assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-6"]
     whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
     train(whole)
