@@ -240,7 +240,7 @@ class KeepsState(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kept", "problem"),
     [
-        pytest.param(3, "of type int", id="number"),
+        pytest.param(3, "a number", id="number"),
         pytest.param([torch.zeros(2)], "of type list", id="list"),
         pytest.param({"a": torch.zeros(2)}, "of type dict", id="dict"),
         pytest.param("slow", "of type str", id="text"),

@@ -117,6 +117,7 @@ def copying(tokenizer: str | None) -> Callable[[Path], manager.Copied]:
     return partial(tokenizer_files.copy_listed, tokenizer)
 
 
+@pytest.mark.full
 def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> None:
     train(tiny(tmp_path, layout="fsdp2"))
 

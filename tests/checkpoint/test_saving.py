@@ -324,6 +324,7 @@ class TestDamage:
 
 
 class TestForkThatIsStopped:
+    @pytest.mark.full
     def test_before_its_first_checkpoint_it_begins_from_its_parent_again(self, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
         last = train(parent)[0].last

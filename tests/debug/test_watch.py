@@ -60,7 +60,7 @@ def _command(pid: int) -> str:
 @pytest.mark.parametrize(
     ("command", "rank"),
     [
-        pytest.param(LAUNCHED, "1", id="launcher"),
+        full(LAUNCHED, "1", id="launcher"),
         full(LAUNCHED, "0", id="launcher-rank-0"),
         full(TORCHRUN, "1", id="torchrun"),
         full(TORCHRUN, "0", id="torchrun-rank-0"),

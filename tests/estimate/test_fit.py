@@ -171,6 +171,7 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
+@pytest.mark.full
 def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, width: int) -> None:
     model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
     wide = with_(model=model, parallelism=Parallelism(shard=-1))

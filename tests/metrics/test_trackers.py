@@ -326,6 +326,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb", "patient")
+@pytest.mark.full
 def test_wandb_with_a_wrong_key_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:

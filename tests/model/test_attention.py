@@ -19,6 +19,7 @@ from tests.support import tiers
 from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import tiny
+from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
@@ -203,7 +204,9 @@ def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest
     assert far(train(built, ids), train(llama4(), ids)) <= EXACT
 
 
-@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(plain, id="plain"), pytest.param(checkpointed, id="full"), full(compiled, id="block")]
+)
 def test_a_mask_is_made_once_for_all_layers(how: Callable[[Any], Any]) -> None:
     built, seen, ids = model(), list[Any](), documents(2, 150, 0.03)
     make = built.mask

@@ -190,7 +190,8 @@ class TestProducts:
             assert one is not None and other is not None
             assert float((one.detach().float() - other.detach().float()).norm() / one.detach().float().norm()) < 1e-2
 
-    @pytest.mark.parametrize("kind", [SMALL[0], *map(full, SMALL[1:])])
+    @pytest.mark.full
+    @pytest.mark.parametrize("kind", SMALL)
     def test_a_compiled_product_is_the_same(self, kind: str) -> None:
         torch.manual_seed(0)
         x, w = torch.randn(2, 32, 64).bfloat16(), torch.randn(96, 64).bfloat16()
@@ -325,6 +326,7 @@ class TestGathering:
         _, dynamic = runs("fsdp", "float8", "training.repeat=1")
         assert same(ranks[0].last, dynamic[0].last)
 
+    @pytest.mark.full
     def test_scales_follow_the_weights(self, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[bool]:
             right: list[bool] = []

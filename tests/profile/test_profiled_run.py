@@ -99,7 +99,7 @@ def test_holistic_trace_analysis_opens_the_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scope", "wanted"),
     [
-        pytest.param("block", {"layer 0", "layer 1", "head", "forward", "backward"}, id="block"),
+        full("block", {"layer 0", "layer 1", "head", "forward", "backward"}, id="block"),
         full("model", {"micro-batch 0", "forward", "backward"}, id="model"),
     ],
 )

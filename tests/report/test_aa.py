@@ -35,7 +35,7 @@ def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Pa
     assert answers.count("yes") <= 1
 
 
-@pytest.mark.parametrize("paired", [pytest.param(True, id="pairs"), full(False, id="independent")])
+@pytest.mark.parametrize("paired", [full(True, id="pairs"), full(False, id="independent")])
 def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(2000):

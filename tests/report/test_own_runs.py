@@ -90,6 +90,7 @@ def test_a_plan_with_own_runs(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert content["fit"]["runs"] == 5
 
 
+@pytest.mark.full
 def test_a_sweep_is_refined_too(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

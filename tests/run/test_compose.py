@@ -203,6 +203,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
+@pytest.mark.full
 def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (other / "sweep").mkdir()
     sweep = "# @package _global_\n# Theirs.\nhydra:\n  sweeper:\n    params:\n      training.steps: 3,0\n"

@@ -114,7 +114,8 @@ def _not_saved(parameter: Tensor, value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}, which no checkpoint holds; keep tensors, such as torch.zeros(())"
+        kind = "a number" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
+        return f"{kind}, which no checkpoint holds; keep it as a tensor, such as torch.zeros(())"
     is_cut = isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
     if is_cut and value.dim() and not isinstance(value, DTensor):
         return (
