@@ -56,9 +56,9 @@ def visible(mask: flex.BlockMask, rows: int) -> Tensor:
 def listed(mask: flex.BlockMask) -> tuple[Tensor, Tensor]:
     """The blocks of keys that blocks of queries see in part, and in full, [B, N, M]; also what keys say of queries."""
     found = []
-    for full in ("", "full_"):
+    for kind in ("", "full_"):
         queries, keys = (
-            dense(getattr(mask, f"{full}{side}_num_blocks"), getattr(mask, f"{full}{side}_indices"))
+            dense(getattr(mask, f"{kind}{side}_num_blocks"), getattr(mask, f"{kind}{side}_indices"))
             for side in ("kv", "q")
         )
         assert torch.equal(queries, keys.mT)
