@@ -27,6 +27,7 @@ def test_the_api_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names["saved"].metrics["loss"]) == 10  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_the_diagram_of_packages_is_up_to_date() -> None:
     text = import_graph.PAGE.read_text()
     assert import_graph.update(text) == text, "run python -m tests.support.import_graph"

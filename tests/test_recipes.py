@@ -249,6 +249,7 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
     assert {run.checkpoint.mode for run in runs} == {"off"}
 
 
+@pytest.mark.full
 def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     train(tiny(tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"))
@@ -270,6 +271,7 @@ def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str
     assert content["sweep"]["baseline"][axis] in arms
 
 
+@pytest.mark.full
 def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)

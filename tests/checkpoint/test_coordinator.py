@@ -52,6 +52,7 @@ def fails_at(step: int, error: Exception, rank: int = 1) -> Callable[[Trainer], 
     return made
 
 
+@pytest.mark.full
 def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
         assert words(rank.extra) == [(2, "rank 1: RuntimeError: no pinned memory", None), (3, None, None)]
 
 
+@pytest.mark.full
 def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ class TestRuns:
         assert "checkpoint step-4 is damaged and not used: " in capfd.readouterr().out
         assert [line["step"] for line in steps(run)] == [3, 4, 5]
 
+    @pytest.mark.full
     def test_a_copy_that_fails_is_told_and_the_run_goes_on(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -240,6 +241,7 @@ class TestRuns:
         assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {4}
 
     @pytest.mark.parametrize("times", [full(2), 3])
+    @pytest.mark.full
     def test_the_last_copy_is_tried_again_and_has_to_succeed(
         self, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -262,6 +264,7 @@ class TestRuns:
             assert all("of step 3, is complete in" in str(r.failure) and "Input/output" in str(r.failure) for r in seen)
 
 
+@pytest.mark.full
 def test_a_run_that_comes_back_from_its_copies_with_nothing_left_to_do_ends_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -292,6 +292,7 @@ class TestDamage:
         first, second = (_check_share(folder, rank, checksums=True) for rank in ranks)
         assert first is None and second is not None and name in second.message
 
+    @pytest.mark.full
     def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
         train(tiny(tmp_path, "checkpoint.every=2", "training.steps=3"))
         for folder in manifest.complete(tmp_path):
@@ -311,6 +312,7 @@ class TestDamage:
             train(fork)
         assert manifest.complete(tmp_path / "parent") == [folder], "another's is left alone"
 
+    @pytest.mark.full
     def test_sizes_only_when_asked(self, tmp_path: Path) -> None:
         train(tiny(tmp_path))
         (folder,) = manifest.complete(tmp_path)

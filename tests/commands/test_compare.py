@@ -168,6 +168,7 @@ sys.exit(code or ' '.join({'torch', 'matplotlib'} & set(sys.modules)))
 """
 
 
+@pytest.mark.full
 def test_neither_torch_nor_matplotlib_is_loaded(place: Path) -> None:
     path = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=place, env=path, capture_output=True, text=True)

@@ -42,6 +42,7 @@ def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixtu
     assert sum(counts) == 8 * 64
 
 
+@pytest.mark.full
 def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
     Path(run.directory).mkdir()

@@ -54,6 +54,7 @@ def files(run: Run) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in Path(run.directory).rglob("*")}
 
 
+@pytest.mark.full
 def test_the_last_checkpoint_has_the_figures_of_the_run(run: Run, tmp_path: Path) -> None:
     before = files(run)
     found = evaluated(run, tmp_path / "out.json")

@@ -51,6 +51,7 @@ def test_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["search"]["best"]) == 3
 
 
+@pytest.mark.full
 def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_trace_agrees_with_the_model_and_is_in_every_output(
     assert f"peak {rounded(trace['ranks'][0]['live_gib'])} GiB: backward of the head" in page
 
 
+@pytest.mark.full
 def test_a_trace_takes_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

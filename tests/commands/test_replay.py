@@ -100,6 +100,7 @@ def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None
     assert max(compared["differences"].values()) <= EXACT
 
 
+@pytest.mark.full
 def test_the_first_layer_that_differs_is_named(run: Run, tmp_path: Path) -> None:
     seen = replayed(run, tmp_path, "step=5", "against=model.norm_eps=0.01")
     assert "more than rounding (1e-05) is the forward pass of layers.0.attention_norm" in seen["verdict"]

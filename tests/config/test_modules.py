@@ -139,6 +139,7 @@ def test_a_grids_file_imports_nothing(
     assert said in capsys.readouterr().err and not imported()
 
 
+@pytest.mark.full
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
     assert command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0

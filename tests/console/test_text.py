@@ -200,6 +200,7 @@ def test_a_secret_of_the_environment_is_warned_of(
     assert said.count("the value of MY_TOKEN goes into run.yaml") == warned and SECRET not in said
 
 
+@pytest.mark.full
 def test_a_grid_writes_no_secret_down(
     laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

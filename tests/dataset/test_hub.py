@@ -263,6 +263,7 @@ def test_datasets_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     assert opened[0] == [["x"]]
 
 
+@pytest.mark.full
 def test_tokenizers_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     names = ["some/model", "some/model@main", "some/bare", "some/gated", "some/none", "some/other", "some/wrong",
              "some/model@v9"]  # fmt: skip

@@ -147,6 +147,7 @@ CORPORA = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12)
 
 
 @given(words=CORPORA, validation=st.sampled_from([0.0, 1e-9, 0.3]))
+@pytest.mark.full
 def test_small_corpora_are_divided_when_they_can(
     tmp_path_factory: pytest.TempPathFactory, words: list[str], validation: float
 ) -> None:
@@ -326,6 +327,7 @@ sys.exit(errors.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), ca
 """
 
 
+@pytest.mark.full
 def test_a_process_that_dies_at_once_is_a_failure(tmp_path: Path) -> None:
     """Also when there was more to send to it than a pipe holds."""
     (tmp_path / "script.py").write_text(UNGUARDED)

@@ -111,6 +111,7 @@ def test_without_hooks_and_with_one_that_only_logs_a_run_learns_the_same(tmp_pat
     assert learned(logs) == learned(plain)
 
 
+@pytest.mark.full
 def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("training.steps=9", hook("prune", "Stop"))
     assert trained(tmp_path / "run", *asked) == 0

@@ -18,6 +18,7 @@ KEY = "hooks/norms/layers.1.attention.wq.weight"
 LIKE = ("checkpoint=off", "evaluation.tokens=64")
 
 
+@pytest.mark.full
 def test_from_the_hook_to_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(own, "MOST", 3)

@@ -66,6 +66,7 @@ def test_points_are_what_hydra_would_compose(launched: Callable[..., Any], argum
     assert len(found) > 1 and all(ours == hydras for ours, hydras in found)
 
 
+@pytest.mark.full
 def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"compositions": 0, "machines": 0, "groups": 0}
     counted = ((ConfigLoaderImpl, "load_configuration"), (devices, "detect"), (ConfigLoaderImpl, "get_group_options"))
@@ -96,6 +97,7 @@ def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkey
     [full(True, 20, 3), full(False, 2, 3), (False, 20, 0)],
     ids=["terminal", "log", "a-few-in-a-log"],
 )
+@pytest.mark.full
 def test_composing_tells_how_far_it_is(
     launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     terminal: bool, many: int, lines: int,
@@ -110,6 +112,7 @@ def test_composing_tells_how_far_it_is(
     assert said.endswith("\r\x1b[K") or not terminal
 
 
+@pytest.mark.full
 def test_a_wrong_name_is_told_the_right_one_also_where_an_axis_is_varied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.Capture
     assert "16 x NVIDIA H100" in text and text in out and "#SBATCH" in out
 
 
+@pytest.mark.full
 def test_a_sweep_shows_a_line_per_trial_and_the_total(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "-m", "name=grid", "parallelism=ddp,fsdp", "cluster=h100")
     for trial in ("ddp", "fsdp"):
@@ -40,6 +41,7 @@ def test_a_sweep_shows_a_line_per_trial_and_the_total(capsys: pytest.CaptureFixt
     assert re.search(r"^2 trials, [\d.]+ device-hours$", out, flags=re.M)
 
 
+@pytest.mark.full
 def test_unknown_hardware_names_the_figure_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     missing = "cluster.hardware.memory_gb_per_second=null"
     out = shown(capsys, "parallelism=fsdp", "cluster=h100", missing)

@@ -191,6 +191,7 @@ def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
     return found
 
 
+@pytest.mark.full
 def test_what_ranks_said_is_not_said_again_selectively() -> None:
     for found in run_ranks(coordinator, 2):
         recomputed = {mode: count for mode, (count, _) in found.items()}

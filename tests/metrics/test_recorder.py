@@ -106,6 +106,7 @@ def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["single", full("ddp2"), full("fsdp3")])
+@pytest.mark.full
 def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> None:
     settings = {"fsdp3": "parallelism.microbatches=2"}.get(layout, "parallelism.microbatches=1")
     run = text_run(tmp_path, layout, settings)

@@ -161,6 +161,7 @@ def test_norms_rotation_and_loss_are_exact_inside_bf16() -> None:
     ("family", "masked"),
     [pytest.param(Qwen3, True, id="qwen3-documents"), full(Llama, False, id="llama-causal")],
 )
+@pytest.mark.full
 def test_one_graph_serves_all_blocks(family: type[Decoder], masked: bool) -> None:
     model, tokens = make(family, layers=4), sample(2, 16)
     ids = (torch.arange(16) // 5).expand(2, -1) if masked else None

@@ -122,6 +122,7 @@ def test_a_plan_that_does_not_fit_is_rejected_before_anything_starts(
 
 
 @pytest.mark.usefixtures("without_progress")
+@pytest.mark.full
 def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -459,6 +459,7 @@ def rank_model_errors(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_a_model_learns_the_same() -> None:
     for found in run_ranks(rank_model_errors, 2):
         assert {name.split(", ")[1] for name in found} == {"0 left"}

@@ -60,6 +60,7 @@ def _hooks_at_the_end(trainer: Trainer) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_the_file_now_asks_for_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "POLL", 0.0)
     run = tiny(tmp_path, *FAST, "training.steps=7", "profile.ranks=[1]", layout="ddp2")

@@ -46,6 +46,7 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     assert 0.035 < found / 2000 < 0.06
 
 
+@pytest.mark.full
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
         made(tmp_path / f"a{seed}", story(seed))

@@ -29,6 +29,7 @@ def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
     assert again.training == branch.training
 
 
+@pytest.mark.full
 def test_a_branch_is_continued_by_the_command_that_is_shown(tmp_path: Path) -> None:
     train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=2"))
     short = tiny(tmp_path / "branch", *CONSTANT, f"checkpoint.resume={tmp_path}/trunk", "checkpoint.decay_steps=2")

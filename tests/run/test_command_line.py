@@ -84,6 +84,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     assert summary.next_command(first, {"finished": True}).endswith("training.steps=6")
 
 
+@pytest.mark.full
 def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
@@ -95,6 +96,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
 
 
+@pytest.mark.full
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
     assert command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0

@@ -202,6 +202,7 @@ def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> 
         moved(said, detector("gpu")("cuda"))
 
 
+@pytest.mark.full
 def test_a_point_of_a_grid_is_the_same_wherever_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     one = (SHORT, "cluster.device=auto", "precision=fp32")
     runs = [on(kind, *one, monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]

@@ -167,6 +167,7 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("codes", [full([0, 1, 0]), full([2, 0]), [1, 2]], ids=str)
+@pytest.mark.full
 def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     assert next(left, None) is None
 
 
+@pytest.mark.full
 def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 130)
@@ -184,6 +186,7 @@ def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(runs) == 1
 
 
+@pytest.mark.full
 def test_refused_sweep_keeps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs/grid/0").mkdir(parents=True)
     Path("runs/grid/0/run.yaml").write_text("x")
@@ -255,6 +258,7 @@ def test_unknown_recipe_beside_a_known_one(
     assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "mypack/conf/optimizer").mkdir(parents=True)

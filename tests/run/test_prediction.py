@@ -35,6 +35,7 @@ def begun(run: Run) -> Attempt:
     return attempt
 
 
+@pytest.mark.full
 def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_path: Path) -> None:
     known = begun(tiny(tmp_path / "run", *MEASURED))
     begun(tiny(tmp_path / "run", *MEASURED, "parallelism=fsdp"))

@@ -40,6 +40,7 @@ def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> Non
     assert whole == pytest.approx(there["grad_norm"], rel=EXACT)
 
 
+@pytest.mark.full
 def test_other_steps_and_what_is_learned_are_as_without_them(tmp_path: Path) -> None:
     measured, plain = tiny(tmp_path / "measured", *EVERY), tiny(tmp_path / "plain", *EVERY, "metrics.layers_every=0")
     train(measured)

@@ -325,6 +325,7 @@ def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path)
     assert "the preparing process was killed by signal 9" in stderr
 
 
+@pytest.mark.full
 def test_rows_that_are_not_there_yet_can_not_be_shown(tmp_path: Path) -> None:
     arguments = command(tmp_path, "dataset.stream=true")[3:]
     env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
