@@ -66,7 +66,7 @@ def result(folder: Path) -> Any:
     ("layout", "number"),
     [
         full("single", signal.SIGINT, id="single-SIGINT"),
-        pytest.param("fsdp2", signal.SIGTERM, id="fsdp2-SIGTERM"),
+        full("fsdp2", signal.SIGTERM, id="fsdp2-SIGTERM"),
     ],
 )
 def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: int, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ TRAINING = (
         "titan/training/trainer.py",
         "self.stopping = self.stopping or metrics[STOP] > 0",
         "self.stopping = self.stopping or self.stop.requested",
-        "launchers/test_start.py::test_a_signal_stops_saves_and_the_same_command_goes_on",
+        "training/test_trainer.py::test_a_signal_to_one_rank_stops_all",
         "training/test_trainer.py::test_a_first_stop_ends_the_attempt_and_the_next_one_finishes",
     ),
     fault(

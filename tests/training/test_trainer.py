@@ -204,3 +204,13 @@ def test_a_signal_that_ends_the_compiler_ends_the_run(asked: bool, tmp_path: Pat
     else:
         with pytest.raises(RankFailed, match="died"):
             train(run, killed)
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    def hear(trainer: Trainer) -> None:
+        if trainer.world.rank_info.rank == 1:
+            trainer.train_step.optimizer.register_step_pre_hook(lambda *_: setattr(trainer.stop, "requested", True))
+
+    run = tiny(tmp_path, "training.steps=50", "checkpoint=off", "cluster.timeout=60", layout="fsdp2")
+    assert [rank.code for rank in train(run, hear)] == [130, 130]
+    assert 1 <= len(steps(run)) <= 3
