@@ -25,7 +25,7 @@ test-rest: $(VENV)/.test ## what `make test` leaves out, and CI runs too: about 
 test-all: $(VENV)/.test  ## all tests, and property tests with ten times as many examples: about an hour
 	TITAN_TESTS=all TITAN_EXAMPLES=thorough $(PYTEST) $(ARGS)
 
-planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: eight minutes
+planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: twenty minutes
 	$(VENV)/bin/python -m tests.support.planted $(ARGS)
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
@@ -34,7 +34,7 @@ chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves t
 hangs: $(VENV)/.test     ## runs of which a rank hangs in sixty ways, and what they say: twenty minutes
 	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
 
-rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: three minutes on two cores
+rehearse: $(VENV)/.test  ## titan's CUDA path on a device that the CPU computes for: five minutes on two cores
 	$(VENV)/bin/python -m tests.rehearsal.rehearse $(ARGS)
 
 rehearse-faults: $(VENV)/.test  ## faults of CUDA branches, planted in copies of the repository, which make rehearse finds
