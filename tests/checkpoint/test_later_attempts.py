@@ -62,7 +62,7 @@ class TestErrorsThatPass:
         run = tiny(tmp_path, "training.steps=6", layout="fsdp2")
         train(run, stop_at(2))
         with monkeypatch.context() as broken:
-            broken.setattr(manifest, "checksum", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            broken.setattr(manifest, "checksum", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
             seen = train(run)
         assert all("can't be read by rank 0 (" in str(rank.failure) for rank in seen)
         assert all("Nothing was changed" in str(rank.failure) for rank in seen)

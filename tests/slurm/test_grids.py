@@ -194,7 +194,8 @@ def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm,
         begun = _from_steps(Path(point.directory))
         assert len(begun) >= 2 and all(step > 0 for step in begun[1:])
         again = _lines(Path(point.directory)) - 100
-        assert again == 0 if job != lost else again > 0, "who was told to end has done no step twice"
+        # a node that is lost costs the steps since the last complete checkpoint, of which there may be none
+        assert 0 <= again < 20 if job == lost else again == 0, "who was told to end has done no step twice"
 
 
 def _nodes(slurm: Slurm, nodes: dict[str, str]) -> dict[str, str]:
