@@ -47,7 +47,7 @@ def test_every_fault_has_its_place() -> None:
         pytest.param("a + b", "a - b", True, "test_code.py::test_sum", id="caught"),
         pytest.param("a + b", "b + a", False, "its tests passed", id="not-caught"),
         pytest.param("a * b", "a - b", False, "the text occurs 0 times", id="text-gone"),
-        pytest.param("return", "retur", False, "ERROR", id="does-not-run"),
+        pytest.param("return", "retur", False, "error", id="does-not-run"),
     ],
 )
 def test_what_comes_of_a_fault(old: str, new: str, caught: bool, by: str, root: Path) -> None:
