@@ -225,7 +225,7 @@ def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optim
 
 
 class KeepsState(torch.optim.SGD):
-    """An optimizer that keeps something of its own for each parameter."""
+    """An optimizer that keeps one value for each parameter."""
 
     def __init__(self, parameter: nn.Parameter, kept: Any) -> None:
         super().__init__([parameter], lr=0.1)
