@@ -180,7 +180,7 @@ def test_command(
         request.getfixturevalue("compared")
         trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
-        own, _ = request_of_evaluation.split(given)
+        own, _ = request_of_evaluation.split_words(given)
         assert arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere

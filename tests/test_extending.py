@@ -20,7 +20,7 @@ from tests.support.tiers import full, table
 from titan import evaluate
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.run import identity
 from titan.run.run import Run
 
@@ -91,7 +91,7 @@ def test_terms_of_the_loss_are_measured(overrides: str, mine: Path) -> None:
 
 def test_a_hook_measures(mine: Path) -> None:
     trained(examples.trainings(HOOKS)[0], *_hooked())
-    found = [line for line in read_lines(mine / "runs/norms/metrics.jsonl") if "loss" in line]
+    found = [line for line in read_records(mine / "runs/norms/metrics.jsonl") if "loss" in line]
     assert len(found) == 5
     for line in found:
         blocks = [line[f"hooks/block_norms/block_{i}"] for i in range(2)]
@@ -125,7 +125,7 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
     sizes = ["training.seq_len=64", "model.vocab=4096", "metrics.sample_tokens=0"]
     given = [*small, *task_files.corpus(mine), *sizes, *shlex.split(train)]
     assert command(given, start.run_local) == 0
-    last = [line for line in read_lines(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
+    last = [line for line in read_records(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
     assert last["step"] == 5 and set(re.findall(r"evaluation/pairs/\w+", TASK)) <= last.keys()
     assert evaluate.main([*shlex.split(measure), "to=out.json"]) == 0
     assert "evaluation/pairs/acc_norm" in json.loads((mine / "out.json").read_text())["results"]["weights"]

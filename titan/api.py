@@ -40,7 +40,7 @@ from titan.config.optional import optional_package
 from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.run.directory import read_attempts, read_result
@@ -312,7 +312,7 @@ class SavedRun:
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _columns(_records(read_lines(self.directory / "metrics.jsonl"), history.limits(documents)))
+        return _columns(_records(read_records(self.directory / "metrics.jsonl"), history.limits(documents)))
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.

@@ -101,8 +101,8 @@ def _show_step(
     recipe: Recipe, mix: RowMixture, tokenizer: Tokenizer | None, step: int, options: argparse.Namespace
 ) -> None:
     training = recipe.training
-    before = training.rows_before(step)
-    numbers = mix.numbers(np.arange(before, before + training.phase(step).rows))
+    before = training.count_rows_before(step)
+    numbers = mix.numbers(np.arange(before, before + training.find_phase(step).rows))
     which, rows = mix.locate(numbers)
     print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
     if options.rows is not None and not set(options.rows) & set(numbers.tolist()):

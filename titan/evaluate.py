@@ -14,8 +14,8 @@ from titan.config.arguments import arguments, describe, shows
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
 from titan.files.atomic import write_atomic
-from titan.training.evaluation.job import Job, read_result
-from titan.training.evaluation.request import Settings, about, plan, split
+from titan.training.evaluation.job import EvaluationJob, read_result
+from titan.training.evaluation.request import Settings, describe_job, plan_evaluation, split_words
 
 HELP = f"""\
 Figures of trained weights: python -m titan.evaluate from=RUN [SETTING=VALUE ...] [OVERRIDE ...]
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if shows(words, HELP):
         return 0
-    own, overrides = split(words)
+    own, overrides = split_words(words)
     settings = arguments(Settings, own)
     _check_paths(settings)
     from launchers.command import compose_single
@@ -51,14 +51,14 @@ def _main(words: list[str]) -> int:
     from titan.weights.formats import open_weights  # only now: errors need not wait for torch
 
     with scratch() as folder:
-        job = plan(settings, overrides, folder, compose_single, open_weights)
+        job = plan_evaluation(settings, overrides, folder, compose_single, open_weights)
         code = _run(job)
         if code:
             return code
         found = read_result(job)
     _show(found)
     if settings.to:
-        _write(settings, {"from": settings.from_, **about(job), "results": found})
+        _write(settings, {"from": settings.from_, **describe_job(job), "results": found})
     return 0
 
 
@@ -72,7 +72,7 @@ def _check_paths(settings: Settings) -> None:
         raise ConfigError(f"to={settings.to}: {what}; give another file.")
 
 
-def _run(job: Job) -> int:
+def _run(job: EvaluationJob) -> int:
     """Run the ranks, and return their exit code."""
     ranks = job.run.layout.devices
     what = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"

@@ -201,10 +201,10 @@ def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
 
 def _trace(run: Run, settings: Settings) -> Traced:
     before_torch(os.environ)
-    from titan.training.trace.ranks import traced  # only now: no other plan needs torch
+    from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
 
     speeds = estimate.device_speeds(run, estimate.hardware_of(run.cluster, run.machine), run.machine, run.layout)
-    return traced(run, speeds, whole=settings.whole)
+    return trace_run(run, speeds, full=settings.whole)
 
 
 def _page(outcome: Outcome, made: str) -> str:

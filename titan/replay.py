@@ -16,12 +16,12 @@ from titan.config.arguments import arguments, describe, shows
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
 from titan.files.atomic import write_atomic
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.run.directory import METRICS, RUN
 from titan.training.replay import show
-from titan.training.replay.job import Job, read_parts
-from titan.training.replay.request import Plan, Settings, plan
-from titan.training.replay.result import Seen, differences, put_together, tolerance
+from titan.training.replay.job import ReplayJob, read_rank_replays
+from titan.training.replay.request import ReplayPlan, Settings, plan_replay
+from titan.training.replay.result import ReplayedStep, choose_tolerance, compare_replays, merge_ranks
 
 HELP = f"""\
 Repeat a step of a run and look at it: python -m titan.replay RUN step=N [SETTING=VALUE ...] [OVERRIDE ...]
@@ -55,7 +55,7 @@ def _main(words: list[str]) -> int:
 
     with scratch() as folder:
         sides = _plans(name, settings, overrides, folder)
-        seen: list[Seen] = []
+        seen: list[ReplayedStep] = []
         for index, side in enumerate(sides):
             side = _after(side, sides[0], settings) if index and not _is_run(settings.against) else side
             code, found = _replay(side, settings, save=index == 0 and len(sides) > 1)
@@ -103,7 +103,7 @@ def _is_run(against: str | None) -> bool:
     return False
 
 
-def _plans(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[Plan]:
+def _plans(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[ReplayPlan]:
     """Return the replay, and the one that it is compared with."""
     from launchers.command import compose_single
 
@@ -117,29 +117,29 @@ def _plans(name: str, settings: Settings, overrides: Sequence[str], folder: Path
     for index, (run, words) in enumerate(asked):
         place = folder / f"replay-{index}"
         place.mkdir()
-        found.append(plan(run, settings, words, place, compose_single, _recorded(run, settings.step)))
+        found.append(plan_replay(run, settings, words, place, compose_single, _recorded(run, settings.step)))
     return found
 
 
 def _recorded(name: str, step: int) -> dict[str, Any]:
     """Return the run's line of a step; empty where it has none."""
-    lines = read_lines(Path(name).expanduser() / METRICS)
+    lines = read_records(Path(name).expanduser() / METRICS)
     return next((line for line in reversed(lines) if line.get("step") == step and "loss" in line), {})
 
 
-def _after(side: Plan, first: Plan, settings: Settings) -> Plan:
+def _after(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPlan:
     """Return the second replay, which begins with the weights that the first one has before the step."""
     step = settings.step - 1
     saved = manifest.folder_of(Path(first.run.directory), step)
     if not saved.is_dir():  # the first one began there
         return replace(side, attempt=replace(first.attempt, ids=side.attempt.ids))
-    rows = side.run.training.rows_before(settings.step)
+    rows = side.run.training.count_rows_before(settings.step)
     return replace(side, attempt=replace(side.attempt, checkpoint=str(saved), weights=None, step=step, rows=rows))
 
 
-def _replay(side: Plan, settings: Settings, save: bool) -> tuple[int, Seen | None]:
+def _replay(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, ReplayedStep | None]:
     """Run the ranks of a replay; return their exit code and what they saw, None after an error."""
-    job = Job(side.run, side.attempt, settings.step, settings.tokens, save)
+    job = ReplayJob(side.run, side.attempt, settings.step, settings.tokens, save)
     ranks, directory = side.run.layout.devices, Path(side.run.directory)
     start = f"the checkpoint of step {side.attempt.step}" if side.attempt.step else "the initial weights"
     print(f"titan: {'; '.join((f'from {start}, {side.run.layout}', *side.notes))}", file=sys.stderr)
@@ -154,24 +154,24 @@ def _replay(side: Plan, settings: Settings, save: bool) -> tuple[int, Seen | Non
         code = run_ranks(job, ranks, directory, module="titan.training.replay.rank")
     if code:
         return code, None
-    first = side.run.training.rows_before(settings.step)
-    return 0, put_together(read_parts(directory, ranks), side.mix, first, settings.tokens)
+    first = side.run.training.count_rows_before(settings.step)
+    return 0, merge_ranks(read_rank_replays(directory, ranks), side.mix, first, settings.tokens)
 
 
-def _show(name: str, settings: Settings, sides: Sequence[Plan], seen: Sequence[Seen]) -> None:
-    for line in show.seen_lines(seen[0], sides[0].recorded):
+def _show(name: str, settings: Settings, sides: Sequence[ReplayPlan], seen: Sequence[ReplayedStep]) -> None:
+    for line in show.format_replay(seen[0], sides[0].recorded):
         print(line)
     content = show.as_json(seen[0], sides[0].recorded)
     if len(seen) > 1:
-        limit = settings.tolerance or tolerance(*(side.run.precision for side in sides))
-        found = differences(seen[0], seen[1])
+        limit = settings.tolerance or choose_tolerance(*(side.run.precision for side in sides))
+        found = compare_replays(seen[0], seen[1])
         print()
         labels = name[-22:], str(settings.against)[-22:]
-        for line in show.difference_lines(labels, seen[0], seen[1], found, limit):
+        for line in show.format_differences(labels, seen[0], seen[1], found, limit):
             print(line)
         content["against"] = show.as_json(seen[1], sides[1].recorded)
         content["differences"] = {"/".join(d.key): d.relative for d in found}
-        content["verdict"] = show.verdict(found, limit)
+        content["verdict"] = show.format_verdict(found, limit)
     if settings.output:
         try:
             write_atomic(Path(settings.output).expanduser(), show.to_text(content))

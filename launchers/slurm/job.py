@@ -31,7 +31,7 @@ from titan.errors import EXIT_REQUEUE
 from titan.run.resolve import moved
 from titan.run.run import Run
 from titan.sweep import job_exit
-from titan.training.signals import exit_code_of_stop
+from titan.training.signals import choose_stop_exit_code
 
 GRACE_SECONDS = 30.0
 """How long the other ranks of a node may take to end after one of them has failed."""
@@ -80,7 +80,7 @@ def _run(trial: Path, rank_info: RankInfo, attempt: Path) -> int:
     except StopBeforeStart as stop:
         if stop.again:  # srun's own exit code may be that of a rank that it ended for this one's
             _mark(attempt / "again")
-        return exit_code_of_stop(stop.again)
+        return choose_stop_exit_code(stop.again)
 
 
 def _mark_stop(attempt: Path, exit_code: int) -> int:

@@ -139,7 +139,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
         work = getattr(staging, when)
 
         def fail(*args: Any) -> Any:
-            if trainer.saving.begun_step == 2 and trainer.world.rank_info.rank == 1:  # a thread asks, maybe in step 3
+            if trainer.saving.started_step == 2 and trainer.world.rank_info.rank == 1:  # a thread asks, maybe in step 3
                 raise RuntimeError("no pinned memory")
             return work(*args)
 
@@ -148,7 +148,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
 
         def waited(bad: Any) -> None:
             if trainer.step == 3:
-                trainer.saving.wait()
+                trainer.saving.wait_for_saves()
             update(bad)
 
         trainer._update = waited  # type: ignore[method-assign]
@@ -185,20 +185,20 @@ class TestFailuresHeardLate:
     def made(begun: int) -> tuple[CheckpointPolicy, list[str]]:
         told: list[str] = []
         out = CheckpointPolicy.__new__(CheckpointPolicy)
-        out.begun_step, out.saved_step, out.retry_at, out.delay = begun, 0, None, 8.0
-        out.ending, out.stalled, out.wrong, out.tell = False, 0.0, None, told.append
+        out.started_step, out.saved_step, out.retry_at, out.retry_delay = begun, 0, None, 8.0
+        out.is_ending, out.stalled_seconds, out.post_save_error, out.warn = False, 0.0, None, told.append
         return out, told
 
     def test_the_one_under_way_is_not_begun_again(self) -> None:
         late, told = self.made(begun=6)
         late._record_outcomes([SaveOutcome(3, error="full")])
-        assert (late.begun_step, late.retry_at) == (6, None)
+        assert (late.started_step, late.retry_at) == (6, None)
         assert "training continues, the save of step 6 has started" in told[0]
 
     def test_in_time_it_is_tried_again_until_one_succeeds(self) -> None:
         saving, told = self.made(begun=3)
         saving._record_outcomes([SaveOutcome(3, error="full")])
-        assert (saving.begun_step, saving.delay) == (0, 16.0)
+        assert (saving.started_step, saving.retry_delay) == (0, 16.0)
         assert saving.retry_at is not None
         assert "retrying in 8 s" in told[0]
         saving._record_outcomes([SaveOutcome(4)])

@@ -152,12 +152,12 @@ class TestFailedSaves:
 
         def full(trainer: Trainer) -> None:
             limited(30_000)
-            trainer.saving.delay = 0.0
+            trainer.saving.retry_delay = 0.0
             update = trainer._update
 
             def freed(bad: torch.Tensor) -> None:
                 if trainer.step == 4:
-                    trainer.saving.wait()
+                    trainer.saving.wait_for_saves()
                     limited(resource.RLIM_INFINITY)
                 update(bad)
 

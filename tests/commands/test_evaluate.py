@@ -19,9 +19,9 @@ from titan import convert, evaluate
 from titan.evaluation.items import Item
 from titan.evaluation.schema import Task
 from titan.evaluation.scores import figures
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.run.run import Run
-from titan.training.evaluation.request import LEFT_OUT
+from titan.training.evaluation.request import EXCLUDED_OVERRIDES
 from titan.training.replay import request
 
 FORMATS = ("hellaswag", "arc", "lambada")
@@ -58,7 +58,7 @@ def files(run: Run) -> dict[str, int]:
 def test_the_last_checkpoint_has_the_figures_of_the_run(run: Run, tmp_path: Path) -> None:
     before = files(run)
     found = evaluated(run, tmp_path / "out.json")
-    last = [line for line in read_lines(Path(run.directory) / "metrics.jsonl") if "validation_loss" in line][-1]
+    last = [line for line in read_records(Path(run.directory) / "metrics.jsonl") if "validation_loss" in line][-1]
     assert found["results"]["weights"] == {key: last[key] for key in found["results"]["weights"]}
     assert found["results"]["ema"] == {key: last[f"ema/{key}"] for key in found["results"]["ema"]}
     assert "evaluation/hellaswag/acc_norm_low" in last and found["step"] == 4
@@ -94,7 +94,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
         trainer._restore = restored
 
     train(reference, replace_weights)
-    last = read_lines(tmp_path / "x" / "metrics.jsonl")[-1]
+    last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]
     assert found["results"]["average of 2"]["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert found["results"]["weights"]["validation_loss"] != found["results"]["average of 2"]["validation_loss"]
 
@@ -177,7 +177,7 @@ def test_what_a_run_of_before_measured_is_known(run: Run) -> None:
     """Its command line has former names, and adds tasks with a plus sign; a replay measures nothing."""
     given = ["metrics.validation_tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
     document = {"overrides": given, "layout": {}, "config": {"precision": {"compute": "fp32"}}}
-    kept, _ = request.command_of(document, [], LEFT_OUT)
+    kept, _ = request.build_command(document, [], EXCLUDED_OVERRIDES)
     assert kept[:2] == ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl"] and "plot" not in str(kept)
-    replayed, _ = request.command_of(document, [])
+    replayed, _ = request.build_command(document, [])
     assert "evaluation" not in str(replayed)

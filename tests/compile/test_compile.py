@@ -28,8 +28,8 @@ from titan.model.activations import RankPart
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
-from titan.training.sample import sample_continuation
-from titan.training.train_step import Stage
+from titan.training.sample_text import sample_continuation
+from titan.training.train_step import ModelStage
 
 SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
@@ -51,28 +51,28 @@ def nothing_compiled() -> Iterator[None]:
 
 def stage(
     how: Compile = OFF, kept: Memory = NONE, shape: Llama = SHAPE, part: range | None = None, **options: Any
-) -> Stage:
+) -> ModelStage:
     """A compiled model, or the blocks `part` of it with what belongs to the first and the last."""
     with torch.device("meta"):
         model = shape.build()
     if part is not None:
         model.keep(part, first=part.start == 0, last=part.stop == shape.layers)
     checkpoint_blocks(model.blocks(), kept)
-    whole = Stage(model)
+    whole = ModelStage(model)
     compile_stage(whole, how, share=kept.share, **options)
     init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return whole
 
 
-def trained(one: Stage) -> Tensors:
+def trained(one: ModelStage) -> Tensors:
     one.zero_grad()
     loss = one(X, Y)
     loss.backward()
     return results(one, loss)
 
 
-def results(one: Stage, loss: Tensor) -> Tensors:
+def results(one: ModelStage, loss: Tensor) -> Tensors:
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
 
 
@@ -129,7 +129,7 @@ def test_names_stay() -> None:
     assert all(stage(Compile(scope)).state_dict().keys() == names for scope in ("block", "model"))
 
 
-def saved(one: Stage) -> int:
+def saved(one: ModelStage) -> int:
     """Bytes that the forward pass keeps for the backward pass, weights not counted."""
     weights, found = {p.untyped_storage().data_ptr() for p in one.parameters()}, {}
 
@@ -166,7 +166,7 @@ def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_ne
     assert more == SHAPE.layers * (block.selective - block.input)
 
 
-def twice(one: Stage) -> list[Tensors]:
+def twice(one: ModelStage) -> list[Tensors]:
     """What two backward passes give after one forward pass; some have been done before."""
     trained(one)
     one.zero_grad()
@@ -206,7 +206,7 @@ def test_a_failed_compilation_changes_no_settings() -> None:
     assert torchs_settings() == before
 
 
-def through(stages: list[Stage]) -> None:
+def through(stages: list[ModelStage]) -> None:
     """One step through stages as a pipeline takes it, and an evaluation."""
     for train in (True, False):
         out, positions = X, torch.arange(16).expand(4, 16)
@@ -237,7 +237,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
 
     with torch.device("meta"):
         model = SHAPE.build()
-    one, initial, mesh = Stage(model), model.initial(), init_device_mesh("cpu", (size,))
+    one, initial, mesh = ModelStage(model), model.initial(), init_device_mesh("cpu", (size,))
     if kind == "tensor":
         tensor.apply(model, mesh, sequence=True, loss=True)
     checkpoint_blocks(model.blocks(), kept)

@@ -14,7 +14,7 @@ from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, stopping
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.training.signals import StopSignals
 
 PROGRAM = """
@@ -90,7 +90,7 @@ def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(t
         train.stdout.readline()
         train.stdout.close()
         steps = tmp_path / "run" / "metrics.jsonl"
-        until(lambda: steps.exists() and len(list(read_lines(steps))) > 20, "steps without a reader")
+        until(lambda: steps.exists() and len(list(read_records(steps))) > 20, "steps without a reader")
         for _ in range(2):  # as a terminal and its shell send it
             train.send_signal(signal.SIGHUP)
         train.stdout = None

@@ -155,7 +155,7 @@ def every_row_once(
     for ranks, microbatches, steps in attempts:
         shares = [read(anew(), training, DataShard(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
-            count = training.phase(step).rows
+            count = training.find_phase(step).rows
             numbers = mix.numbers(np.arange(position, position + count))
             which, rows = mix.locate(numbers)
             expected = [mix.sources[k].split.row(row, SEQ_LEN) for k, row in zip(which, rows, strict=True)]
@@ -165,7 +165,7 @@ def every_row_once(
             assert len({batch.tokens.shape for batch in batches}) == 1
             position, step = position + count, step + 1
             assert {(b.first, b.last, b.read) for b in batches} == {(numbers[0], numbers[-1], position)}
-    assert position == training.rows_before(step)
+    assert position == training.count_rows_before(step)
 
 
 @given(n=st.integers(1, 50), grow=GROW, steps=st.integers(1, 60))
@@ -177,9 +177,9 @@ def test_batches_grow_at_the_first_step_after_their_tokens(n: int, grow: list[tu
     training, before = plan(n, *pairs), 0
     for step in range(1, steps + 1):
         due = [rows for first, rows in pairs if first <= before]
-        assert training.rows_before(step) == before
-        assert training.phase(step).rows == (due[-1] if due else n)
-        before += training.phase(step).rows
+        assert training.count_rows_before(step) == before
+        assert training.find_phase(step).rows == (due[-1] if due else n)
+        before += training.find_phase(step).rows
 
 
 @pytest.mark.parametrize(

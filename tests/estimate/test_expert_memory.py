@@ -14,7 +14,7 @@ from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import peak
 from titan.run.run import Run
-from titan.training.trace.ranks import rank_trace
+from titan.training.trace.ranks import build_rank_trace
 
 SHAPES = {
     "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",
@@ -134,4 +134,4 @@ def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
 
 
 def _traces(_: int, __: int, one: Run) -> bool:
-    return peak(rank_trace(one, 0).events).bytes > 0
+    return peak(build_rank_trace(one, 0).events).bytes > 0

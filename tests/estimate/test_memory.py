@@ -19,7 +19,7 @@ from titan.estimate.traced.memory import Live, peak
 from titan.model.loss_terms import Tokens
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
-from titan.training.trace.rank import trace
+from titan.training.trace.rank import trace_rank
 
 CLOSE = 0.05
 SHAPES = {
@@ -86,7 +86,7 @@ def traced(one: Run, rank: int, device: str = "cpu") -> Live:
 
 
 def _traced(_: int, __: int, one: Run, rank: int, device: str) -> Live:
-    return peak(trace(one, rank, device).events)
+    return peak(trace_rank(one, rank, device).events)
 
 
 def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Live]:

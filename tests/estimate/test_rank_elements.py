@@ -14,8 +14,8 @@ from tests.support.ranks import run_ranks
 from tests.support.tiers import table
 from titan.estimate.rank_sizes import RankSizes, Stage
 from titan.run.run import Run
-from titan.training.build import build
-from titan.training.trace.rank import _world
+from titan.training.build import build_train_step
+from titan.training.trace.rank import _build_world
 
 LAYOUTS = {
     "tp": "parallelism=tp",
@@ -32,7 +32,7 @@ CASES = [pytest.param(model, layout, id=f"{model}-{layout}") for model in MODELS
 def elements(_: int, __: int, run: Run) -> int:
     """The elements of all weights on the first rank."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    step = build(run, dataclasses.replace(_world(run, 0), memory=lambda: fake))
+    step = build_train_step(run, dataclasses.replace(_build_world(run, 0), memory=lambda: fake))
     weights = (p.to_local() if isinstance(p, DTensor) else p for p in step.parameters())
     found = sum(weight.numel() for weight in weights)
     dist.destroy_process_group()

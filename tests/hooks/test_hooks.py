@@ -20,7 +20,7 @@ from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.hooks.schema import MOMENTS
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.run import attempts, identity
 from titan.run.attempts import FinishedRun
 from titan.run.directory import read_attempts
@@ -64,7 +64,7 @@ def test_every_moment_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert calls[: len(CALLS)] == CALLS and ("on_checkpoint", 2, SAVED) in calls
     assert [moment for moment, *_ in calls[-2:]] == ["on_validation", "on_run_end"]
     assert {moment for moment, *_ in calls} == set(MOMENTS) - {"on_not_finite"}
-    logged = {key for record in read_lines(tmp_path / "run" / "metrics.jsonl") for key in record}
+    logged = {key for record in read_records(tmp_path / "run" / "metrics.jsonl") for key in record}
     assert {f"hooks/listed/{moment}" for moment, *_ in calls} <= logged
     assert result(tmp_path / "run")["hooks/listed/on_run_end"] == len(calls)
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.hooks.test_hooks import hook, trained
 from titan import compare
-from titan.metrics.lines import read_lines
-from titan.metrics.trackers import scalars
+from titan.metrics.lines import read_records
+from titan.metrics.trackers import extract_scalars
 from titan.report.render import own
 
 KEY = "hooks/norms/layers.1.attention.wq.weight"
@@ -25,7 +25,7 @@ def test_from_the_hook_to_the_comparison(tmp_path: Path, monkeypatch: pytest.Mon
     for seed in (0, 1):
         asked = (*LIKE, f"training.seed={seed}", "metrics.tensorboard=true", hook("norms", "Norms"))
         assert trained(tmp_path / f"seed-{seed}", *asked) == 0
-    steps = [line for line in read_lines(tmp_path / "seed-0" / "metrics.jsonl") if "loss" in line]
+    steps = [line for line in read_records(tmp_path / "seed-0" / "metrics.jsonl") if "loss" in line]
     events = loader.EventAccumulator(str(tmp_path / "seed-0" / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars(KEY)] == pytest.approx([line[KEY] for line in steps])
     last = [json.loads((tmp_path / f"seed-{seed}/result.json").read_text())[KEY] for seed in (0, 1)]
@@ -44,4 +44,4 @@ def test_from_the_hook_to_the_comparison(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_trackers_keep_the_names_of_own_metrics() -> None:
     record = {"step": 1, "validation_loss": 1.0, "hooks/a/b": 2.0}
-    assert scalars(record) == {"validation/loss": 1.0, "hooks/a/b": 2.0}
+    assert extract_scalars(record) == {"validation/loss": 1.0, "hooks/a/b": 2.0}

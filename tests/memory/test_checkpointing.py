@@ -25,7 +25,7 @@ from titan.model.activations import RankPart
 from titan.model.schema import Decoder, Llama
 from titan.model.schema_moe import Qwen3Moe
 from titan.parallelism import tensor
-from titan.training.train_step import Stage
+from titan.training.train_step import ModelStage
 
 SHAPE = Llama(dim=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
@@ -38,14 +38,14 @@ MODES = [
 ]
 
 
-def stage(how: Memory = NONE, compute: torch.dtype = torch.float32, shape: Decoder = SHAPE) -> Stage:
+def stage(how: Memory = NONE, compute: torch.dtype = torch.float32, shape: Decoder = SHAPE) -> ModelStage:
     with torch.device("meta"):
         model: Any = shape.build()
     model.tok_embeddings.dtype = compute  # type: ignore[union-attr]
     checkpoint_blocks(model.blocks(), how)
     init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
-    return Stage(model)
+    return ModelStage(model)
 
 
 def batch(rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
         checkpoint_blocks(model.blocks(), Memory(mode))
         init_weights.materialise(model, initial, 1, "cpu")
         model.init_buffers("cpu")
-        loss = Stage(model)(*batch())
+        loss = ModelStage(model)(*batch())
         with Watch() as watch:
             loss.backward()
         parts = {name: p.grad.to_local() for name, p in model.named_parameters()}  # type: ignore[union-attr]

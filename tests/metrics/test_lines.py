@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan.metrics.lines import first_and_last_loss, read_lines
+from titan.metrics.lines import find_first_and_last_loss, read_records
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def test_invalid_lines_are_skipped(lines: bytes | None, steps: list[int], tmp_pa
     file = tmp_path / "metrics.jsonl"
     if lines is not None:
         file.write_bytes(lines)
-    assert [record["step"] for record in read_lines(file)] == steps
+    assert [record["step"] for record in read_records(file)] == steps
 
 
 def test_former_keys_are_renamed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "life": 2}\n')
-    assert read_lines(file) == [{"step": 1, "attempt": 2}]
+    assert read_records(file) == [{"step": 1, "attempt": 2}]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path
     file = tmp_path / "metrics.jsonl"
     records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
     file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
-    assert first_and_last_loss(file) == expected
+    assert find_first_and_last_loss(file) == expected
 
 
 def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
-    assert first_and_last_loss(tmp_path / "metrics.jsonl") == (None, None)
+    assert find_first_and_last_loss(tmp_path / "metrics.jsonl") == (None, None)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.console.numbers import short
-from titan.metrics.lines import read_lines
-from titan.metrics.plot import curve, plot_losses, smooth
+from titan.metrics.lines import read_records
+from titan.metrics.plot import extract_curve, plot_losses, smooth_values
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "tokens": 2048, "loss": 8.0, "rows": [1, 2]},
@@ -33,14 +33,14 @@ def metrics_file(tmp_path: Path) -> Path:
 
 
 def test_the_last_line_of_a_step_counts(metrics_file: Path) -> None:
-    training = curve(read_lines(metrics_file), "loss")
+    training = extract_curve(read_records(metrics_file), "loss")
     assert training.steps == (1, 2, 3)
     assert training.tokens == (2048, 4096, 6144)
     assert training.values == (8.0, 6.5, 6.0)
 
 
 def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -> None:
-    validation = curve(read_lines(metrics_file), "validation_loss")
+    validation = extract_curve(read_records(metrics_file), "validation_loss")
     assert (validation.steps, validation.values) == ((2,), (7.5,))
 
 
@@ -78,11 +78,11 @@ def test_without_matplotlib(metrics_file: Path, tmp_path: Path, monkeypatch: pyt
 @given(slope=st.floats(-1, 1), count=st.integers(1, 60), span=st.integers(1, 30))
 def test_smoothing_keeps_straight_lines(slope: float, count: int, span: int) -> None:
     line = [slope * i + 3 for i in range(count)]
-    assert smooth(line, span) == pytest.approx(line, abs=1e-9)
+    assert smooth_values(line, span) == pytest.approx(line, abs=1e-9)
 
 
 def test_smoothing_averages() -> None:
-    assert smooth([0, 0, 9, 0, 0], 3) == [0, 3, 3, 3, 0]
+    assert smooth_values([0, 0, 9, 0, 0], 3) == [0, 3, 3, 3, 0]
 
 
 @pytest.mark.parametrize(

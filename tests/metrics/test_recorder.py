@@ -17,10 +17,10 @@ from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
-from titan.metrics.recorder import finite, peak_memory_gib
+from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 from titan.model.init_weights import materialise
 from titan.run.run import Run
-from titan.training.recording import speed
+from titan.training.metrics_setup import build_step_speed
 
 STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,
@@ -78,14 +78,14 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
 def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
     run = tiny(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
     flops = run.model.flops_per_token(16)
-    figures = speed(run).of(0.5, 128, 128 * 16)
+    figures = build_step_speed(run).compute(0.5, 128, 128 * 16)
     assert figures["tokens_per_second"] == 256
     assert figures["tokens_per_second_per_device"] == 128
     assert figures["tflops_per_device"] == pytest.approx(128 * flops / 1e12)
     assert figures["mfu"] == pytest.approx(128 * flops / 1e9)
     unknown = replace(run, cluster=replace(run.cluster, peak_tflops=None))
-    assert speed(unknown).of(0.5, 128, 128 * 16)["mfu"] is None
-    apart = speed(run).of(0.5, 128, 128 * 4)
+    assert build_step_speed(unknown).compute(0.5, 128, 128 * 16)["mfu"] is None
+    apart = build_step_speed(run).compute(0.5, 128, 128 * 4)
     assert apart["tflops_per_device"] == pytest.approx(128 * run.model.flops_per_token(4) / 1e12)
     assert run.model.flops_per_token(4) < flops
 
@@ -134,7 +134,7 @@ def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> Non
     [(math.nan, None), (math.inf, None), (-math.inf, None), (1.5, 1.5), ("nan", "nan"), (None, None)],
 )
 def test_finite(value: Any, expected: Any) -> None:
-    assert finite(value) == expected
+    assert replace_non_finite(value) == expected
 
 
 def test_memory_is_that_of_this_process() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.made_runs import Story, made, read_lines, write_lines
 from tests.support.runs import steps, tiny, train
-from titan.metrics.lines import read_lines as read_metrics
-from titan.metrics.plot import marked, plot_losses
+from titan.metrics.lines import read_records as read_metrics
+from titan.metrics.plot import plot_losses, select_spikes
 from titan.metrics.spikes import SpikeDetector
 from titan.report import collect, divergence, outcomes
 from titan.report.history import History
@@ -46,12 +46,12 @@ def test_window_and_limit_are_settings() -> None:
     assert SpikeDetector(0, 7.0, [3.0] * 50).add(9.0) is None
     assert SpikeDetector(50, 1e3, QUIET).add(3.5) is None
     mark = SpikeDetector(50, 7.0, QUIET).add(3.5)
-    assert mark is not None and mark.usual == pytest.approx(3.0, abs=0.01) and mark.deviations > 30
+    assert mark is not None and mark.window_median == pytest.approx(3.0, abs=0.01) and mark.deviations > 30
 
 
 def test_a_run_marks_its_spikes_also_after_a_resume(tmp_path: Path) -> None:
     def rise(trainer: Trainer) -> None:
-        mark, first = trainer._mark_spike, trainer.run.training.rows_before(9)
+        mark, first = trainer._mark_spike, trainer.run.training.count_rows_before(9)
         risen = lambda step, loss: mark(step, loss + 5 * (step.batch.first == first))
         trainer._mark_spike = risen  # type: ignore[method-assign]
 
@@ -70,7 +70,7 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     spike = next(line for line in lines if line["step"] == 30)
     spike |= {"spike": 9.0, "spike_median": 3.1}
     write_lines(tmp_path / "run", lines)
-    assert marked(read_metrics(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
+    assert select_spikes(read_metrics(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
     write_lines(tmp_path, [{k: v for k, v in line.items() if k != "spike"} for line in lines])
     pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.png") for folder in (tmp_path, tmp_path / "run")]
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]

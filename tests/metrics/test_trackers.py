@@ -17,13 +17,13 @@ from tests.support.processes import LIMIT, until
 from titan.metrics import trackers
 from titan.metrics.schema import Metrics
 from titan.metrics.trackers import (
-    About,
+    RunDescription,
     Trackers,
+    extract_scalars,
+    find_online_obstacle,
     has_wandb_key,
-    online_obstacle,
     open_trackers,
-    scalars,
-    without_secrets,
+    remove_secrets,
 )
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -110,7 +110,7 @@ def test_a_tracker_that_hangs_neither_stalls_nor_ends_the_run(verb: str) -> None
 def test_a_tracker_may_send_longer_after_a_finished_run(
     hurry: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "NOTICE", 0.05)
+    monkeypatch.setattr(trackers, "NOTICE_SECONDS", 0.05)
     release, warnings, slow = threading.Event(), list[str](), Listing()
 
     def wait(result: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_a_tracker_may_send_longer_after_a_finished_run(
             release.set()  # it has sent everything once the user is warned
 
     slow.finish = wait  # type: ignore[method-assign]
-    both = Trackers({"slow": slow.open}, warn, patience=0.2, longer={"slow": LIMIT})
+    both = Trackers({"slow": slow.open}, warn, patience=0.2, longer_patience={"slow": LIMIT})
     both.finish({"loss": 0.5}, hurry=hurry)
     assert (slow.result, warnings) == (None if hurry else {"loss": 0.5}, expected)
     release.set()
@@ -139,7 +139,7 @@ def test_a_tracker_that_exits_is_dropped() -> None:
 
 
 def test_too_long_a_backlog_drops_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "BACKLOG", 5)
+    monkeypatch.setattr(trackers, "MAX_QUEUED_RECORDS", 5)
     release, warnings = threading.Event(), list[str]()
     log_steps(Trackers({"slow": Listing("open", release).open}, warnings.append, patience=0.2), 20)
     release.set()
@@ -178,21 +178,21 @@ def test_warnings_are_shown_in_the_training_thread_and_records_are_copies() -> N
     ],
 )
 def test_scalars(record: dict[str, Any], named: dict[str, float]) -> None:
-    assert scalars(record) == named
+    assert extract_scalars(record) == named
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is: wandb comes up in time, its server answers in time, and nobody is warned."""
-    answers = trackers._answers
-    monkeypatch.setattr(trackers, "NOTICE", 10 * LIMIT)
+    answers = trackers._server_answers
+    monkeypatch.setattr(trackers, "NOTICE_SECONDS", 10 * LIMIT)
     monkeypatch.setattr(trackers, "INIT_SECONDS", LIMIT)
-    monkeypatch.setattr(trackers, "_answers", lambda url, seconds: answers(url, LIMIT))
+    monkeypatch.setattr(trackers, "_server_answers", lambda url, seconds: answers(url, LIMIT))
 
 
 def everything(directory: Path, warn: Callable[[str], None], metrics: Metrics, **config: Any) -> Trackers:
-    about = About(run_id="abc", group_id="group", name="x", config=config)
-    return open_trackers(metrics, directory=directory, about=about, warn=warn)
+    about = RunDescription(run_id="abc", group_id="group", name="x", config=config)
+    return open_trackers(metrics, directory=directory, description=about, warn=warn)
 
 
 def test_none_wanted_opens_none(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_tensorboard_has_hyperparameters_and_exact_times(tmp_path: Path) -> None
         "model.dim": 64, "model.head_dim": "null", "optimizer.betas": "[0.9,0.95]", "name": "x",
     }  # fmt: skip
     shown = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
-    assert {info.name.tag for info in shown} == set(trackers.SHOWN)
+    assert {info.name.tag for info in shown} == set(trackers.HPARAM_METRICS)
     assert HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info.status == 1
 
 
@@ -342,14 +342,14 @@ def test_wandb_with_a_wrong_key_falls_back_to_offline(
 
 def test_obstacles_on_the_way_online(tmp_path: Path, server: str) -> None:
     environ = {"NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": KEY}
-    assert online_obstacle({"NETRC": str(tmp_path / "netrc")}).startswith("no API key is stored")
-    assert online_obstacle(environ | {"WANDB_BASE_URL": server}, LIMIT) == ""
-    assert "unknown://x does not answer" in online_obstacle(environ | {"WANDB_BASE_URL": "unknown://x"})
+    assert find_online_obstacle({"NETRC": str(tmp_path / "netrc")}).startswith("no API key is stored")
+    assert find_online_obstacle(environ | {"WANDB_BASE_URL": server}, LIMIT) == ""
+    assert "unknown://x does not answer" in find_online_obstacle(environ | {"WANDB_BASE_URL": "unknown://x"})
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert online_obstacle(environ | {"WANDB_BASE_URL": url}, 0.2) == f"{url} does not answer within 0.2 s"
+        assert find_online_obstacle(environ | {"WANDB_BASE_URL": url}, 0.2) == f"{url} does not answer within 0.2 s"
 
 
 @pytest.mark.parametrize(
@@ -383,5 +383,5 @@ def test_secrets_are_left_out_of_the_config_and_settings_stay() -> None:
     }
     secret = {"api_key": "x", "HF_TOKEN": "x", "password": "x", "aws_secret_access_key": "x", "key": "x"}
     config = {**kept, **secret, "deep": [{**secret, "url": "https://me:pw@host/p", "text": "a hunter2hunter2 b"}]}
-    cleaned = without_secrets(config, {"MY_TOKEN": "hunter2hunter2", "SHORT_TOKEN": "a"})
+    cleaned = remove_secrets(config, {"MY_TOKEN": "hunter2hunter2", "SHORT_TOKEN": "a"})
     assert cleaned == {**kept, "deep": [{"url": "https://***@host/p", "text": "a *** b"}]}

@@ -31,7 +31,7 @@ from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
 from titan.model.schema_llama4 import Llama4
 from titan.parallelism import mesh
-from titan.training.build import build as assemble
+from titan.training.build import build_train_step as assemble
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 EXACT = 1e-5  # law 3

@@ -118,7 +118,7 @@ def test_the_kernel_of_blocks(
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
     expectation = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
     with expectation, FakeTensorMode():
-        assert build._attention_kernel(composed(overrides), world) == kernel
+        assert build._choose_attention_kernel(composed(overrides), world) == kernel
 
 
 # --- what kernels are given

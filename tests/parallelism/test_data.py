@@ -18,7 +18,7 @@ from titan.model.schema import Llama
 from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.schema import Layout
-from titan.training.train_step import GradAccumulation, Stage, TrainStep
+from titan.training.train_step import GradAccumulation, ModelStage, TrainStep
 
 CONFIG = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32)
 TIED = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, tied=True)
@@ -35,7 +35,7 @@ def build(config: Llama, wrap: str) -> TrainStep:
     whole gradients, or weights."""
     with torch.device("meta"):
         model: Any = config.build()
-    initial, stage = model.initial(), Stage(model)
+    initial, stage = model.initial(), ModelStage(model)
     if "fsdp" in wrap or wrap == "hsdp":
         sizes = (2, dist.get_world_size() // 2) if wrap == "hsdp" else (dist.get_world_size(),)
         group = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
@@ -59,7 +59,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     with torch.profiler.profile() as profile:
         train_step.backward(Microbatches(tokens[mine], targets[mine]), 0.5)
     count = {e.key: e.count for e in profile.key_averages()}
-    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in train_step.gradients()]
+    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in train_step.list_gradients()]
     return gradients, count.get("c10d::allreduce_", 0), count.get("c10d::_reduce_scatter_base_", 0)
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: 
     assert scattered == scatters * scattered_once
     assert bool(scattered) == (wrap != "ddp")
     assert bool(reduced) == (wrap in ("ddp", "hsdp"))
-    for gradient, other, expected in zip(gradients, others, alone.gradients(), strict=True):
+    for gradient, other, expected in zip(gradients, others, alone.list_gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert torch.equal(gradient, other)
 

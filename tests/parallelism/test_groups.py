@@ -364,7 +364,7 @@ STEPS = (
 def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", *STEPS, "cluster.step_timeout=5", "debug.hang_seconds=null", layout="ddp2")
     seen = train(run, gone(tmp_path / "gone"))
-    assert run.training.phase(3).step == 1
+    assert run.training.find_phase(3).step == 1
     assert seen[0].failure is not None
     assert seen[0].failure.startswith("waited 5 s for the other ranks: one of them hangs")
     assert "raise cluster.step_timeout" in seen[0].failure

@@ -15,7 +15,7 @@ from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy, assign, blocks_are_alike, check, in_group, module_names, shards_of
-from titan.training.worker import groups_of
+from titan.training.worker import list_groups
 
 NAMES = (
     "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight", "layers.0.ffn_norm.weight",
@@ -83,7 +83,7 @@ def test_groups_that_cannot_be(group: Strategy, tied: bool, message: str) -> Non
 def _placed(trainer: Any) -> dict[str, Any]:
     """How each parameter is sharded: the size of each mesh dimension, and the placements; and the process groups."""
     named = dict(trainer.train_step.named_parameters())
-    groups = sorted((group.dimension, len(group.ranks)) for group in groups_of(trainer.world).values())
+    groups = sorted((group.dimension, len(group.ranks)) for group in list_groups(trainer.world).values())
     return {"groups": groups} | {
         name: (tuple(p.device_mesh.shape), tuple(map(str, p.placements)))
         for name, p in named.items()

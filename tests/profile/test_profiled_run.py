@@ -50,19 +50,19 @@ def test_a_profile_has_readable_ranges_and_changes_nothing(tmp_path: Path, capsy
 def _hooks_at_the_end(trainer: Trainer) -> list[int]:
     """The number of hooks on a block beside FSDP's, when a profile has ended."""
     block, found = trainer.train_step.stages[0].model.blocks()[0], []
-    before, close = len(block._forward_hooks), trainer.profiling.close
+    before, close = len(block._forward_hooks), trainer.profiler.close
 
     def closing() -> None:
         close()
         found.append(len(block._forward_hooks) - before)
 
-    trainer.profiling.close = closing  # type: ignore[method-assign]
+    trainer.profiler.close = closing  # type: ignore[method-assign]
     return found
 
 
 @pytest.mark.full
 def test_the_file_now_asks_for_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "POLL", 0.0)
+    monkeypatch.setattr(profiling, "POLL_SECONDS", 0.0)
     run = tiny(tmp_path, *FAST, "training.steps=7", "profile.ranks=[1]", layout="ddp2")
     train(run, _touch_in_step_2)
     (found,) = summary.read(tmp_path, None)

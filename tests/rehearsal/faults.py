@@ -68,7 +68,7 @@ DEVICES = (
 WAITS = (
     _found(
         "single", "Trainer._step: aten::_local_scalar_dense", "item() in a step",
-        TRAINER, "norm = self.train_step.norm()\n", "norm = self.train_step.norm()\n        norm.item()\n",
+        TRAINER, "compute_norm = self.train_step.compute_norm()\n", "compute_norm = self.train_step.compute_norm()\n        compute_norm.item()\n",
     ),
     _found(
         "single", "_to_device.*pageable", "a batch in pageable memory",
@@ -93,7 +93,7 @@ WAITS = (
     ),
     _found(
         "ep", "ExpertLoad|expert_load", "a device's tensor indexed by a list",
-        "titan/training/expert_load.py", "[self._places, :-1]", "[list(self.routers), :-1]",
+        "titan/training/expert_load.py", "[self._layer_indices, :-1]", "[list(self.routers), :-1]",
     ),
 )  # fmt: skip
 STREAMS = (

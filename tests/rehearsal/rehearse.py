@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.rehearsal import build, surface, table, watch
 from tests.rehearsal.table import TABLE, Rehearsed
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 
 TOLERANCE = 1e-5
 LANES = 2
@@ -208,7 +208,7 @@ class Rehearsal:
 def losses(directory: Path) -> dict[int, float]:
     """Return the loss of each step of a run; none where it wrote no metrics."""
     file = directory / "metrics.jsonl"
-    lines: list[dict[str, Any]] = read_lines(file) if file.exists() else []
+    lines: list[dict[str, Any]] = read_records(file) if file.exists() else []
     return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
 
 

@@ -42,10 +42,10 @@ def trace(overrides: Sequence[str]) -> dict[str, float]:
     from titan.estimate.operations import speeds
     from titan.estimate.plan import hardware_of
     from titan.estimate.rank_sizes import GIB
-    from titan.training.trace.ranks import traced
+    from titan.training.trace.ranks import trace_run
 
     run = _run(tuple(overrides))
-    fullest = traced(run, speeds(hardware_of(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")).fullest
+    fullest = trace_run(run, speeds(hardware_of(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")).fullest
     return {"live": fullest.live.bytes / GIB, "reserved": fullest.gib, "events": fullest.events}
 
 

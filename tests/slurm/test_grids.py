@@ -19,7 +19,7 @@ from launchers.slurm.state import read_state
 from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY, learned, tiny, train
 from tests.support.slurm_cluster import Slurm
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.sweep import ledger
 from titan.sweep.ledger import TrialState
 
@@ -209,7 +209,7 @@ def _nodes(slurm: Slurm, nodes: dict[str, str]) -> dict[str, str]:
 
 def _lines(run: Path) -> int:
     """Steps that a run has written down, those that it did twice twice."""
-    return sum("loss" in line for line in read_lines(run / "metrics.jsonl"))
+    return sum("loss" in line for line in read_records(run / "metrics.jsonl"))
 
 
 def _from_steps(run: Path) -> list[int]:

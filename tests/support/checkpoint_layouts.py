@@ -30,7 +30,7 @@ from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.lock import locked
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.training.signals import StopSignals
 from titan.training.step_metrics import LOSS, VALID
 from titan.training.trainer import Trainer
@@ -182,7 +182,7 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
     """On one rank: each checkpoint in turn, and a step from it."""
     place = RankInfo(rank, size, rank, meeting if size > 1 else "")
     world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, exchange=True)
-    trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
+    trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
     with trainer.loader as loader:
         batch, trainer.loader = next(loader), None  # type: ignore[assignment]
         loaded = [_try(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]

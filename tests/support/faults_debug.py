@@ -81,8 +81,8 @@ FAULTS = (
     fault(
         "not finite: rows are counted from the micro-batch",
         "titan/training/not_finite.py",
-        "number_of(origin.microbatch * per_call + row)",
-        "number_of(row)",
+        "row_number_of(origin.microbatch * rows_per_microbatch + row)",
+        "row_number_of(row)",
         "training/test_not_finite.py::test_the_origin_of_a_planted_value_is_named[single-forward]",
     ),
     fault(
@@ -101,30 +101,30 @@ FAULTS = (
     ),
     fault(
         "not finite: the operation is the last one",
-        "titan/training/operations.py",
-        "known = self._first is not None or not _writes(func, name)",
-        "known = not _writes(func, name)",
+        "titan/training/non_finite_op_mode.py",
+        "skips_check = self._first is not None or not _completes_result(func, name)",
+        "skips_check = not _completes_result(func, name)",
         "training/test_not_finite.py::test_the_first_operation_with_a_value_that_is_not_finite",
     ),
     fault(
         "spikes: the window's largest loss is its middle",
         "titan/metrics/spikes.py",
-        "usual = median(self.losses)",
-        "usual = max(self.losses)",
+        "window_median = median(self.losses)",
+        "window_median = max(self.losses)",
         "metrics/test_spikes.py",
     ),
     fault(
         "replay: a checkpoint behind the step",
         "titan/training/replay/request.py",
-        "before = [step for step in found if step < settings.step]",
-        "before = [step for step in found if step <= settings.step]",
+        "earlier_steps = [step for step in checkpoints if step < settings.step]",
+        "earlier_steps = [step for step in checkpoints if step <= settings.step]",
         "commands/test_replay.py::test_what_can_not_be_replayed_is_refused",
     ),
     fault(
         "replay: the text is that of the rows before",
         "titan/replay.py",
-        "first = side.run.training.rows_before(settings.step)",
-        "first = side.run.training.rows_before(settings.step - 1)",
+        "first = side.run.training.count_rows_before(settings.step)",
+        "first = side.run.training.count_rows_before(settings.step - 1)",
         "commands/test_replay.py::test_the_largest_losses_are_those_of_the_step",
     ),
     fault(
@@ -144,8 +144,8 @@ FAULTS = (
     fault(
         "slow ranks: waiting for others is a rank's own time",
         "titan/training/rank_times.py",
-        'own = figures["step_seconds"] - figures["wait_seconds"]',
-        'own = figures["step_seconds"]',
+        'own_seconds = figures["step_seconds"] - figures["wait_seconds"]',
+        'own_seconds = figures["step_seconds"]',
         "training/test_rank_times.py::test_the_slow_rank_is_named[ddp]",
     ),
     fault(

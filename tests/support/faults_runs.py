@@ -309,7 +309,7 @@ ESTIMATES = (
     fault(
         "trace: operations of the update belong to no block",
         "titan/training/trace/recorder.py",
-        "self.owner = next((o for o in map(self._home, given) if o not in (NONE, BEFORE, AFTER)), NONE)",
+        "self.owner = next((o for o in map(self._find_block, part_inputs) if o not in (NONE, BEFORE, AFTER)), NONE)",
         "self.owner = NONE",
         "training/test_trace.py::test_a_composed_trace_equals_the_whole_one",
     ),

@@ -17,10 +17,10 @@ FAULTS = (
     ),
     fault(
         "schedule: weight decay compounds over resumed steps",
-        "titan/schedule/rates.py",
-        'group["weight_decay"] = decay * factors.weight_decay',
+        "titan/schedule/optimizer_schedule.py",
+        'group["weight_decay"] = weight_decay * factors.weight_decay',
         'group["weight_decay"] *= factors.weight_decay',
-        "schedule/test_rates.py",
+        "schedule/test_optimizer_schedule.py",
     ),
     fault(
         "schedule: warm-up begins at the peak",
@@ -46,8 +46,8 @@ FAULTS = (
     fault(
         "hooks: they see gradients after clipping only",
         "titan/hooks/calls.py",
-        'self._before[step] = self._call("before_optimizer", step, {}, waits=False)',
-        "self._before[step] = {}",
+        'self._optimizer_logs[step] = self._call_methods("before_optimizer", step, {}, waits_for_device=False)',
+        "self._optimizer_logs[step] = {}",
         "hooks/test_hooks.py::test_every_moment_in_order",
     ),
     fault(
@@ -74,8 +74,8 @@ FAULTS = (
     fault(
         "evaluation: targets of padding are scored",
         "titan/training/evaluation/likelihoods.py",
-        "found[:, 0] += losses.double().where(valid, 0).sum(1)",
-        "found[:, 0] += losses.double().sum(1)",
+        "sums[:, 0] += losses.double().where(valid, 0).sum(1)",
+        "sums[:, 0] += losses.double().sum(1)",
         "commands/test_evaluate.py::test_exported_weights_score_as_the_reference",
     ),
     fault(

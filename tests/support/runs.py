@@ -27,7 +27,7 @@ from titan.dataset import permutation
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
@@ -87,7 +87,7 @@ def mix_of(run: Run) -> RowMixture:
 
 def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     """A complete checkpoint of `run` after `step` steps, without weights."""
-    rows = run.training.rows_before(step + 1)
+    rows = run.training.count_rows_before(step + 1)
     data = permutation.state(rows, mix_of(run).fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
     begun = read_attempts(Path(run.directory))
@@ -174,7 +174,7 @@ def difference(a: Tensors, b: Tensors) -> float:
 
 def steps(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that tell of a step; of a step that was done again, the last one."""
-    lines = read_lines(Path(run.directory) / "metrics.jsonl")
+    lines = read_records(Path(run.directory) / "metrics.jsonl")
     by_step = {line["step"]: line for line in lines if "loss" in line}
     return [by_step[step] for step in sorted(by_step)]
 

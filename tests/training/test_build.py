@@ -17,13 +17,13 @@ from titan.dataset.loader import IGNORED
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.training.train_step import TrainStep
 
 
 def built(run: Run, notes: list[str] | None = None) -> TrainStep:
     world = mesh.connect(RankInfo(), run.layout, "cpu", 30)
-    return build(run, world, (notes if notes is not None else []).append)
+    return build_train_step(run, world, (notes if notes is not None else []).append)
 
 
 def batch(microbatches: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: lis
 
 def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
     world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 300)
-    train_step = build(run, world)
+    train_step = build_train_step(run, world)
     managed = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
     assert managed == {id(p) for p in train_step.parameters()}
     world.barrier()  # before anyone leaves: the others may connect further groups still
@@ -91,7 +91,7 @@ def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
     loss, other = whole.backward(Microbatches(*batch(1, 8)), 0.25), parts.backward(Microbatches(*batch(*cut)), 0.25)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
     assert parts.evaluate(Microbatches(*batch(*cut))).item() == pytest.approx(loss.item(), rel=1e-6)
-    for gradient, expected in zip(parts.gradients(), whole.gradients(), strict=True):
+    for gradient, expected in zip(parts.list_gradients(), whole.list_gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -102,10 +102,10 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
     without, train_step, alone = built(run), built(run), built(run)
     loss, other = without.backward(Microbatches(tokens, targets), 1.0), train_step.backward(Microbatches(*padded), 1.0)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
-    for gradient, expected in zip(train_step.gradients(), without.gradients(), strict=True):
+    for gradient, expected in zip(train_step.list_gradients(), without.list_gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert alone.backward(Microbatches(torch.zeros_like(empty), empty), 1.0) == 0
-    assert all(not g.any() for g in alone.gradients())
+    assert all(not g.any() for g in alone.list_gradients())
 
 
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:

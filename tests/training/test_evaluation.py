@@ -17,10 +17,10 @@ from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.errors import ConfigError
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.parallelism.mesh import World
 from titan.run.run import Run
-from titan.training.evaluation.sets import eval_sets
+from titan.training.evaluation.sets import build_eval_sets
 from titan.training.trainer import Trainer
 
 BASE = (
@@ -53,7 +53,7 @@ def trained(directory: Path, given: list[str], *more: str) -> Run:
 
 def measured(run: Run) -> dict[str, float]:
     """The figures of the last evaluation."""
-    lines = [line for line in read_lines(Path(run.directory) / "metrics.jsonl") if "validation_loss" in line]
+    lines = [line for line in read_records(Path(run.directory) / "metrics.jsonl") if "validation_loss" in line]
     return {key: value for key, value in lines[-1].items() if key.startswith(("evaluation/", "validation", "ema/"))}
 
 
@@ -107,7 +107,7 @@ def test_a_moving_average_is_that_of_all_steps(tmp_path: Path) -> None:
     run = tiny(tmp_path / "two", *more, "training.steps=4")
     _, (halved,) = in_two_attempts(run, run)
     assert same(averages(halved), averages(seen))
-    lines = [line for line in read_lines(tmp_path / "one" / "metrics.jsonl") if "validation_loss" in line]
+    lines = [line for line in read_records(tmp_path / "one" / "metrics.jsonl") if "validation_loss" in line]
     assert lines[-1]["ema/validation_loss"] != lines[-1]["validation_loss"]
 
 
@@ -131,7 +131,7 @@ def test_a_step_that_was_not_finite_leaves_the_average_as_it_is(tmp_path: Path) 
             return whole({n: t for n, t in train_state_dict(trainer.train_step).items() if n.endswith(".ema")})
 
         assert trainer.average is not None
-        trainer.average.begin()
+        trainer.average.copy_weights()
         at_first = averaged()
         for parameter in trainer.train_step.parameters():
             parameter.data.add_(1)
@@ -160,6 +160,6 @@ def test_an_empty_set_is_reported(
     corpus = prepared_folders.write(tmp_path / "corpus", [[[1] * 40]], validation=validation)
     mix = RowMixture((TokenSequences("one", corpus, 16, 9),), (MixturePhase(0, (BLOCK,)),))
     world = World(RankInfo(), run.layout, torch.device("cpu"))
-    sets = eval_sets(run, world, mix, shown.append, lambda: False)
+    sets = build_eval_sets(run, world, mix, shown.append, lambda: False)
     assert bool(sets) == (bool(validation) and not line)
     assert line in "".join(shown) and len(shown) == bool(line)

@@ -14,14 +14,14 @@ from tests.support.matrix_experts import MODELS
 from tests.support.runs import steps, tiny, train
 from tests.support.tiers import full
 from titan.model.experts import Router
-from titan.training.expert_load import STEPS, ExpertLoad
+from titan.training.expert_load import COLLAPSE_STEPS, ExpertLoad
 from titan.training.trainer import Trainer
 
 
 def spied(trainer: Trainer) -> list[list[float]]:
     """The counts of each step, as the trainer hands them on."""
     seen: list[list[float]] = []
-    load: Any = trainer.load
+    load: Any = trainer.expert_load
     update = load.update
 
     def spy(counts: Tensor, skipped: Tensor) -> None:
@@ -72,15 +72,17 @@ def test_a_bias_moves_against_the_load() -> None:
 
 def test_figures_of_the_load() -> None:
     load, _ = load_of([6, 2, 4, 0])
-    found = load.record([8, 0, 0, 0, 3], each=False)
+    found = load.build_record([8, 0, 0, 0, 3], per_expert=False)
     assert found == {"expert_load_max": 4, "expert_load_min": 0, "expert_entropy": 0, "expert_dropped": 3 / 8}
-    assert load.record([2, 2, 2, 2, 0], each=False)["expert_entropy"] == pytest.approx(1)
-    assert load.record([0, 0, 0, 0, 0], each=True) == {}
+    assert load.build_record([2, 2, 2, 2, 0], per_expert=False)["expert_entropy"] == pytest.approx(1)
+    assert load.build_record([0, 0, 0, 0, 0], per_expert=True) == {}
 
 
 def test_a_collapsed_router_is_reported_once() -> None:
     load, _ = load_of([6, 2, 4, 0, 0, 0, 0, 0])
-    reported = [load.collapsed([9, 1, 0, 0, 0, 0, 0, 0, 0]) for _ in range(2 * STEPS)]
-    assert [i for i, lines in enumerate(reported, 1) if lines] == [STEPS]
-    assert "the router of layer 0 has collapsed" in reported[STEPS - 1][0]
-    assert [load.collapsed([2, 2, 2, 1, 1, 0, 0, 0, 0]) for _ in range(2 * STEPS)] == [[]] * 2 * STEPS
+    reported = [load.check_collapse([9, 1, 0, 0, 0, 0, 0, 0, 0]) for _ in range(2 * COLLAPSE_STEPS)]
+    assert [i for i, lines in enumerate(reported, 1) if lines] == [COLLAPSE_STEPS]
+    assert "the router of layer 0 has collapsed" in reported[COLLAPSE_STEPS - 1][0]
+    assert [load.check_collapse([2, 2, 2, 1, 1, 0, 0, 0, 0]) for _ in range(2 * COLLAPSE_STEPS)] == [
+        []
+    ] * 2 * COLLAPSE_STEPS

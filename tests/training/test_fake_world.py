@@ -23,7 +23,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 
 
 class MatmulFlops(TorchDispatchMode):
@@ -61,12 +61,12 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = mesh.build_world(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
-    train_step = build(run, dataclasses.replace(world, memory=lambda: fake))
+    train_step = build_train_step(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, MatmulFlops() as matmuls:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         train_step.backward(Microbatches(tokens, targets), 1.0)
-        train_step.norm()
+        train_step.compute_norm()
         train_step.optimizer.step()
     length = shape[-1] if train_step.token_positions is None else len(train_step.token_positions(shape[-1]))
     return Simulated(matmuls.flops, sum(p.numel() for p in train_step.parameters()), length)

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.support.matrix import MODEL
 from tests.support.runs import learned, steps, tiny, train
 from tests.support.tiers import table
-from titan.metrics.lines import read_lines
-from titan.training.operations import Operations
+from titan.metrics.lines import read_records
+from titan.training.non_finite_op_mode import NonFiniteOpMode
 from titan.training.trainer import Trainer
 
 SETTINGS = (
@@ -77,7 +77,7 @@ def plant(module: str, direction: str, rank: int) -> Callable[[Trainer], None]:
 def fields_of(trainer: Trainer) -> Tensor:
     """The targets of the row that fails."""
     training = trainer.run.training
-    number = training.rows_before(STEP) + PLACE
+    number = training.count_rows_before(STEP) + PLACE
     which, rows = trainer.mix.locate(trainer.mix.numbers(torch.tensor([number]).numpy()))
     start = int(rows[0]) * training.seq_len
     stored = trainer.mix.sources[int(which[0])].corpus.train.read(start, training.seq_len + 1)
@@ -116,7 +116,7 @@ def test_the_origin_of_a_planted_value_is_named(
     seen = train(run, plant(module, direction, rank))
     assert [one.code for one in seen] == [0] * run.layout.devices
     sentence = f"the first non-finite value is in the {direction} pass of {module}, operation masked_fill, {where}"
-    found = [line.get("not_finite") for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
+    found = [line.get("not_finite") for line in read_records(tmp_path / "metrics.jsonl") if "loss" in line]
     assert found == [None, sentence, None, None]
     assert f"{sentence}; the weights are unchanged" in (tmp_path / "log" / "rank-0.log").read_text()
     details = json.loads((tmp_path / "debug" / f"not-finite-step-{STEP}.json").read_text())
@@ -162,7 +162,7 @@ OPERATIONS: dict[str, tuple[Callable[[], object], str | None]] = {
 def test_the_first_operation_with_a_value_that_is_not_finite(
     compute: Callable[[], object], operation: str | None
 ) -> None:
-    operations = Operations()
+    operations = NonFiniteOpMode()
     with operations:
         compute()
-    assert (operations.take(), operations.take()) == (operation, None)
+    assert (operations.take_first(), operations.take_first()) == (operation, None)

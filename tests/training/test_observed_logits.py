@@ -23,7 +23,7 @@ def largest(chunk: int | None, positions: Tensor | None, documents: Tensor | Non
     )
     given = {"positions": positions, "document_ids": documents}
     call: Any = SimpleNamespace(microbatch=0, argument=lambda place, name: given[name])
-    return float(Observer._largest_logit(fake, call, q, k, chunk))
+    return float(Observer._find_largest_logit(fake, call, q, k, chunk))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
-from titan.training.rank_times import RankTimes, SlowRanks, median_of_others
+from titan.training.rank_times import RankTimes, SlowRanks, compute_peer_medians
 from titan.training.trainer import Trainer
 
 FAST = ("metrics.sample_tokens=0", "checkpoint=off", "compile=off", "training.steps=9", "profile.slow_steps=4")
@@ -73,7 +73,7 @@ def test_waits_belong_to_the_step_in_which_they_came() -> None:
         times.end_step(step)
 
     def finished(step: int) -> float:
-        times.finished(step, 9.0, 0.0)
+        times.finish_step(step, 9.0, 0.0)
         assert times.latest is not None and times.latest[0] == step
         return times.latest[1][2]
 
@@ -115,26 +115,26 @@ def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
 def test_slow_ranks(layout: Layout, own: list[float], data: list[float], news: str | None) -> None:
     ranks, alike = SlowRanks(Profile(slow_steps=3), layout), np.ones(layout.devices)
     times = np.array(own, float), np.array(data, float)
-    assert ranks.add(*times) == ranks.add(alike, times[1]) == [], "too few steps"
-    found = ranks.add(*times)
-    assert bool(found) == bool(ranks.named) == (news is not None)
+    assert ranks.add_step(*times) == ranks.add_step(alike, times[1]) == [], "too few steps"
+    found = ranks.add_step(*times)
+    assert bool(found) == bool(ranks.ranks) == (news is not None)
     if news is not None:
         assert len(found) == 1 and re.search(news, found[0])
-        assert ranks.add(*times) == [], "once"
-        assert ranks.add(alike, times[1]) == []
-        assert ranks.add(alike, times[1]) == [f"rank {found[0].split()[1]} is no longer slow"]
-        assert ranks.named == []
+        assert ranks.add_step(*times) == [], "once"
+        assert ranks.add_step(alike, times[1]) == []
+        assert ranks.add_step(alike, times[1]) == [f"rank {found[0].split()[1]} is no longer slow"]
+        assert ranks.ranks == []
 
 
 def test_no_rank_is_named_where_none_is_asked_for() -> None:
     ranks = SlowRanks(Profile(slow_steps=0), Layout(replicate=2))
-    assert ranks.add(np.array([1.0, 9.0]), np.zeros(2)) == ranks.named == []
+    assert ranks.add_step(np.array([1.0, 9.0]), np.zeros(2)) == ranks.ranks == []
 
 
 @given(lists(tuples(integers(0, 2), floats(0, 9)), min_size=1, max_size=12))
 def test_the_median_of_others(pairs: list[tuple[int, float]]) -> None:
     groups, values = (list(column) for column in zip(*pairs, strict=True))
-    found = median_of_others(np.array(values), np.array(groups))
+    found = compute_peer_medians(np.array(values), np.array(groups))
     for rank, value in enumerate(values):
         others = [v for i, v in enumerate(values) if groups[i] == groups[rank] and i != rank]
         assert found[rank] == pytest.approx(median(others) if others else value)

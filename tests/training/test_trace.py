@@ -18,7 +18,7 @@ from titan.estimate.plan import device_speeds, hardware_of
 from titan.estimate.traced import result
 from titan.estimate.traced.result import RankResult
 from titan.run.run import Run
-from titan.training.trace.ranks import rank_trace, traced
+from titan.training.trace.ranks import build_rank_trace, trace_run
 
 MODEL = [
     "model=debug", "model.dim=512", "model.heads=8", "model.ffn=1536", "model.vocab=512", "training.seq_len=512",
@@ -55,7 +55,7 @@ def results(one: Run, rank: int, *whole: bool) -> list[RankResult]:
 
 
 def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
-    return result.rank_result(one, one.layout, speeds(one), rank_trace(one, rank, whole=whole), "cuda")
+    return result.rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS, ("fsdp",)))
@@ -88,7 +88,7 @@ def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) ->
 @pytest.mark.full
 def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
     one = run("1f1b")
-    found = traced(one, speeds(one))
+    found = trace_run(one, speeds(one))
     assert [rank.rank for rank in found.ranks] == [0, 1]
     assert found.step.spans
     parts = Counter(found.step.parts)
@@ -105,4 +105,4 @@ def test_code_that_needs_values_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     one = run("fsdp")
     with pytest.raises(ConfigError, match=r"plan\.trace=true: .*test_trace\.py:\d+ needs the value of a tensor"):
-        traced(one, speeds(one))
+        trace_run(one, speeds(one))

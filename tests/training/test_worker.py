@@ -49,7 +49,7 @@ class Closing:
 def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message: str, tmp_path: Path) -> None:
     trainer: Any = Closing(tiny(tmp_path), error)
     with pytest.raises(type(error)):
-        worker._train(trainer, trainer.done.append)
+        worker._run_trainer(trainer, trainer.done.append)
     reported, closed = trainer.done
     assert str(reported).startswith(message)
     assert closed == "closed"
@@ -57,7 +57,9 @@ def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message:
 
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
-    error = worker.user_error(tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation"))
+    error = worker.to_user_error(
+        tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
+    )
     assert isinstance(error, RunError)
     assert f"slower than cluster.{name} allows" in str(error)
 
@@ -65,7 +67,7 @@ def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Pat
 def test_a_timeout_inside_of_a_pipeline_is_one_too(tmp_path: Path) -> None:
     error = RuntimeError("stage 0 failed")
     error.__cause__ = RuntimeError("a] Timed out waiting 600000ms for send operation")
-    assert isinstance(worker.user_error(tiny(tmp_path), error), RunError)
+    assert isinstance(worker.to_user_error(tiny(tmp_path), error), RunError)
 
 
 def destroyed() -> list[bool]:
@@ -106,7 +108,7 @@ def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> 
                 raise RunError("no model")
 
             calls = destroyed()
-            worker.build = fail  # type: ignore[assignment]
+            worker.build_train_step = fail  # type: ignore[assignment]
             try:
                 worker.work(run, attempt, RankInfo(number, size, number, f"file://{tmp_path}/meeting"))
             except RunError as failure:

@@ -21,7 +21,7 @@ from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.weights.formats import open_weights
 from titan.weights.interface import Weights
 from titan.weights.load import load_weights
@@ -66,7 +66,7 @@ def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
 def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[Mapping[str, Tensor], int, int]:
     """A rank's parameters, whole; how many numbers it has read, and how many it holds."""
     world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 300)
-    train_step = build(run, world)
+    train_step = build_train_step(run, world)
     weights = Counted(open_weights(path))
     state = dict(train_step.named_parameters())
     load_weights(state, weights, no_dist=size == 1)

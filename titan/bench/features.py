@@ -102,7 +102,7 @@ def _side(
     turns = Turns(f"{folder}/turns", ranks, side)
     world = connect(trials[side][0], own, devices, f"{meeting}-{side}" if devices > 1 else "")
     with _recorded(trainer(trials[side], world), trials[side]) as one:
-        one.loop(steps)
+        one.run_steps(steps)
         times = [turns.take(partial(_turn, one, steps), own == 0) for _ in range(rounds)]
     if own == 0:
         Path(folder, f"{side}.json").write_text(json.dumps(times))
@@ -112,23 +112,23 @@ def _side(
 
 def _turn(one: Trainer, steps: int) -> float:
     """Return the seconds of some steps, without what is written between two turns."""
-    one.times.steps.clear()
-    one.loop(steps)
-    return sum(seconds for seconds, _, _ in one.times.steps)
+    one.step_times.steps.clear()
+    one.run_steps(steps)
+    return sum(seconds for seconds, _, _ in one.step_times.steps)
 
 
 @contextmanager
 def _recorded(one: Trainer, trial: Trial) -> Iterator[Trainer]:
     """Let a trainer record, and be watched, as in a run."""
     from titan.debug.watch import Watch
-    from titan.training import recording
+    from titan.training import metrics_setup
 
     run, attempt = trial
     with ExitStack() as stack:
         stack.callback(one.close)
         stack.enter_context(Watch(Path(run.directory), one.world.rank_info, 1, one.activity, run.debug.hang_seconds))
         if one.world.is_rank0:
-            one.recorder = stack.enter_context(recording.recorder(run, attempt, print))
+            one.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
         yield one
 
 

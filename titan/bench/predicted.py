@@ -230,13 +230,13 @@ def _train(run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: in
     """Train as one of the ranks and return the memory of the fullest one."""
     from titan.bench import trials
     from titan.metrics.recorder import peak_resident_gib
-    from titan.training import recording
+    from titan.training import metrics_setup
 
     world = trials.connect(run, rank, ranks, meeting)
     trainer = trials.trainer((run, attempt), world)
-    with trainer.loader, recording.recorder(run, attempt, print) as recorder:
+    with trainer.loader, metrics_setup.build_recorder(run, attempt, print) as recorder:
         trainer.recorder = recorder if rank == 0 else None
-        trainer.loop(steps)
+        trainer.run_steps(steps)
         gib = peak_resident_gib()
         live = _live_bytes(trainer)
     fullest = [max(values) for values in zip(*world.gather((gib, live)), strict=True)]

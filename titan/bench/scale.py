@@ -310,19 +310,19 @@ def _read_metrics(ranks: int, meter: Meter, rank: int) -> None:
     none: Any = None  # the step itself is not measured
     times = RankTimes(run.profile, world, none, compiled=False)
     batch = Batch(np.zeros((2, 1, 1, 4), np.int32), 0, 0, 1, 1, valid=3, pairs=16)
-    others = np.random.default_rng(0).random(times.count)
+    others = np.random.default_rng(0).random(times.num_slots)
     for step in range(2 * STEPS):
         with meter if step >= STEPS else Meter():
             times.latest = step, [1.0] * len(FIGURES)
-            vector = step_metrics.pack(
-                torch.zeros(()), batch, stop=False, requeue=False, save=False, slots=times.slots(step)
+            vector = step_metrics.pack_metrics(
+                torch.zeros(()), batch, stop=False, requeue=False, save=False, slots=times.build_slots(step)
             )
             summed = vector.numpy()
         summed[step_metrics.RANK_SLOTS :] += others
         with meter if step >= STEPS else Meter():
-            metrics, slots, _ = step_metrics.split(summed, times.count, 0)
-            times.read(step, slots)
-            step_metrics.batch_hash(metrics)
+            metrics, slots, _ = step_metrics.split_metrics(summed, times.num_slots, 0)
+            times.read_slots(step, slots)
+            step_metrics.format_batch_hash(metrics)
     meter.seconds /= STEPS
     times.close()
 

@@ -140,7 +140,7 @@ def measure_alternating(
     found: dict[Side, list[float]] = {"bare": [], "titan": []}
     with open_trainer(run) as (trainer, bare_loop):
         bare = bare_loop(case)
-        work: dict[Side, Callable[[int], None]] = {"bare": bare.steps, "titan": trainer.loop}
+        work: dict[Side, Callable[[int], None]] = {"bare": bare.steps, "titan": trainer.run_steps}
         for side in SIDES:
             work[side](WARM)
         for number in range(rounds):
@@ -197,7 +197,7 @@ def _open_side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Ca
     """Yield a function that trains a number of steps of one side."""
     if side == "titan":
         with open_trainer(run) as (trainer, _):
-            yield trainer.loop
+            yield trainer.run_steps
         return
     from titan.bench.bare_loop import BareLoop
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
@@ -212,8 +212,8 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]
     from titan.bench.bare_loop import BareLoop
     from titan.cluster.rank_info import RankInfo
     from titan.parallelism import mesh
-    from titan.training import recording
-    from titan.training.build import build
+    from titan.training import metrics_setup
+    from titan.training.build import build_train_step
     from titan.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
@@ -222,8 +222,8 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]
         if isinstance(attempt, attempts.FinishedRun):
             raise ConfigError(f"{folder} contains a finished run; empty it.")
         world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
-        trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
-        with recording.recorder(run, attempt, print) as recorder, trainer.loader:
+        trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
+        with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.recorder = recorder
             yield trainer, lambda case: BareLoop(_bare(run, case), trainer.mix, world.device, autocast=case.autocast)
 
@@ -246,9 +246,9 @@ def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) ->
     run = compose.composed([*overrides, *case.overrides])
     cuda = run.machine.device == "cuda"
     with open_trainer(run) as (trainer, _):
-        trainer.loop(WARM)
+        trainer.run_steps(WARM)
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
-            trainer.loop(steps)
+            trainer.run_steps(steps)
     torch._dynamo.reset()
     by = "self_device_time_total" if cuda else "self_cpu_time_total"
     return str(profiled.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=60))
@@ -293,10 +293,10 @@ def sync_location(run: Run, steps: int = 3) -> str:
     import torch
 
     with open_trainer(run) as (trainer, _):
-        trainer.loop(WARM)
+        trainer.run_steps(WARM)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            trainer.loop(steps)
+            trainer.run_steps(steps)
         except RuntimeError as error:
             if not str(error).startswith(SYNCHRONIZING):
                 raise

@@ -19,7 +19,7 @@ from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import attempts
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.training.signals import StopSignals
 from titan.training.trainer import Trainer
 
@@ -70,7 +70,7 @@ def connect(run: Run, rank: int, ranks: int, meeting: str) -> World:
 def trainer(trial: Trial, world: World) -> Trainer:
     """Return the trainer of a run on one of its ranks."""
     run, attempt = trial
-    return Trainer(run, attempt, world, build(run, world), StopSignals())
+    return Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
 
 
 def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, meeting: str, devices: int) -> dict[str, float]:
@@ -101,11 +101,11 @@ def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> d
 def _seconds(one: Trainer, world: World) -> float:
     """Return the lower quartile of the steps' times: what disturbs a step makes it longer."""
     with one.loader:
-        one.loop(WARM)
+        one.run_steps(WARM)
         world.barrier()
         taken = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            one.loop(1)
+            one.run_steps(1)
             taken.append(time.perf_counter() - start)
     return statistics.quantiles(taken, n=4)[0]

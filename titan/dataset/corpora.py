@@ -122,7 +122,7 @@ def data_digest(mix: RowMixture) -> str:
 def check_epochs(dataset: Dataset, training: Training, mix: RowMixture) -> None:
     """Raise ConfigError when the run reads a corpus for more epochs than `dataset.epochs` allows."""
     for part, rows, read in zip(
-        dataset.corpora().values(), mix.sources, mix.reads(training.rows_before(training.steps + 1)), strict=True
+        dataset.corpora().values(), mix.sources, mix.reads(training.count_rows_before(training.steps + 1)), strict=True
     ):
         size = rows.split.rows(training.seq_len)
         if part.epochs is not None and rows.corpus.complete and read > part.epochs * size:

@@ -31,10 +31,10 @@ class Context:
         self.run, self.rank, self.world_size = run, world.rank_info.rank, world.rank_info.world_size
         self.device, self.step, self.figures = world.device, 0, dict[str, Any]()
         self._name, self._world, self._parameters = name, world, parameters
-        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._names_of_all: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._logged: dict[str, float | Tensor] = {}
-        self._stop: str | None = None
-        self._waits = True
+        self._stop_reason: str | None = None
+        self._waits_for_device = True
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their names in the whole model; parts of them are DTensors."""
@@ -46,7 +46,7 @@ class Context:
         Raises:
             RuntimeError: at another moment than `before_optimizer`, when there are none.
         """
-        if self._waits:
+        if self._waits_for_device:
             raise RuntimeError("named_gradients() has gradients in before_optimizer only")
         return ((name, parameter.grad) for name, parameter in self._parameters() if parameter.grad is not None)
 
@@ -59,11 +59,11 @@ class Context:
         Returns:
             Scalars on the device, also for names that only other ranks have.
         """
-        own = tuple(tensors)
-        if own not in self._names:
-            of_all = self._world.gather(own)
-            self._names[own] = tuple(dict.fromkeys(name for names in of_all for name in names))
-        return tensor_norms.norms(tensors, self._names[own], self._world)
+        rank_names = tuple(tensors)
+        if rank_names not in self._names_of_all:
+            names_by_rank = self._world.gather(rank_names)
+            self._names_of_all[rank_names] = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
+        return tensor_norms.norms(tensors, self._names_of_all[rank_names], self._world)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; all ranks call it together."""
@@ -75,13 +75,13 @@ class Context:
         Before the optimizer a scalar tensor is copied without waiting for the device.
         """
         if isinstance(value, Tensor):
-            self._logged[name] = value.item() if self._waits else _start_copy(value)
+            self._logged[name] = value.item() if self._waits_for_device else _start_copy(value)
         else:
             self._logged[name] = float(value)
 
     def stop(self, reason: str) -> None:
         """Ask to end the run: any rank may, and all end it together within two more steps, with a checkpoint."""
-        self._stop = reason
+        self._stop_reason = reason
 
 
 def _start_copy(value: Tensor) -> Tensor:

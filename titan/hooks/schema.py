@@ -20,7 +20,7 @@ MOMENTS = (
     "on_run_end",
 )
 """The methods of a hook: each is called with a `titan.hooks.context.Context`, and a hook has some of them."""
-PREFIX = "hooks/"
+METRIC_PREFIX = "hooks/"
 """The prefix of a hook's own metrics in records: hooks/NAME/METRIC."""
 
 
@@ -40,7 +40,7 @@ class Hook:
         raise NotImplementedError
 
 
-def check(hooks: Mapping[str, Hook] | None) -> None:
+def check_hooks(hooks: Mapping[str, Hook] | None) -> None:
     """Raise ConfigError for names that metrics can't have.
 
     Raises:

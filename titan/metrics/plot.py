@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.console.numbers import short
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 
-SHARE = 0.02
+SMOOTHING_SHARE = 0.02
 """The share of the run that one smoothed point averages over."""
 BLUE, ORANGE, GREY, RED = "#2c6fbb", "#d9571e", "#6b6b6b", "#b3122b"
 
@@ -43,49 +43,53 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
     Returns:
         The file; None where matplotlib isn't installed or there is no loss.
     """
-    lines = read_lines(metrics_file)
-    training, validation, spikes = curve(lines, "loss"), curve(lines, "validation_loss"), marked(lines)
+    records = read_records(metrics_file)
+    training, validation, spikes = (
+        extract_curve(records, "loss"),
+        extract_curve(records, "validation_loss"),
+        select_spikes(records),
+    )
     if not (training.steps or validation.steps) or importlib.util.find_spec("matplotlib") is None:
         return None
-    _draw(training, validation, spikes, png)
+    _draw_figure(training, validation, spikes, png)
     return png
 
 
-def marked(records: Iterable[Mapping[str, Any]]) -> Curve:
+def select_spikes(records: Iterable[Mapping[str, Any]]) -> Curve:
     """Return the losses of the steps that are marked as spikes; the last record of a step counts."""
-    last = {record["step"]: record for record in records if "loss" in record and "step" in record}
-    return curve((record for record in last.values() if "spike" in record), "loss")
+    last_records = {record["step"]: record for record in records if "loss" in record and "step" in record}
+    return extract_curve((record for record in last_records.values() if "spike" in record), "loss")
 
 
-def curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
+def extract_curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
     """Return the finite values of `key` by step; a later record of the same step replaces the earlier one."""
-    last = {record["step"]: record for record in records if key in record and "step" in record}
-    kept = [last[step] for step in sorted(last) if _finite(last[step][key])]
+    last_records = {record["step"]: record for record in records if key in record and "step" in record}
+    finite_records = [last_records[step] for step in sorted(last_records) if _is_finite(last_records[step][key])]
     return Curve(
-        steps=tuple(int(record["step"]) for record in kept),
-        tokens=tuple(float(record.get("tokens", record["step"])) for record in kept),
-        values=tuple(float(record[key]) for record in kept),
+        steps=tuple(int(record["step"]) for record in finite_records),
+        tokens=tuple(float(record.get("tokens", record["step"])) for record in finite_records),
+        values=tuple(float(record[key]) for record in finite_records),
     )
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def smooth(values: Sequence[float], span: int) -> list[float]:
+def smooth_values(values: Sequence[float], span: int) -> list[float]:
     """Return the mean over windows of about `span` values, each centred on its value and so shorter towards the ends.
 
     Centred, because an average over the past alone lies above a falling loss.
     """
     sums = list(itertools.accumulate(values, initial=0.0))
-    out = []
+    means = []
     for index in range(len(values)):
         half = min(span // 2, index, len(values) - 1 - index)
-        out.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
-    return out
+        means.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+    return means
 
 
-def _draw(training: Curve, validation: Curve, spikes: Curve, png: Path) -> None:
+def _draw_figure(training: Curve, validation: Curve, spikes: Curve, png: Path) -> None:
     """Draw without pyplot, which keeps figures in a global registry."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -108,18 +112,18 @@ def _draw(training: Curve, validation: Curve, spikes: Curve, png: Path) -> None:
             label=f"validation, last {validation.values[-1]:.3f}",
         )
     if spikes.steps:
-        _plot_spikes(axes, spikes, _limits(training.values, validation.values)[1])
+        _plot_spikes(axes, spikes, _compute_limits(training.values, validation.values)[1])
     _format_axes(axes, training, validation)
     figure.savefig(png)
 
 
 def _plot_training(axes: Any, training: Curve) -> None:
-    span = round(SHARE * len(training.values))
+    span = round(SMOOTHING_SHARE * len(training.values))
     if span < 2:
         axes.plot(training.tokens, training.values, ".-", color=BLUE, linewidth=1.5, label="training")
         return
     axes.plot(training.tokens, training.values, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
-    smoothed = smooth(training.values, span)
+    smoothed = smooth_values(training.values, span)
     axes.plot(training.tokens, smoothed, color=BLUE, linewidth=1.8, zorder=3, label=f"training, mean over {span} steps")
 
 
@@ -139,16 +143,18 @@ def _format_axes(axes: Any, training: Curve, validation: Curve) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
     axes.set_xlim(0, 1.02 * max(*training.tokens, *validation.tokens, 1.0))
-    axes.set_ylim(*_limits(training.values, validation.values))
-    _step_axis(axes, training if training.steps else validation)
+    axes.set_ylim(*_compute_limits(training.values, validation.values))
+    _add_step_axis(axes, training if training.steps else validation)
 
 
-def _step_axis(axes: Any, by: Curve) -> None:
+def _add_step_axis(axes: Any, curve: Curve) -> None:
     """Add a second axis on top, in steps: exact where all steps have equally many tokens, else by the average."""
     from matplotlib.ticker import MaxNLocator
 
-    per_step = by.tokens[-1] / max(1, by.steps[-1]) or 1.0
-    steps = axes.secondary_xaxis("top", functions=(lambda tokens: tokens / per_step, lambda step: step * per_step))
+    tokens_per_step = curve.tokens[-1] / max(1, curve.steps[-1]) or 1.0
+    steps = axes.secondary_xaxis(
+        "top", functions=(lambda tokens: tokens / tokens_per_step, lambda step: step * tokens_per_step)
+    )
     steps.set_xlabel("step", color=GREY, fontsize=9)
     steps.tick_params(colors=GREY, labelsize=8)
     steps.spines["top"].set_visible(False)
@@ -156,11 +162,11 @@ def _step_axis(axes: Any, by: Curve) -> None:
     steps.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
 
 
-def _limits(*curves: Sequence[float]) -> tuple[float, float]:
+def _compute_limits(*curves: Sequence[float]) -> tuple[float, float]:
     """Return the range of the loss axis; the highest 0.5% of the values may lie outside of it."""
-    values = sorted(value for each in curves for value in each)
+    values = sorted(value for curve in curves for value in curve)
     low, high = values[0], values[-1]
-    usual = values[int(0.995 * (len(values) - 1))]
-    top = usual if high > usual + (usual - low) else high
+    percentile = values[int(0.995 * (len(values) - 1))]
+    top = percentile if high > percentile + (percentile - low) else high
     pad = 0.05 * (top - low) or 0.5
     return low - pad, top + pad

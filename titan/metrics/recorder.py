@@ -26,12 +26,12 @@ class Recorder:
     def __init__(self, directory: Path, attempt: int, trackers: Trackers, warn: Callable[[str], None]) -> None:
         """Take the run's directory, the attempt's number, the trackers, and a function that shows a warning."""
         self.attempt, self.trackers = attempt, trackers
-        self.lines = Lines(directory / "metrics.jsonl", warn)
+        self.writer = LineWriter(directory / "metrics.jsonl", warn)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
         record = {**record, "time": round(time.time(), 3), "attempt": self.attempt}
-        self.lines.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        self.writer.write(json.dumps({k: replace_non_finite(v) for k, v in record.items()}) + "\n")
         self.trackers.log(record)
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -41,29 +41,31 @@ class Recorder:
     def close(self) -> None:
         """Let the trackers flush, also those of a run that failed, and write the lines that are still buffered."""
         self.trackers.finish({}, hurry=True)
-        self.lines.write("")
+        self.writer.write("")
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
 
-class Lines:
+class LineWriter:
     """A file to which lines are appended, also across a full disk: what can't be written is buffered and retried."""
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file, self.warn, self.buffer, self.warned = file, warn, b"", False
-        with contextlib.suppress(OSError), file.open("rb") as there:
-            there.seek(-1, os.SEEK_END)
-            self.buffer = b"" if there.read() == b"\n" else b"\n"  # ends a truncated line
+        with contextlib.suppress(OSError), file.open("rb") as lines_file:
+            lines_file.seek(-1, os.SEEK_END)
+            self.buffer = b"" if lines_file.read() == b"\n" else b"\n"  # ends a truncated line
 
     def write(self, text: str) -> None:
         """Append text in one system call, so that a kill leaves no partial line."""
         self.buffer += text.encode()
         try:
-            self._flush()
+            self._flush_buffer()
         except OSError as error:
             if not self.warned:
                 self.warn(f"{self.file.name} can't be written ({error.strerror}); its lines are kept and retried")
@@ -71,17 +73,17 @@ class Lines:
         else:
             self.warned = False
 
-    def _flush(self) -> None:
+    def _flush_buffer(self) -> None:
         """Write the buffer; the file is opened each time, since its directory may have been replaced."""
         if not self.file.parent.is_dir():
             self.file.parent.mkdir(parents=True)
             self.warn(f"{self.file.parent} was removed; it is created again, and {self.file.name} starts empty")
-        with self.file.open("ab", buffering=0) as out:
+        with self.file.open("ab", buffering=0) as lines_file:
             while self.buffer:
-                self.buffer = self.buffer[out.write(self.buffer) :]
+                self.buffer = self.buffer[lines_file.write(self.buffer) :]
 
 
-class Speed:
+class StepSpeed:
     """Throughput, TFLOP/s and MFU from the seconds of a step.
 
     FLOPs per token: 6 for each weight of a matmul and 12 * layers * heads * head_dim * seq_len for attention,
@@ -92,9 +94,9 @@ class Speed:
 
     def __init__(self, model: Llama, devices: int, peak_tflops: float | None) -> None:
         """Take the model, the number of devices, and a device's dense peak in TFLOP/s; None: not known."""
-        self.model, self.devices, self.peak = model, devices, peak_tflops
+        self.model, self.devices, self.peak_tflops = model, devices, peak_tflops
 
-    def of(self, seconds: float, tokens: int, pairs: float) -> dict[str, float | None]:
+    def compute(self, seconds: float, tokens: int, pairs: float) -> dict[str, float | None]:
         """Return the speed of a step.
 
         Args:
@@ -102,13 +104,13 @@ class Speed:
             tokens: of all ranks.
             pairs: pairs of tokens that attend to each other: tokens * seq_len, or less with document masks.
         """
-        rate = tokens / seconds
-        tflops = rate / self.devices * self.model.flops_per_token(pairs / tokens) / 1e12
+        tokens_per_second = tokens / seconds
+        tflops = tokens_per_second / self.devices * self.model.flops_per_token(pairs / tokens) / 1e12
         return {
-            "tokens_per_second": rate,
-            "tokens_per_second_per_device": rate / self.devices,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / self.devices,
             "tflops_per_device": tflops,
-            "mfu": tflops / self.peak if self.peak else None,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
         }
 
 
@@ -130,6 +132,6 @@ def peak_resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Return `value`, or None when it is a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

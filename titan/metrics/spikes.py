@@ -8,30 +8,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-HIGH = 0.1
+MIN_RISE = 0.1
 """Nats: a smaller rise is no spike, however even the steps before it were."""
-FEWEST = 20
+MIN_LOSSES = 20
 """Losses that the window must have, where it is not shorter."""
-SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826
 """The standard deviation of a normal distribution by its median absolute deviation."""
 
 
 @dataclass(frozen=True)
-class Mark:
+class LossSpike:
     """A loss that is a spike: how many robust standard deviations it is above the median, and that median."""
 
     deviations: float
-    usual: float
+    window_median: float
 
-    def record(self) -> dict[str, float]:
+    def build_record(self) -> dict[str, float]:
         """Return the keys of the step's line of metrics.jsonl."""
-        return {"spike": self.deviations, "spike_median": self.usual}
+        return {"spike": self.deviations, "spike_median": self.window_median}
 
-    def sentence(self, step: int, loss: float, first: int, last: int) -> str:
+    def format_message(self, step: int, loss: float, first: int, last: int) -> str:
         """Return what the terminal says of it; `first` and `last` are the step's rows."""
         return (
             f"step {step}: the loss, {loss:.4f}, is a spike, {self.deviations:.1f} deviations above the median of "
-            f"{self.usual:.4f}: rows {first} to {last}"
+            f"{self.window_median:.4f}: rows {first} to {last}"
         )
 
 
@@ -41,21 +41,23 @@ class SpikeDetector:
     Median and median absolute deviation change little with the spikes that are in the window themselves.
     """
 
-    def __init__(self, window: int, deviations: float, before: Iterable[float | None] = ()) -> None:
+    def __init__(self, window: int, deviations: float, previous_losses: Iterable[float | None] = ()) -> None:
         """Take the number of steps, 0 to mark none, the limit, and the losses before the first."""
         self.window, self.deviations = window, deviations
-        self.losses = deque((x for x in before if x is not None and math.isfinite(x)), maxlen=window)
+        self.losses = deque((x for x in previous_losses if x is not None and math.isfinite(x)), maxlen=window)
 
-    def add(self, loss: float) -> Mark | None:
+    def add(self, loss: float) -> LossSpike | None:
         """Add the loss of the next step; return its mark if it is a spike."""
         if not (self.window and math.isfinite(loss)):
             return None
-        found = self._mark(loss) if len(self.losses) >= min(FEWEST, self.window) else None
+        spike = self._detect_spike(loss) if len(self.losses) >= min(MIN_LOSSES, self.window) else None
         self.losses.append(loss)
-        return found
+        return spike
 
-    def _mark(self, loss: float) -> Mark | None:
-        usual = median(self.losses)
-        sigma = SIGMA * median(abs(x - usual) for x in self.losses)
-        score = (loss - usual) / max(sigma, HIGH / self.deviations)  # a smaller rise than HIGH is within the limit
-        return Mark(score, usual) if score > self.deviations else None
+    def _detect_spike(self, loss: float) -> LossSpike | None:
+        window_median = median(self.losses)
+        sigma = MAD_TO_SIGMA * median(abs(x - window_median) for x in self.losses)
+        deviations = (loss - window_median) / max(
+            sigma, MIN_RISE / self.deviations
+        )  # a smaller rise than HIGH is within the limit
+        return LossSpike(deviations, window_median) if deviations > self.deviations else None

@@ -31,18 +31,18 @@ from typing import Any, Literal, Protocol
 
 from titan.config.settings import show
 from titan.console.text import redact
-from titan.hooks.schema import PREFIX
+from titan.hooks.schema import METRIC_PREFIX
 from titan.metrics.schema import Metrics
 
 Warn = Callable[[str], None]
 
-BACKLOG = 10_000
+MAX_QUEUED_RECORDS = 10_000
 """The number of records in a slow tracker's queue at which it is dropped."""
-PATIENCE = 20.0
+PATIENCE_SECONDS = 20.0
 """Seconds that the end of a run waits for its trackers; W&B may take longer where the run is finished."""
-NOTICE = 5.0
+NOTICE_SECONDS = 5.0
 """Seconds of waiting after which the user is warned."""
-TAG = 64
+MAX_TAG_LENGTH = 64
 """Characters of a tag that W&B accepts."""
 INIT_SECONDS = 10.0
 """wandb's timeout for starting a run; without a network it fails after about three times this."""
@@ -71,8 +71,8 @@ class Trackers:
         self,
         openers: Mapping[str, Opener],
         warn: Warn,
-        patience: float = PATIENCE,
-        longer: Mapping[str, float] | None = None,
+        patience: float = PATIENCE_SECONDS,
+        longer_patience: Mapping[str, float] | None = None,
     ) -> None:
         """Start opening the trackers in the background.
 
@@ -80,15 +80,15 @@ class Trackers:
             openers: by the setting that asks for the tracker, for warnings.
             warn: shows a sentence to the user; only called from the thread that calls `log` and `finish`.
             patience: seconds that `finish` waits for a tracker.
-            longer: the same for single trackers, unless in a hurry.
+            longer_patience: the same for single trackers, unless in a hurry.
         """
-        self._warn, self._patience, self._longer = warn, patience, longer or {}
-        self._workers = [_Worker(name, opener) for name, opener in openers.items()]
+        self._warn, self._patience, self._longer_patience = warn, patience, longer_patience or {}
+        self._workers = [_TrackerThread(name, opener) for name, opener in openers.items()]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Queue a record for every tracker."""
         for worker in self._workers:
-            worker.put(("log", dict(record)))
+            worker.put_call(("log", dict(record)))
         self._show_warnings()
 
     def finish(self, result: Mapping[str, Any], *, hurry: bool = False) -> None:
@@ -98,81 +98,81 @@ class Trackers:
             result: the content of result.json.
             hurry: whether a signal or an error ended the run, so that none may take longer.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         for worker in self._workers:
-            worker.put(("finish", dict(result)))
+            worker.put_call(("finish", dict(result)))
         for worker in self._workers:
-            patience = self._patience if hurry else self._longer.get(worker.name, self._patience)
-            if patience > NOTICE and not worker.ended(began + NOTICE):
+            patience = self._patience if hurry else self._longer_patience.get(worker.name, self._patience)
+            if patience > NOTICE_SECONDS and not worker.join_until(start + NOTICE_SECONDS):
                 self._warn(f"{worker.name}: it is still sending; the run waits {patience:g} s at most.")
-            worker.wait(began + patience, patience)
+            worker.wait_or_fail(start + patience, patience)
         self._show_warnings()
         self._workers = []
 
     def _show_warnings(self) -> None:
         """Show the workers' warnings, and drop those that failed."""
         for worker in self._workers:
-            for warning in worker.warnings():
+            for warning in worker.take_warnings():
                 self._warn(warning)
         self._workers = [worker for worker in self._workers if not worker.failed]
 
 
-class _Worker:
+class _TrackerThread:
     """A tracker in its own thread, a daemon thread so that it can't keep the process alive."""
 
     def __init__(self, name: str, opener: Opener) -> None:
         self.failed = False
         self.name = name
-        self._jobs: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(BACKLOG)
+        self._calls: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MAX_QUEUED_RECORDS)
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(opener,), name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_calls, args=(opener,), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, job: tuple[str, dict[str, Any]]) -> None:
+    def put_call(self, call: tuple[str, dict[str, Any]]) -> None:
         """Queue a call: the tracker's method and its argument."""
         try:
-            self._jobs.put_nowait(job)
+            self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"its queue is full ({BACKLOG} records)")
+            self._drop_tracker(f"its queue is full ({MAX_QUEUED_RECORDS} records)")
 
-    def ended(self, deadline: float) -> bool:
+    def join_until(self, deadline: float) -> bool:
         """Wait for the thread's end until a time of the monotonic clock; return whether it came, or a failure."""
         if not self.failed:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return self.failed or not self._thread.is_alive()
 
-    def wait(self, deadline: float, patience: float) -> None:
+    def wait_or_fail(self, deadline: float, patience: float) -> None:
         """Wait for the thread's end; a tracker that is still busy at the deadline has failed."""
-        if not self.ended(deadline):
-            self._fail(f"it did not close within {patience:g} s of the end of the run")
+        if not self.join_until(deadline):
+            self._drop_tracker(f"it did not close within {patience:g} s of the end of the run")
 
-    def warnings(self) -> Iterator[str]:
+    def take_warnings(self) -> Iterator[str]:
         """Return the warnings since the last call."""
         while not self._warnings.empty():
             yield self._warnings.get()
 
-    def _run(self, opener: Opener) -> None:
+    def _run_calls(self, opener: Opener) -> None:
         try:
             tracker, method = opener(self._warnings.put), ""
             while method != "finish" and not self.failed:
-                method, argument = self._jobs.get()
+                method, argument = self._calls.get()
                 getattr(tracker, method)(argument)
         except BaseException as error:  # SystemExit too must be reported
             if not self.failed:
-                self._fail(_first_line(error))
+                self._drop_tracker(_summarise_error(error))
 
-    def _fail(self, reason: str) -> None:
+    def _drop_tracker(self, reason: str) -> None:
         self.failed = True
         self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
-def _first_line(error: BaseException) -> str:
+def _summarise_error(error: BaseException) -> str:
     text = hide_secrets(str(error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class RunDescription:
     """What trackers show of a run beside its records.
 
     Attributes:
@@ -192,71 +192,71 @@ class About:
     sweep: str | None = None
 
     @property
-    def all(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Settings and facts, without secrets."""
-        return without_secrets({**self.config, **self.facts})
+        return remove_secrets({**self.config, **self.facts})
 
 
-def open_trackers(metrics: Metrics, *, directory: Path, about: About, warn: Warn) -> Trackers:
+def open_trackers(metrics: Metrics, *, directory: Path, description: RunDescription, warn: Warn) -> Trackers:
     """Open the trackers that the settings ask for.
 
     Args:
         metrics: the settings.
         directory: the run's directory; trackers write to tensorboard/ and wandb/ in it.
-        about: the run.
+        description: the run.
         warn: shows a sentence to the user.
     """
-    wanted: dict[str, tuple[str, Opener]] = {}
+    requested: dict[str, tuple[str, Opener]] = {}
     if metrics.tensorboard:
-        wanted["metrics.tensorboard=true"] = (
+        requested["metrics.tensorboard=true"] = (
             "tensorboard",
-            lambda _: TensorBoard(directory / "tensorboard", about.all),
+            lambda _: TensorBoard(directory / "tensorboard", description.metadata),
         )
     if metrics.wandb:
-        wanted["metrics.wandb=true"] = (
-            "wandb", lambda show: WeightsAndBiases(metrics, directory, wandb_options(metrics, about), show),
+        requested["metrics.wandb=true"] = (
+            "wandb", lambda show: WeightsAndBiases(metrics, directory, build_wandb_options(metrics, description), show),
         )  # fmt: skip
     openers = {}
-    for setting, (package, opener) in wanted.items():
-        if _installed(package):
+    for setting, (package, opener) in requested.items():
+        if _is_installed(package):
             openers[setting] = opener
         else:
             warn(f"{setting}: the package {package} is not installed (pip install {package}); continuing without it.")
-    return Trackers(openers, warn, longer={"metrics.wandb=true": 60 * metrics.wandb_finish_minutes})
+    return Trackers(openers, warn, longer_patience={"metrics.wandb=true": 60 * metrics.wandb_finish_minutes})
 
 
-def wandb_options(metrics: Metrics, about: About) -> dict[str, Any]:
+def build_wandb_options(metrics: Metrics, description: RunDescription) -> dict[str, Any]:
     """Return what describes a run to wandb.init."""
-    tags = dict.fromkeys([*metrics.wandb_tags, *([about.sweep] if about.sweep else [])])
+    tags = dict.fromkeys([*metrics.wandb_tags, *([description.sweep] if description.sweep else [])])
     return {
-        "id": about.run_id,
-        "group": metrics.wandb_group or about.group_id,
-        "name": about.name,
-        "tags": [tag[:TAG] for tag in tags],
-        "config": about.all,
+        "id": description.run_id,
+        "group": metrics.wandb_group or description.group_id,
+        "name": description.name,
+        "tags": [tag[:MAX_TAG_LENGTH] for tag in tags],
+        "config": description.metadata,
     }
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     """Whether a package is installed; a namespace folder of that name, such as a run's wandb/, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+def extract_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names in a tracker: train/loss, validation/loss, hooks/NAME/METRIC.
 
     Lists, strings and booleans are left out, and so are the step, which is the axis, and the time, which trackers
     record themselves: TensorBoard's values are fp32, in which a time is known to two minutes.
     """
     validation = "validation_loss" in record and "loss" not in record
-    named = {}
+    scalars = {}
     for key, value in record.items():
         if key not in ("step", "time") and isinstance(value, numbers.Real) and not isinstance(value, bool):
-            short = key.removeprefix("validation_")
-            group = "validation" if validation or short != key else "train"
-            named[key if key.startswith(PREFIX) else f"{group}/{short}"] = float(value)
-    return named
+            short_name = key.removeprefix("validation_")
+            group = "validation" if validation or short_name != key else "train"
+            scalars[key if key.startswith(METRIC_PREFIX) else f"{group}/{short_name}"] = float(value)
+    return scalars
 
 
 class TensorBoard:
@@ -273,9 +273,13 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         describe: Any = hparams
-        self._begin, self._settings, self._end = describe(hyperparameters(settings), dict.fromkeys(SHOWN, 0.0))
+        self._start_summary, self._settings_summary, self._end_summary = describe(
+            flatten_settings(settings), dict.fromkeys(HPARAM_METRICS, 0.0)
+        )
         directory.mkdir(parents=True, exist_ok=True)
-        self._open: Callable[[int], Any] = lambda step: SummaryWriter(str(directory), purge_step=step, flush_secs=30)
+        self._open_writer: Callable[[int], Any] = lambda step: SummaryWriter(
+            str(directory), purge_step=step, flush_secs=30
+        )
         self._writer: Any = None
         self._step = 0
 
@@ -285,38 +289,38 @@ class TensorBoard:
             return
         self._step = int(record["step"])
         if self._writer is None:
-            self._writer = self._open(self._step)
-            self._add(self._begin, self._settings)
-        for name, value in scalars(record).items():
+            self._writer = self._open_writer(self._step)
+            self._add_summaries(self._start_summary, self._settings_summary)
+        for name, value in extract_scalars(record).items():
             self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
 
-    def _add(self, *summaries: Any) -> None:
+    def _add_summaries(self, *summaries: Any) -> None:
         for summary in summaries:
             self._writer.file_writer.add_summary(summary)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final result as result/... at the last step and close the file."""
         if self._writer is not None:
-            for name, value in _numbers(result).items():
+            for name, value in _extract_numbers(result).items():
                 self._writer.add_scalar(f"result/{name}", value, self._step)
             if result.get("finished"):
-                self._add(self._end)
+                self._add_summaries(self._end_summary)
             self._writer.close()
 
 
-SHOWN = ("train/loss", "validation/loss", "train/tokens_per_second")
+HPARAM_METRICS = ("train/loss", "validation/loss", "train/tokens_per_second")
 """What TensorBoard shows beside the hyperparameters."""
 
 
-def hyperparameters(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int | float | str]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Return nested settings by dotted names, values that are no scalars as text."""
-    found: dict[str, bool | int | float | str] = {}
+    flat_settings: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= hyperparameters(value, f"{path}{key}.")
+            flat_settings |= flatten_settings(value, f"{prefix}{key}.")
         else:
-            found[f"{path}{key}"] = value if isinstance(value, (bool, int, float, str)) else show(value)
-    return found
+            flat_settings[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else show(value)
+    return flat_settings
 
 
 class WeightsAndBiases:
@@ -328,7 +332,7 @@ class WeightsAndBiases:
         Args:
             metrics: project, entity and mode.
             directory: where wandb/ is created.
-            settings: see `wandb_options`.
+            settings: see `build_wandb_options`.
             warn: shows a sentence to the user.
 
         Raises:
@@ -337,36 +341,38 @@ class WeightsAndBiases:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             raise OSError(f"{directory} can't be written to")  # wandb would silently write to /tmp
-        run = self._online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None
-        self._run: Any = run or _start(metrics, directory, settings, "offline")
+        run = self._start_online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None
+        self._run: Any = run or _start_wandb(metrics, directory, settings, "offline")
         self._run.config.update(settings["config"], allow_val_change=True)  # a resumed run has its first attempt's
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def _online(self, metrics: Metrics, directory: Path, settings: Mapping[str, Any], warn: Warn) -> Any:
+    def _start_online(self, metrics: Metrics, directory: Path, settings: Mapping[str, Any], warn: Warn) -> Any:
         """Return the online run; None, with a warning, where that is not possible."""
-        obstacle = online_obstacle()
+        obstacle = find_online_obstacle()
         if not obstacle:
             try:
-                return _start(metrics, directory, settings, "online")
+                return _start_wandb(metrics, directory, settings, "online")
             except Exception as error:
-                obstacle = _first_line(error)
-                _forget_wandb()
+                obstacle = _summarise_error(error)
+                _tear_down_wandb()
         warn(f"metrics.wandb_mode=online: {obstacle}; W&B stays offline, `wandb sync` sends its files later.")
         return None
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of a record over the metric `step`."""
         if "step" in record:
-            self._run.log({"step": int(record["step"]), **scalars(record)})
+            self._run.log({"step": int(record["step"]), **extract_scalars(record)})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final result into the run's summary and close it."""
-        self._run.summary.update({f"result/{name}": value for name, value in _numbers(result).items()})
+        self._run.summary.update({f"result/{name}": value for name, value in _extract_numbers(result).items()})
         self._run.finish()
 
 
-def _start(metrics: Metrics, directory: Path, settings: Mapping[str, Any], mode: Literal["online", "offline"]) -> Any:
+def _start_wandb(
+    metrics: Metrics, directory: Path, settings: Mapping[str, Any], mode: Literal["online", "offline"]
+) -> Any:
     import wandb
 
     sys.argv[:] = map(hide_secrets, sys.argv)  # W&B records it; nothing reads it any more
@@ -396,27 +402,27 @@ def _start(metrics: Metrics, directory: Path, settings: Mapping[str, Any], mode:
     )
 
 
-def _forget_wandb() -> None:
+def _tear_down_wandb() -> None:
     """End wandb's background process: it has the id of the run that it failed to start."""
     import wandb
 
     wandb.teardown()
 
 
-def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
+def _extract_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     numeric = ((k, v) for k, v in result.items() if isinstance(v, numbers.Real) and not isinstance(v, bool))
     return {key: float(value) for key, value in numeric}
 
 
-def online_obstacle(environ: Mapping[str, str] = os.environ, seconds: float = 5.0) -> str:
+def find_online_obstacle(environ: Mapping[str, str] = os.environ, seconds: float = 5.0) -> str:
     """Return why wandb can't go online, or "": no API key (a run never prompts for one), or no answer."""
     if not has_wandb_key(environ):
         return "no API key is stored (`wandb login` stores one)"
     url = environ.get("WANDB_BASE_URL", WANDB_URL)
-    return "" if _answers(url, seconds) else f"{url} does not answer within {seconds:g} s"
+    return "" if _server_answers(url, seconds) else f"{url} does not answer within {seconds:g} s"
 
 
-def _answers(url: str, seconds: float) -> bool:
+def _server_answers(url: str, seconds: float) -> bool:
     """Whether an HTTP server answers at `url`; wandb's own timeout is far longer."""
     try:
         urllib.request.urlopen(url, timeout=seconds).close()
@@ -436,10 +442,10 @@ def has_wandb_key(environ: Mapping[str, str] = os.environ) -> bool:
     host = re.sub(r"^https?://", "", environ.get("WANDB_BASE_URL", WANDB_URL)).split("/")[0].split(":")[0]
     home = Path(environ.get("HOME", "~")).expanduser()
     files = [Path(environ["NETRC"])] if "NETRC" in environ else [home / ".netrc", home / "_netrc"]
-    return any(_in_netrc(file, host) for file in files)
+    return any(_has_netrc_entry(file, host) for file in files)
 
 
-def _in_netrc(file: Path, host: str) -> bool:
+def _has_netrc_entry(file: Path, host: str) -> bool:
     try:
         return netrc.netrc(str(file)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
@@ -451,17 +457,17 @@ _SECRET = re.compile(
 )
 
 
-def without_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def remove_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return a copy of nested settings without keys that look like secrets, and with secrets in strings masked."""
 
-    def clean(value: Any) -> Any:
+    def clean_value(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {k: clean(v) for k, v in value.items() if not _SECRET.search(str(k))}
+            return {k: clean_value(v) for k, v in value.items() if not _SECRET.search(str(k))}
         if isinstance(value, (list, tuple)):
-            return [clean(v) for v in value]
+            return [clean_value(v) for v in value]
         return hide_secrets(value, environ) if isinstance(value, str) else value
 
-    return {key: clean(value) for key, value in config.items() if not _SECRET.search(str(key))}
+    return {key: clean_value(value) for key, value in config.items() if not _SECRET.search(str(key))}
 
 
 def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:

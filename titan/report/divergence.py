@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.metrics.spikes import HIGH
+from titan.metrics.spikes import MIN_RISE
 from titan.report.collect import Raw
 from titan.report.findings import Numbers, Spike
 from titan.report.history import History
@@ -91,4 +91,4 @@ def _limits(blocks: Numbers) -> tuple[Numbers, Numbers]:
     known = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that is not finite is not low
     usual = np.median(known, axis=1)
     away = np.median(np.abs(known - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
-    return usual, usual + np.maximum(FAR * away, HIGH)
+    return usual, usual + np.maximum(FAR * away, MIN_RISE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.hooks.schema import PREFIX
+from titan.hooks.schema import METRIC_PREFIX
 from titan.report import divergence, predicted, speed
 from titan.report.collect import Raw
 from titan.report.findings import Numbers, RunFound
@@ -69,7 +69,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         spikes=divergence.spikes(history),
         shared=shared,
         predicted=predicted.of_run(raw, timed),
-        own={PREFIX + name: value for name, value in by_source(raw.result, PREFIX).items()},
+        own={METRIC_PREFIX + name: value for name, value in by_source(raw.result, METRIC_PREFIX).items()},
         figures=_figures(final),
         experts=experts(history),
     )

@@ -130,7 +130,7 @@ def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
         ConfigError: when it would have read others.
     """
     rows = permutation.check_state(saved.data, mix.fingerprint)
-    if rows != run.training.rows_before(saved.step + 1):
+    if rows != run.training.count_rows_before(saved.step + 1):
         raise ConfigError(
             f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
             "steps; give the global_batch and grow of the checkpoint, up to that step."

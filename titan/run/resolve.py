@@ -83,7 +83,7 @@ def _checked(recipe: Recipe) -> Recipe:
     recipe.dataset.check()
     recipe.evaluation.check()
     recipe.cluster.check()
-    hooks.check(recipe.hooks)
+    hooks.check_hooks(recipe.hooks)
     return recipe
 
 

@@ -54,7 +54,7 @@ def _predicted(attempt: Attempt) -> str:
 def _data(run: Run, mix: RowMixture) -> dict[str, str]:
     """Return the line about the data, or one line per source of a mixture."""
     training, chosen = run.training, run.choices.get("dataset", "")
-    reads = mix.reads(training.rows_before(training.steps + 1))
+    reads = mix.reads(training.count_rows_before(training.steps + 1))
     masked = "; attention within documents" if run.dataset.mask_documents else ""
     of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{masked}"
     lines = {}

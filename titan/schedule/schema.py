@@ -81,14 +81,18 @@ class Schedule:
             return 1.0
         if self.weight_decay_shape == "lr":
             return self.lr_factor(step, steps)
-        done = progress(step, 0, steps)
-        return between(self.final_weight_decay, half_cosine(done) if self.weight_decay_shape == "cosine" else 1 - done)
+        progress = compute_progress(step, 0, steps)
+        return between(
+            self.final_weight_decay, half_cosine(progress) if self.weight_decay_shape == "cosine" else 1 - progress
+        )
 
     @property
     def sets_weight_decay(self) -> bool:
         """Whether the weight decay may change from step to step."""
-        own = (getattr(type(self), name) is not getattr(Schedule, name) for name in ("weight_decay_factor", "build"))
-        return self.weight_decay_shape != "constant" or any(own)
+        overrides = (
+            getattr(type(self), name) is not getattr(Schedule, name) for name in ("weight_decay_factor", "build")
+        )
+        return self.weight_decay_shape != "constant" or any(overrides)
 
     def check(self, steps: int) -> None:
         """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers.
@@ -117,16 +121,16 @@ class Schedule:
         name = f"schedule._target_={kind(type(self))}"
         try:
             factors = self.build(steps)
-            found = {step: factors(step) for step in {1, *range(1, steps, -(-steps // CHECKED_STEPS)), steps}}
+            factors_by_step = {step: factors(step) for step in {1, *range(1, steps, -(-steps // CHECKED_STEPS)), steps}}
         except Exception as error:
             raise ConfigError(
                 f"{name}: {type(error).__name__} for training.steps={steps}: {error}; correct it."
             ) from error
-        for step, values in sorted(found.items()):
-            for what, value in zip(Factors._fields, values, strict=True):
+        for step, values in sorted(factors_by_step.items()):
+            for factor_name, value in zip(Factors._fields, values, strict=True):
                 if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                     raise ConfigError(
-                        f"{name}: the factor of {what} at step {step} of {steps} is {value}; it must be a finite "
+                        f"{name}: the factor of {factor_name} at step {step} of {steps} is {value}; it must be a finite "
                         "number that is not negative."
                     )
 
@@ -142,7 +146,7 @@ class WSD(Schedule):
     def after_warmup(self, step: int, steps: int) -> float:
         """Return 1 until the last `decay` of the steps; the step after the last would have `final_lr`."""
         start = max(self.warmup_steps(steps), steps - round(self.decay * steps))
-        return 1.0 if step <= start else between(self.final_lr, 1 - progress(step, start, steps))
+        return 1.0 if step <= start else between(self.final_lr, 1 - compute_progress(step, start, steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,7 @@ class Cosine(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the cosine's value; the step after the last would have `final_lr`."""
-        return between(self.final_lr, half_cosine(progress(step, self.warmup_steps(steps), steps)))
+        return between(self.final_lr, half_cosine(compute_progress(step, self.warmup_steps(steps), steps)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,7 @@ class Linear(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the line's value; the step after the last would have `final_lr`."""
-        return between(self.final_lr, 1 - progress(step, self.warmup_steps(steps), steps))
+        return between(self.final_lr, 1 - compute_progress(step, self.warmup_steps(steps), steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +199,14 @@ KINDS: dict[str, type[Schedule]] = {
 }  # fmt: skip
 
 
-def progress(step: int, start: int, steps: int) -> float:
+def compute_progress(step: int, start: int, steps: int) -> float:
     """Return which share of the steps after `start` is done before `step`: 0 in the first, 1 after the last."""
     return min(1.0, (step - 1 - start) / (steps - start))
 
 
-def half_cosine(done: float) -> float:
+def half_cosine(progress: float) -> float:
     """Return half a period of a cosine, from 1 to 0."""
-    return (1 + math.cos(math.pi * done)) / 2
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 def between(final: float, shape: float) -> float:

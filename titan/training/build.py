@@ -29,13 +29,13 @@ from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
-from titan.training.expert_load import expert_load
-from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, StageWithLosses, TrainStep
+from titan.training.expert_load import build_expert_load
+from titan.training.train_step import GradAccumulation, MicrobatchRunner, ModelStage, StageWithLosses, TrainStep
 
 Note = Callable[[str], None]
 
 
-def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
+def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
     """Build the train step of `run` on this rank.
 
     Args:
@@ -48,43 +48,43 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
     """
     notes: list[str] = []
 
-    def note(line: str) -> None:
+    def add_note(line: str) -> None:
         notes.append(line)
         log(line)
 
-    stages = _build_stages(run, world, note)
-    initial = [stage.model.initial() for stage in stages.values()]
-    groups = {name: strategy.build(world) for name, strategy in _groups(run).items()}
-    rows = _row_parts(stages, run, world)
+    stages = _build_stages(run, world, add_note)
+    initializers = [stage.model.initial() for stage in stages.values()]
+    groups = {name: strategy.build(world) for name, strategy in _collect_groups(run).items()}
+    row_exchange = _build_row_exchange(stages, run, world)
     for stage in stages.values():
-        _transform(stage, run, world, groups)
-        balance.exchange(stage.model, rows)
-    _log_layout(run, world, note, groups)
+        _transform_stage(stage, run, world, groups)
+        balance.exchange(stage.model, row_exchange)
+    _log_layout(run, world, add_note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
-    for stage, init in zip(stages.values(), initial, strict=True):
+    for stage, init in zip(stages.values(), initializers, strict=True):
         with world.memory():
             init_weights.materialise(stage.model, init, run.training.seed, device)
             stage.model.init_buffers(world.device)  # buffers are never offloaded
     if description := run.optimizer.describe():
-        note(f"optimizer: {description}")
-    note(f"initial weights from seed {run.training.seed} on {device}")
+        add_note(f"optimizer: {description}")
+    add_note(f"initial weights from seed {run.training.seed} on {device}")
     return TrainStep(
         stages=tuple(stages.values()),
-        runner=_runner(stages, run, world),
-        optimizer=_optimizer(run, stages),
+        runner=_build_runner(stages, run, world),
+        optimizer=_build_optimizer(run, stages),
         world=world,
-        scales=_scales(stages, run, world),
-        token_positions=_token_positions(run, world),
-        tied_weights=_tied_weights(stages, run, world),
+        scales=_build_scales(stages, run, world),
+        token_positions=_build_token_positions(run, world),
+        tied_weights=_build_tied_weights(stages, run, world),
         seq_len_multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
-        terms=(*run.training.terms, *_model_terms(stages)),
-        parts=_block_figures(stages) if _splits_rows(run) else 0,
-        load=expert_load(tuple(stages.values()), run.model),
+        terms=(*run.training.terms, *_list_model_terms(stages)),
+        num_block_sums=_count_block_sums(stages) if _has_split_rows(run) else 0,
+        expert_load=build_expert_load(tuple(stages.values()), run.model),
     )
 
 
-def _groups(run: Run) -> dict[str, Strategy]:
+def _collect_groups(run: Run) -> dict[str, Strategy]:
     """Return how modules are sharded that are not as all others: experts, and the user's groups, by name."""
     groups: dict[str, Strategy] = dict(run.parallelism.groups or {})
     if (ranks := run.layout.expert) > 1:
@@ -93,31 +93,33 @@ def _groups(run: Run) -> dict[str, Strategy]:
     return groups
 
 
-def _optimizer(run: Run, stages: dict[int, Stage]) -> torch.optim.Optimizer:
+def _build_optimizer(run: Run, stages: dict[int, ModelStage]) -> torch.optim.Optimizer:
     """Return the optimizer of all parameters; raises RunError where a user's own class returns something else."""
-    found: object = run.optimizer.build(named for stage in stages.values() for named in stage.global_parameters())
-    if not isinstance(found, torch.optim.Optimizer):
-        given = f"{kind(type(run.optimizer))}.build"
-        raise RunError(f"{given} returned {type(found).__name__}; return a torch.optim.Optimizer.")
-    return found
+    optimizer: object = run.optimizer.build(
+        named for stage in stages.values() for named in stage.iterate_global_parameters()
+    )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        builder = f"{kind(type(run.optimizer))}.build"
+        raise RunError(f"{builder} returned {type(optimizer).__name__}; return a torch.optim.Optimizer.")
+    return optimizer
 
 
-def _model_terms(stages: dict[int, Stage]) -> tuple[str, ...]:
+def _list_model_terms(stages: dict[int, ModelStage]) -> tuple[str, ...]:
     """Return the names of the loss terms that the model's blocks return, the same on all stages."""
     return tuple(next(iter(stages.values())).model.losses)
 
 
-def _block_figures(stages: dict[int, Stage]) -> int:
+def _count_block_sums(stages: dict[int, ModelStage]) -> int:
     """Return the number of figures that the model's blocks have of a step, the same on all stages."""
-    return StageWithLosses.figures(next(iter(stages.values())).model)
+    return StageWithLosses.count_block_sums(next(iter(stages.values())).model)
 
 
-def _splits_rows(run: Run) -> bool:
+def _has_split_rows(run: Run) -> bool:
     """Return whether tensor ranks have parts of a row between matmuls."""
     return run.parallelism.sequence_parallel and run.layout.tensor > 1
 
 
-def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
+def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     """Return this rank's stages by their number, on meta."""
     stage_plan, stages = run.staging, {}
     for number in stage_plan.stages_of(world.coordinate("pipeline")):
@@ -125,7 +127,7 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = _stage(model, run, world)
+        stages[number] = _wrap_stage(model, run, world)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
@@ -133,9 +135,9 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     return stages
 
 
-def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows:
+def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -> balance.Rows:
     """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
-    names = ("context", "tensor") if _splits_rows(run) else ("context",)
+    names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = next(iter(stages.values())).model.counted and balance.sees_rows(run.model)
     if not needed or (group := world.along(*names)) is None:
         return balance.WholeRows()
@@ -143,36 +145,36 @@ def _row_parts(stages: dict[int, Stage], run: Run, world: World) -> balance.Rows
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
 
 
-def _stage(model: Any, run: Run, world: World) -> Stage:
+def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
     """Return a model, or the part of it that a pipeline stage has, as a stage."""
-    if not StageWithLosses.figures(model):
-        return Stage(model)
-    return StageWithLosses(model, world.coordinate("tensor"), run.layout.tensor if _splits_rows(run) else 1)
+    if not StageWithLosses.count_block_sums(model):
+        return ModelStage(model)
+    return StageWithLosses(model, world.coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
 
 
-def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
+def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
     """Apply the techniques to one stage, in the one order that works."""
     model, parallelism = stage.model, run.parallelism
     quantized = run.precision.select(run.model.matmuls(), run.layout.tensor).quantized
-    mesh, chunk = _fsdp_mesh(world), run.training.loss_chunk
+    mesh, chunk = _find_fsdp_mesh(world), run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
         model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None, terms=terms
     )
     attention.set_kernels(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
-        kernel = _attention_kernel(run, world)
+        kernel = _choose_attention_kernel(run, world)
         context.apply(model, parallelism.context_method, world.context, parallelism.balance, kernel)
     checkpoint_blocks(model.blocks(), run.memory, first=int(next(iter(model.layers))))
     compile_stage(
         stage,
         run.compile,
         whole=mesh is None,
-        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), _groups(run)),
+        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )
-    if mesh is not None and (gathered := _gathered_in_float8(run)):
+    if mesh is not None and (gathered := _select_float8_gathered(run)):
         low_precision.use_float8_gather(model, gathered)
     if mesh is not None or groups:
         data.shard(
@@ -186,16 +188,16 @@ def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Shardi
         )
 
 
-def _gathered_in_float8(run: Run) -> tuple[str, ...]:
+def _select_float8_gathered(run: Run) -> tuple[str, ...]:
     """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
     gathered = run.precision.gathered(run.model.linear_layers(), run.cut)
     return tuple(name for name in gathered if not in_group(name, run.parallelism.groups or {}))
 
 
-def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.Scales | None:
+def _build_scales(stages: dict[int, ModelStage], run: Run, world: World) -> low_precision.Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
-    mesh = _fsdp_mesh(world)
-    if mesh is None or run.memory.offload or not _gathered_in_float8(run):
+    mesh = _find_fsdp_mesh(world)
+    if mesh is None or run.memory.offload or not _select_float8_gathered(run):
         return None
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
@@ -251,7 +253,7 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
     return model.requires_grad_(False)
 
 
-def _attention_kernel(run: Run, world: World) -> str:
+def _choose_attention_kernel(run: Run, world: World) -> str:
     """Return the name of the attention kernel that torch chooses, as in `training.attention`.
 
     Raises:
@@ -261,13 +263,15 @@ def _attention_kernel(run: Run, world: World) -> str:
     model, dtype, ranks = run.model, run.precision.dtype, run.layout.tensor
     shape = (model.heads // ranks, model.kv_heads // ranks, model.head_size)
     try:
-        if choice != "flex" and _has_chunks(run) and not _in_ring(run, world):  # torch's kernels for both masks
+        if (
+            choice != "flex" and _has_chunks(run) and not _uses_ring_attention(run, world)
+        ):  # torch's kernels for both masks
             attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=True)
         if choice == "flex" or _merges_blocks(run, world):
             return context_kernels.choose(choice, shape, dtype, device, documents)
         return attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
-        masked = f", with a mask for {_masks(run)}" if _masks(run) else ""
+        masked = f", with a mask for {_describe_masks(run)}" if _describe_masks(run) else ""
         raise ConfigError(
             f"training.attention={choice}: torch has no such kernel for head size {model.head_size} in "
             f"{run.precision.compute} on this {device.type} device{masked}; give training.attention=auto."
@@ -277,10 +281,10 @@ def _attention_kernel(run: Run, world: World) -> str:
 def _merges_blocks(run: Run, world: World) -> bool:
     """Whether attention is merged from blocks of keys, for which a kernel has to return the logsumexp too."""
     gathers = world.context is not None and run.parallelism.context_method == "allgather"
-    return _in_ring(run, world) or (gathers and not run.dataset.mask_documents)
+    return _uses_ring_attention(run, world) or (gathers and not run.dataset.mask_documents)
 
 
-def _in_ring(run: Run, world: World) -> bool:
+def _uses_ring_attention(run: Run, world: World) -> bool:
     return world.context is not None and run.parallelism.context_method == "ring"
 
 
@@ -289,27 +293,27 @@ def _has_chunks(run: Run) -> bool:
     return run.model.masked(run.training.seq_len)
 
 
-def _masks(run: Run) -> str:
+def _describe_masks(run: Run) -> str:
     """Return what is masked besides causality; empty if nothing is."""
     masked = {"documents": run.dataset.mask_documents, "chunks": _has_chunks(run)}
-    return " and ".join(name for name, on in masked.items() if on)
+    return " and ".join(name for name, is_on in masked.items() if is_on)
 
 
 def _describe_attention(run: Run, world: World) -> str:
     """Return the attention kernel with its device, and how documents and chunks are masked."""
-    kernel, masked = _attention_kernel(run, world), _masks(run)
+    kernel, masked = _choose_attention_kernel(run, world), _describe_masks(run)
     if kernel == "flex":
         return f"flex, blocks of {attention.BLOCK} tokens"
-    kind = "document mask" if masked == "documents" else f"mask of {masked}"
+    mask_name = "document mask" if masked == "documents" else f"mask of {masked}"
     if kernel == "math" and _merges_blocks(run, world):
-        return f"explicit formula, {kind}" if masked else "explicit formula"
-    named = f"{kernel} ({world.device.type.upper()})"
-    if masked and _in_ring(run, world):
-        return f"{named}, explicit formula with a {kind}"
-    return f"{named}, dense {kind}" if masked else named
+        return f"explicit formula, {mask_name}" if masked else "explicit formula"
+    kernel_name = f"{kernel} ({world.device.type.upper()})"
+    if masked and _uses_ring_attention(run, world):
+        return f"{kernel_name}, explicit formula with a {mask_name}"
+    return f"{kernel_name}, dense {mask_name}" if masked else kernel_name
 
 
-def _fsdp_mesh(world: World) -> Any:
+def _find_fsdp_mesh(world: World) -> Any:
     """Return the mesh that FSDP shards weights over; None where they are whole."""
     return None if world.layout.only_replicated else world.dimensions("replicate", "shard")
 
@@ -332,17 +336,19 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
         note(f"logits and loss in chunks of {run.training.loss_chunk:,} tokens")
     note(f"activation checkpointing: {run.memory.checkpointing}")
     note(f"compile: {run.compile.scope}" + (f" (auto: {run.compile_why})" if run.compile_why else ""))
-    if (mesh := _fsdp_mesh(world)) is not None:
+    if (mesh := _find_fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
-        note(f"sharded over {_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}")
+        note(
+            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}"
+        )
     for name, (strategy, ranks) in groups.items():
         if ranks is not None:
             note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
     if layout.only_replicated:
-        note(f"replicated on {_ranks(layout.replicate)}")
+        note(f"replicated on {_format_ranks(layout.replicate)}")
 
 
-def _ranks(count: int) -> str:
+def _format_ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
@@ -350,29 +356,29 @@ def _describe_reshard(reshard: bool | int) -> str:
     """Return what FSDP does with gathered weights after a block's forward pass."""
     if isinstance(reshard, bool):
         return "resharded after forward" if reshard else "not resharded after forward"
-    return f"resharded over {_ranks(reshard)} after forward"
+    return f"resharded over {_format_ranks(reshard)} after forward"
 
 
 def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
     precision, matmuls = run.precision, run.model.matmuls()
-    choice, gathered = precision.select(matmuls, run.layout.tensor), _gathered_in_float8(run)
-    left = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
-    note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{left}")
-    if _fsdp_mesh(world) is not None:
-        of = f" of {len(gathered)} matmuls" if gathered else ""
-        note(f"weights{of} gathered in {'float8' if gathered else precision.compute}")
+    choice, gathered = precision.select(matmuls, run.layout.tensor), _select_float8_gathered(run)
+    unquantized = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
+    note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{unquantized}")
+    if _find_fsdp_mesh(world) is not None:
+        gathered_count = f" of {len(gathered)} matmuls" if gathered else ""
+        note(f"weights{gathered_count} gathered in {'float8' if gathered else precision.compute}")
 
 
-def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunner:
+def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
     advance = world.activity.advance
     if run.staging.count > 1:
         group = world.group("pipeline")
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
-        shape = _pipeline_shape(run)
-        losses = len(run.training.terms), _block_figures(stages)
+        shape = _build_pipeline_shape(run)
+        losses = len(run.training.terms), _count_block_sums(stages)
         return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses, advance)
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")
@@ -380,7 +386,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunne
     return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout), advance)
 
 
-def _pipeline_shape(run: Run) -> PipelineShape:
+def _build_pipeline_shape(run: Run) -> PipelineShape:
     return PipelineShape(
         schedule=run.staging.schedule,
         owners=run.staging.owners,
@@ -393,27 +399,27 @@ def _pipeline_shape(run: Run) -> PipelineShape:
     )
 
 
-def _token_positions(run: Run, world: World) -> Callable[[int], Tensor] | None:
+def _build_token_positions(run: Run, world: World) -> Callable[[int], Tensor] | None:
     """Return what gives this rank's positions of a row of some length; None where ranks have whole rows."""
     if world.context is None:
         return None
     size, rank = run.layout.context, world.coordinate("context")
 
     @cache  # on the device already, so that no step waits for a copy
-    def token_positions(length: int) -> Tensor:
+    def compute_token_positions(length: int) -> Tensor:
         return context_chunks.positions(length, size, rank, run.parallelism.balance).to(world.device)
 
-    return token_positions
+    return compute_token_positions
 
 
-def _tied_weights(stages: dict[int, Stage], run: Run, world: World) -> TiedWeights | None:
+def _build_tied_weights(stages: dict[int, ModelStage], run: Run, world: World) -> TiedWeights | None:
     """Return the two replicas of a tied weight, on the ranks that have one of them."""
     stage_plan, group = run.staging, world.group("pipeline")
     if not run.model.tied or group is None:
         return None
-    ends = stages.get(0), stages.get(stage_plan.count - 1)
-    first = ends[0].model.tok_embeddings.weight if ends[0] else None
-    last = ends[1].model.head.weight if ends[1] else None
+    end_stages = stages.get(0), stages.get(stage_plan.count - 1)
+    first = end_stages[0].model.tok_embeddings.weight if end_stages[0] else None
+    last = end_stages[1].model.head.weight if end_stages[1] else None
     peer = stage_plan.owners[-1] if first is not None else stage_plan.owners[0]
     if first is None and last is None:
         return None

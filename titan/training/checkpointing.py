@@ -33,7 +33,7 @@ SAVE_FILE = "save"
 """A file of this name in the run's directory requests a checkpoint; it is removed when one is made."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0
 """Seconds between a failed save and its retry; they double with each failure, up to the maximum."""
-ATTEMPTS = 3
+MAX_SAVE_ATTEMPTS = 3
 """How many times the last save is tried."""
 META_BYTES = 20e9
 """The approximate size limit of a file in Meta's format: the whole file is in memory while it is written."""
@@ -45,7 +45,7 @@ class CheckpointPolicy:
     """Decides when an attempt saves, retries failed saves and reports them; one for each rank."""
 
     def __init__(
-        self, run: Run, attempt: Attempt, train_step: TrainStep, mix: RowMixture, tell: Callable[[str], None]
+        self, run: Run, attempt: Attempt, train_step: TrainStep, mix: RowMixture, warn: Callable[[str], None]
     ) -> None:
         """Take what is saved; nothing is written yet.
 
@@ -53,28 +53,28 @@ class CheckpointPolicy:
             run, attempt: what it belongs to.
             train_step: whose state is saved; its optimizer must have its state already.
             mix: the rows, for the data's position and tokenizer.
-            tell: writes a warning to the log and the terminal.
+            warn: writes a warning to the log and the terminal.
         """
-        self.run, self.attempt, self.mix, self.tell = run, attempt, mix, tell
+        self.run, self.attempt, self.mix, self.warn = run, attempt, mix, warn
         world = train_step.world
         coordinator = Coordinator.of(world)
-        self.is_rank0, self.off = world.is_rank0, run.checkpoint.mode == "off"
-        how = (
+        self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
+        manager_arguments = (
             Path(run.directory),
             run.checkpoint,
             train_step,
             coordinator,
             tokenizer_files.copy_listed,
-            _post_save_hooks(run, coordinator),
+            _build_post_save_hooks(run, coordinator),
         )
-        self.manager = None if self.off else Manager(*how)
-        self.tokenizer = _tokenizer(mix)
-        self.saved_step = self.begun_step = attempt.step
+        self.manager = None if self.is_off else Manager(*manager_arguments)
+        self.tokenizer = _find_tokenizer(mix)
+        self.saved_step = self.started_step = attempt.step
         self.saved_at = self.polled_at = time.monotonic()
         self.retry_at: float | None = None
-        self.delay, self.ending = RETRY_SECONDS, False
-        self.wrong: str | None = None
-        self.stalled = 0.0
+        self.retry_delay, self.is_ending = RETRY_SECONDS, False
+        self.post_save_error: str | None = None
+        self.stalled_seconds = 0.0
 
     def resume_post_save(self) -> None:
         """Rerun the post-save hooks of the checkpoint that the attempt starts from, where a kill interrupted them.
@@ -89,34 +89,36 @@ class CheckpointPolicy:
 
     def should_save(self) -> bool:
         """Whether this rank requests a save: rank 0 does so by time, for a retry, and for the file `save`."""
-        if self.off or not self.is_rank0:
+        if self.is_off or not self.is_rank0:
             return False
-        now = time.monotonic()
-        timed = 0 < self.run.checkpoint.minutes * 60 <= now - self.saved_at
-        return timed or (self.retry_at is not None and now >= self.retry_at) or self._requested(now)
+        current_time = time.monotonic()
+        is_due = 0 < self.run.checkpoint.minutes * 60 <= current_time - self.saved_at
+        return (
+            is_due or (self.retry_at is not None and current_time >= self.retry_at) or self._is_requested(current_time)
+        )
 
-    def _requested(self, now: float) -> bool:
-        if now - self.polled_at < POLL_SECONDS:
+    def _is_requested(self, current_time: float) -> bool:
+        if current_time - self.polled_at < POLL_SECONDS:
             return False
-        self.polled_at = now
+        self.polled_at = current_time
         return (Path(self.run.directory) / SAVE_FILE).exists()
 
     def save(self, step: int, rows: int) -> None:
         """Start to save the state after `step` updates and `rows` rows; all ranks call it together."""
-        if self.manager is None or step == self.begun_step:
+        if self.manager is None or step == self.started_step:
             return
-        self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
+        self.started_step, self.saved_at, self.retry_at = step, time.monotonic(), None
         if self.is_rank0:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / SAVE_FILE).unlink()
-        self.manager.save(self._manifest(step, rows), self.tokenizer)
+        self.manager.save(self._build_manifest(step, rows), self.tokenizer)
 
     def wait_for_staging(self) -> None:
         """Wait until the last save has copied the state; call it before the weights change."""
         if self.manager is not None:
             self.manager.wait_for_staging()
 
-    def running(self) -> tuple[int, float] | None:
+    def find_running_save(self) -> tuple[int, float] | None:
         """Return the step of the save that is running, and when it began; None without any."""
         return None if self.manager is None else self.manager.running()
 
@@ -124,44 +126,44 @@ class CheckpointPolicy:
         """Process the saves that have finished, and return a metrics record of each that succeeded."""
         return [] if self.manager is None else self._record_outcomes(self.manager.completed())
 
-    def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
+    def finish_saving(self, step: int, rows: int) -> list[dict[str, Any]]:
         """Save the state after the last step, unless it is saved, and run post-save hooks; all ranks call it together.
 
         Returns:
             Metrics records of the saves that succeeded.
 
         Raises:
-            RunError: when the save or a post-save hook fails in all of `ATTEMPTS` tries.
+            RunError: when the save or a post-save hook fails in all of `MAX_SAVE_ATTEMPTS` tries.
         """
         if self.manager is None:
             return []
-        records = self.wait()
-        self.ending = True
-        for attempt in range(ATTEMPTS):
-            if self.saved_step == step and self.wrong is None:
+        records = self.wait_for_saves()
+        self.is_ending = True
+        for attempt in range(MAX_SAVE_ATTEMPTS):
+            if self.saved_step == step and self.post_save_error is None:
                 break
             time.sleep(attempt**2)
             if self.saved_step == step:
                 self.manager.rerun_post_save(step)
             else:
                 self.save(step, rows)
-            records += self.wait()
-        self._check_last(step)
+            records += self.wait_for_saves()
+        self._check_last_save(step)
         return records
 
-    def _check_last(self, step: int) -> None:
+    def _check_last_save(self, step: int) -> None:
         if self.saved_step != step:
             raise RunError(
-                f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; fix the error above "
+                f"the last checkpoint, of step {step}, could not be saved in {MAX_SAVE_ATTEMPTS} attempts; fix the error above "
                 f"and rerun the same command: it resumes from step {self.saved_step}."
             )
-        if self.wrong is not None:
+        if self.post_save_error is not None:
             raise RunError(
                 f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but its copy or export "
-                f"failed ({self.wrong}); fix this and rerun the same command."
+                f"failed ({self.post_save_error}); fix this and rerun the same command."
             )
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait_for_saves(self) -> list[dict[str, Any]]:
         """Wait for saves in progress, then do as `poll_finished`."""
         return [] if self.manager is None else self._record_outcomes(self.manager.finish())
 
@@ -173,32 +175,34 @@ class CheckpointPolicy:
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
         for outcome in outcomes:
-            self.stalled += outcome.stall
+            self.stalled_seconds += outcome.stall
             if outcome.error:
                 self._retry_later(outcome)
                 continue
             log.info("saved step %d in %.2f s; training waited %.2f s", outcome.step, outcome.seconds, outcome.stall)
-            self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            self.saved_step, self.retry_delay = max(self.saved_step, outcome.step), RETRY_SECONDS
             self.retry_at = None
-            self.wrong = outcome.after
+            self.post_save_error = outcome.after
             if outcome.after:
-                self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
-            records += [_record(outcome)] if outcome.bytes else []
+                self.warn(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
+            records += [_build_record(outcome)] if outcome.bytes else []
         return records
 
     def _retry_later(self, outcome: SaveOutcome) -> None:
-        late = outcome.step < self.begun_step  # known only after a later save has started
-        again = f"the save of step {self.begun_step} has started" if late else f"retrying in {self.delay:.0f} s"
-        more = "" if self.ending else f"; training continues, {again}"
-        self.tell(
-            f"step {outcome.step}: saving the checkpoint failed ({outcome.error}){more}. "
+        is_late = outcome.step < self.started_step  # known only after a later save has started
+        next_save = (
+            f"the save of step {self.started_step} has started" if is_late else f"retrying in {self.retry_delay:.0f} s"
+        )
+        consequence = "" if self.is_ending else f"; training continues, {next_save}"
+        self.warn(
+            f"step {outcome.step}: saving the checkpoint failed ({outcome.error}){consequence}. "
             f"The last complete checkpoint is of step {self.saved_step}."
         )
-        if not late:
-            self.begun_step, self.retry_at = self.saved_step, time.monotonic() + self.delay
-        self.delay = min(2 * self.delay, MAX_RETRY_SECONDS)
+        if not is_late:
+            self.started_step, self.retry_at = self.saved_step, time.monotonic() + self.retry_delay
+        self.retry_delay = min(2 * self.retry_delay, MAX_RETRY_SECONDS)
 
-    def _manifest(self, step: int, rows: int) -> Manifest:
+    def _build_manifest(self, step: int, rows: int) -> Manifest:
         return Manifest(
             step=step,
             tokens=rows * self.run.training.seq_len,
@@ -212,39 +216,39 @@ class CheckpointPolicy:
         )
 
 
-def _tokenizer(mix: RowMixture) -> str | None:
+def _find_tokenizer(mix: RowMixture) -> str | None:
     """Return the tokenizer's file or name; looked up once, since the data may be out of reach for a moment later."""
     corpus = mix.sources[0].corpus
     return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
-def _post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
+def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
     """Return what runs after each save: the copy elsewhere and the export."""
-    how, hooks = run.checkpoint, list[PostSaveHook]()
-    if how.path:  # first: it is what protects against loss
-        hooks.append(transfer.copying(how, how.path, run.directory, coordinator))
-    if how.export:
-        hooks.append(_export_hook(how.export, how.export_dtype, coordinator))
+    settings, hooks = run.checkpoint, list[PostSaveHook]()
+    if settings.path:  # first: it is what protects against loss
+        hooks.append(transfer.copying(settings, settings.path, run.directory, coordinator))
+    if settings.export:
+        hooks.append(_build_export_hook(settings.export, settings.export_dtype, coordinator))
     return tuple(hooks)
 
 
-def _export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: Coordinator) -> PostSaveHook:
+def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: Coordinator) -> PostSaveHook:
     """Return what exports each checkpoint's weights into a folder inside of it; each rank writes some of the files."""
 
-    def write(folder: Path, manifest: Manifest) -> None:
+    def export_checkpoint(folder: Path, manifest: Manifest) -> None:
         with describing(f"the export to {folder / format}"):
             weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
-            how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
+            options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _count_meta_ranks(weights.model)}
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
             coordinator.run_all(
-                lambda: export.export(weights, out, part=(coordinator.rank, coordinator.world_size), **how)
+                lambda: export.export(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
             )
-            coordinator.on_rank0(lambda: export.finish(weights, out, **how))
+            coordinator.on_rank0(lambda: export.finish(weights, out, **options))
 
-    return write
+    return export_checkpoint
 
 
-def _meta_ranks(model: Any) -> int:
+def _count_meta_ranks(model: Any) -> int:
     """Return the number of tensor parallel ranks that Meta's files are split for: each file has to fit into memory."""
     ranks = 1
     while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
@@ -252,7 +256,7 @@ def _meta_ranks(model: Any) -> int:
     return ranks
 
 
-def _record(outcome: SaveOutcome) -> dict[str, Any]:
+def _build_record(outcome: SaveOutcome) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a save."""
     return {
         "checkpoint_step": outcome.step,

@@ -18,7 +18,7 @@ from titan.parallelism.grad_norm import local
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training import layer_norms
-from titan.training.observe import Observer, Rows
+from titan.training.observe import Observer, StepRows
 from titan.training.train_step import TrainStep
 
 GRADIENT, WEIGHT, UPDATE, ACTIVATION, ELEMENTS, LOGIT = range(6)
@@ -31,19 +31,19 @@ class LayerMetrics:
     def __init__(self, run: Run, train_step: TrainStep, every: int) -> None:
         """Measure every `every` steps; 0: never."""
         self.run, self.train_step, self.every = run, train_step, every
-        self.layers = layer_norms.names(train_step) if every else ()
+        self.layers = layer_norms.list_layers(train_step) if every else ()
         self._table = torch.zeros(0)
-        self._before: list[Tensor] = []
-        self._done: dict[int, Tensor] = {}
+        self._old_weights: list[Tensor] = []
+        self._tables: dict[int, Tensor] = {}
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step is measured."""
         return self.every > 0 and step % self.every == 0
 
-    def before_step(self, step: int, rows: Microbatches) -> None:
+    def measure_forward(self, step: int, rows: Microbatches) -> None:
         """Run a forward pass, and measure activations and attention logits."""
         table = torch.zeros(LOGIT + 1, len(self.layers), dtype=torch.float64, device=self.train_step.device)
-        count = Rows(self.train_step, self.run.training.phase(step).rows, *rows.tokens.shape[1:])
+        count = StepRows(self.train_step, self.run.training.find_phase(step).rows, *rows.tokens.shape[1:])
         observer = Observer(self.train_step, count)
         with observer, eagerly(self.run.compile.scope != "off"):
             observer.watch_hidden(blocks_only=True)
@@ -59,48 +59,50 @@ class LayerMetrics:
             table[LOGIT, self.layers.index(name)] = logit
         self._table = table
 
-    def before_update(self) -> None:
+    def measure_gradients(self) -> None:
         """Measure complete gradients and weights, and keep the weights."""
-        named = list(layer_norms.parameters(self.train_step))
-        self._before = [local(p.detach()).clone() for _, p in named]
-        gradients = [(name, p, local(p.grad)) for name, p in named if p.grad is not None]
-        weights = [(name, p, local(p.detach())) for name, p in named]
+        named_parameters = list(layer_norms.iterate_parameters(self.train_step))
+        self._old_weights = [local(p.detach()).clone() for _, p in named_parameters]
+        gradients = [(name, p, local(p.grad)) for name, p in named_parameters if p.grad is not None]
+        weights = [(name, p, local(p.detach())) for name, p in named_parameters]
         self._table[GRADIENT] = layer_norms.sum_squares(gradients, self.layers, self.train_step.world)
         self._table[WEIGHT] = layer_norms.sum_squares(weights, self.layers, self.train_step.world)
 
     @torch.no_grad()
-    def after_update(self, step: int) -> None:
+    def measure_updates(self, step: int) -> None:
         """Measure how far the weights moved, and start to sum the table over the ranks."""
-        moved = []
-        for (name, p), before in zip(layer_norms.parameters(self.train_step), self._before, strict=True):
-            moved.append((name, p, before.sub_(local(p))))
-        self._table[UPDATE] = layer_norms.sum_squares(moved, self.layers, self.train_step.world)
-        self._before = []
+        updates = []
+        for (name, p), old_weight in zip(
+            layer_norms.iterate_parameters(self.train_step), self._old_weights, strict=True
+        ):
+            updates.append((name, p, old_weight.sub_(local(p))))
+        self._table[UPDATE] = layer_norms.sum_squares(updates, self.layers, self.train_step.world)
+        self._old_weights = []
         self.train_step.world.sum(self._table[:LOGIT])
         if self.train_step.world.rank_info.world_size > 1:
             dist.all_reduce(self._table[LOGIT], dist.ReduceOp.MAX)
-        self._done = {last: table for last, table in self._done.items() if last == step - 1} | {step: self._table}
+        self._tables = {last: table for last, table in self._tables.items() if last == step - 1} | {step: self._table}
 
-    def record(self, step: int) -> dict[str, float]:
+    def build_record(self, step: int) -> dict[str, float]:
         """Return the keys of a measured step for metrics.jsonl; none for other steps."""
-        table = self._done.pop(step, None)
+        table = self._tables.pop(step, None)
         if table is None:
             return {}
-        found: dict[str, float] = {}
+        record: dict[str, float] = {}
         for name, column in zip(self.layers, table.T.tolist(), strict=True):
-            found |= {f"{key}/{name}": value for key, value in _values(column).items()}
-        return found
+            record |= {f"{key}/{name}": value for key, value in _compute_metrics(column).items()}
+        return record
 
 
-def _values(column: list[float]) -> dict[str, float]:
+def _compute_metrics(column: list[float]) -> dict[str, float]:
     """Return a layer's metrics from its column of the table."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if column[WEIGHT] > 0:  # a tied head has no weight that is not the embedding's
-        found["layer_grad_norm"] = math.sqrt(column[GRADIENT])
-        found["layer_weight_norm"] = math.sqrt(column[WEIGHT])
-        found["layer_update_ratio"] = math.sqrt(column[UPDATE] / column[WEIGHT])
+        metrics["layer_grad_norm"] = math.sqrt(column[GRADIENT])
+        metrics["layer_weight_norm"] = math.sqrt(column[WEIGHT])
+        metrics["layer_update_ratio"] = math.sqrt(column[UPDATE] / column[WEIGHT])
     if column[ELEMENTS] > 0:
-        found["layer_activation_rms"] = math.sqrt(column[ACTIVATION] / column[ELEMENTS])
+        metrics["layer_activation_rms"] = math.sqrt(column[ACTIVATION] / column[ELEMENTS])
     if column[LOGIT] > -math.inf:
-        found["layer_attention_logit"] = column[LOGIT]
-    return found
+        metrics["layer_attention_logit"] = column[LOGIT]
+    return metrics

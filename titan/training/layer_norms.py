@@ -16,20 +16,22 @@ from titan.parallelism.tensor_norms import holders, squares
 from titan.training.train_step import TrainStep
 
 
-def layer_of(name: str) -> str:
+def get_layer_name(name: str) -> str:
     """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-def names(train_step: TrainStep) -> tuple[str, ...]:
+def list_layers(train_step: TrainStep) -> tuple[str, ...]:
     """Return all layers of the model, in the order of the forward pass; all ranks call it together."""
-    own = [layer_of(name) for stage in train_step.stages for name, _ in stage.model.named_modules() if name]
-    found = {name for part in train_step.world.gather(own) for name in part if name != "layers"}
-    return tuple(sorted(found, key=_place))
+    rank_layers = [
+        get_layer_name(name) for stage in train_step.stages for name, _ in stage.model.named_modules() if name
+    ]
+    layers = {name for part in train_step.world.gather(rank_layers) for name in part if name != "layers"}
+    return tuple(sorted(layers, key=_build_sort_key))
 
 
-def _place(layer: str) -> tuple[int, int, str]:
+def _build_sort_key(layer: str) -> tuple[int, int, str]:
     """Return a key that sorts layers by the forward pass: the embedding, the blocks, norm, head."""
     prefix, _, number = layer.partition(".")
     if prefix == "layers":
@@ -37,7 +39,7 @@ def _place(layer: str) -> tuple[int, int, str]:
     return 0 if "emb" in layer else 3 if layer == "head" else 2, 0, layer
 
 
-def parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
+def iterate_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
     """Return this rank's parameters with their names; of a tied weight with two replicas only the embedding's."""
     tied = train_step.tied_weights
     replica = None if tied is None or tied.last is tied.first else tied.last
@@ -49,12 +51,12 @@ def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[st
 
     Args:
         parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
-        layers: see `names`.
+        layers: see `list_layers`.
         world: the ranks.
     """
     sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
-    places = {name: i for i, name in enumerate(layers)}
+    layer_indices = {name: i for i, name in enumerate(layers)}
     for name, parameter, part in parts:
         square = squares(part).sum() / holders(parameter, world)
-        sums[places[layer_of(name)]] += square.to(world.device)
+        sums[layer_indices[get_layer_name(name)]] += square.to(world.device)
     return sums

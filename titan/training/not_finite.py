@@ -24,18 +24,18 @@ from titan.files.atomic import write_atomic
 from titan.parallelism.grad_norm import local
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.observe import token_losses
-from titan.training.operations import Operations
+from titan.training.non_finite_op_mode import NonFiniteOpMode
+from titan.training.observe import compute_token_losses
 from titan.training.train_step import TrainStep
 
 Direction = Literal["forward", "backward"]
-WHERE = {"forward": "forward pass", "backward": "backward pass"}
-NAMED = 4
+PASS_NAMES = {"forward": "forward pass", "backward": "backward pass"}
+MAX_NAMED = 4
 """Rows and tensors that a sentence names."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """The first value that is not finite, on one rank.
 
     Attributes:
@@ -62,7 +62,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankFindings:
     """What one rank found.
 
     Attributes:
@@ -70,29 +70,29 @@ class Found:
         weights, gradients: names of this rank's tensors that are not finite.
     """
 
-    origins: tuple[Origin, ...]
+    origins: tuple[NonFiniteOrigin, ...]
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Report:
+class NonFiniteReport:
     """Where a step's first non-finite value comes from, over all ranks."""
 
     sentence: str
-    found: tuple[Found, ...]
+    rank_findings: tuple[RankFindings, ...]
 
     def write(self, directory: Path, step: int) -> None:
         """Write the details into `debug/`."""
         file = directory / "debug" / f"not-finite-step-{step}.json"
         file.parent.mkdir(exist_ok=True)
-        ranks = [{"rank": rank, **asdict(found)} for rank, found in enumerate(self.found)]
+        ranks = [{"rank": rank, **asdict(findings)} for rank, findings in enumerate(self.rank_findings)]
         write_atomic(file, json.dumps({"step": step, "sentence": self.sentence, "ranks": ranks}, indent=1))
 
 
-def investigate(
-    run: Run, train_step: TrainStep, rows: Microbatches, scale: float, number_of: Callable[[int], int | None]
-) -> Report:
+def investigate_step(
+    run: Run, train_step: TrainStep, rows: Microbatches, scale: float, row_number_of: Callable[[int], int | None]
+) -> NonFiniteReport:
     """Repeat a step without an update, and return where its first non-finite value comes from.
 
     All ranks call it together, and get the same sentence.
@@ -102,18 +102,21 @@ def investigate(
         train_step: with the weights of the step.
         rows: of the step on this rank.
         scale: see `TrainStep.backward`.
-        number_of: the number in the data of a row of this rank, given by its place; None for padding.
+        row_number_of: the number in the data of a row of this rank, given by its place; None for padding.
     """
-    weights = _not_finite((name, p.detach()) for name, p in train_step.named_parameters())
-    tracer, compiled = Tracer(train_step, run), run.compile.scope != "off"
-    with tracer, eagerly(compiled), nullcontext() if _uses_flex(run) else tracer.operations:
+    weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
+    tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
+    with tracer, eagerly(compiled), nullcontext() if _uses_flex(run) else tracer.op_mode:
         train_step.backward(rows, scale)
-    gradients = _not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
+    gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
-    per_call = rows.tokens.shape[1]
-    own = tuple(_numbered(origin, train_step.world.rank_info.rank, per_call, number_of) for origin in tracer.origins)
-    found = tuple(train_step.world.gather(Found(own, weights, gradients)))
-    return Report(_sentence(found, compiled), found)
+    rows_per_microbatch = rows.tokens.shape[1]
+    origins = tuple(
+        _number_rows(origin, train_step.world.rank_info.rank, rows_per_microbatch, row_number_of)
+        for origin in tracer.origins
+    )
+    rank_findings = tuple(train_step.world.gather(RankFindings(origins, weights, gradients)))
+    return NonFiniteReport(_describe_origin(rank_findings, compiled), rank_findings)
 
 
 def _uses_flex(run: Run) -> bool:
@@ -121,86 +124,88 @@ def _uses_flex(run: Run) -> bool:
     return run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
 
 
-def _numbered(origin: Origin, rank: int, per_call: int, number_of: Callable[[int], int | None]) -> Origin:
+def _number_rows(
+    origin: NonFiniteOrigin, rank: int, rows_per_microbatch: int, row_number_of: Callable[[int], int | None]
+) -> NonFiniteOrigin:
     """Return an origin with the rows' numbers in the data instead of their places in the micro-batch."""
-    numbers = [number_of(origin.microbatch * per_call + row) for row in origin.rows]
+    numbers = [row_number_of(origin.microbatch * rows_per_microbatch + row) for row in origin.rows]
     return replace(origin, rank=rank, rows=tuple(n for n in numbers if n is not None))
 
 
-def _not_finite(tensors: Any) -> tuple[str, ...]:
+def _list_not_finite(tensors: Any) -> tuple[str, ...]:
     return tuple(name for name, x in tensors if not torch.isfinite(local(x)).all().item())
 
 
-class Tracer(Hooks):
+class NonFiniteTracer(Hooks):
     """Notes the first non-finite value of each stage, micro-batch and direction."""
 
     def __init__(self, train_step: TrainStep, run: Run) -> None:
         super().__init__(train_step.stages)
         pipeline = train_step.world.coordinate("pipeline")
-        self.numbers = list(run.staging.stages_of(pipeline))
-        self.found: dict[tuple[Direction, int, int], Origin] = {}
-        self.values: dict[tuple[Direction, int, int], int] = {}
+        self.stage_numbers = list(run.staging.stages_of(pipeline))
+        self.origins_by_pass: dict[tuple[Direction, int, int], NonFiniteOrigin] = {}
+        self.value_counts: dict[tuple[Direction, int, int], int] = {}
         self.bad_tokens: list[Tensor] = []
-        self.operations = Operations()
+        self.op_mode = NonFiniteOpMode()
         for index, stage in enumerate(train_step.stages):
             for name, module in submodules(stage.model):
-                self.before(index, module, self._entering(name))
-                self.after(index, module, self._leaving(name), first=True)
+                self.before(index, module, self._build_pre_hook(name))
+                self.after(index, module, self._build_post_hook(name), first=True)
 
     @property
-    def origins(self) -> list[Origin]:
+    def origins(self) -> list[NonFiniteOrigin]:
         """What was noted."""
-        return list(self.found.values())
+        return list(self.origins_by_pass.values())
 
-    def _entering(self, name: str) -> Callable[..., Any]:
-        inside = _parent(name)
+    def _build_pre_hook(self, name: str) -> Callable[..., Any]:
+        parent = _find_parent(name)
 
-        def before(call: Call, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def check_inputs(call: Call, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if name == "head" and len(args) > 1 and args[1] is not None:
-                self.bad_tokens = [~torch.isfinite(token_losses(module, args[0].detach(), args[1]))]
+                self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
             out = list(args)
-            for place, x in enumerate(args):
+            for index, x in enumerate(args):
                 if _is_hidden(x):
-                    self._note(call, "forward", inside, f"before {_last(name)}", x)
-                    out[place] = self._watch(x, call, name, "")
+                    self._note_value(call, "forward", parent, f"before {_shorten_name(name)}", x)
+                    out[index] = self._watch_gradient(x, call, name, "")
             return tuple(out)
 
-        return before
+        return check_inputs
 
-    def _leaving(self, name: str) -> Callable[..., Any]:
-        inside = _parent(name)
+    def _build_post_hook(self, name: str) -> Callable[..., Any]:
+        parent = _find_parent(name)
 
-        def after(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        def check_output(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
-            self._note(call, "forward", name, "", out, rows)
-            return self._watch(out, call, inside, f"after {_last(name)}")
+            self._note_value(call, "forward", name, "", out, rows)
+            return self._watch_gradient(out, call, parent, f"after {_shorten_name(name)}")
 
-        return after
+        return check_output
 
-    def _watch(self, x: Tensor, call: Call, module: str, detail: str) -> Tensor:
+    def _watch_gradient(self, x: Tensor, call: Call, module: str, detail: str) -> Tensor:
         """Return the same tensor, whose gradient from this use alone is noted."""
         if not x.requires_grad:
             return x
-        own, microbatch = x.view_as(x), call.microbatch
-        at = Call(call.stage, microbatch)
-        hook: Any = own.register_hook
-        hook(lambda gradient: self._note(at, "backward", module, detail, gradient.detach()))
-        return own
+        view, microbatch = x.view_as(x), call.microbatch
+        gradient_call = Call(call.stage, microbatch)
+        hook: Any = view.register_hook
+        hook(lambda gradient: self._note_value(gradient_call, "backward", module, detail, gradient.detach()))
+        return view
 
     @torch.no_grad()
-    def _note(
-        self, call: Call, direction: Direction, module: str, detail: str, x: Tensor, bad: Tensor | None = None
+    def _note_value(
+        self, call: Call, direction: Direction, module: str, detail: str, x: Tensor, is_bad: Tensor | None = None
     ) -> None:
         """Note a value that is the first of its pass that is not finite."""
         key = (direction, call.stage, call.microbatch)
-        order = self.values[key] = self.values.get(key, -1) + 1
-        operation = self.operations.take()
-        if key in self.found or torch.isfinite(x).all().item():
+        order = self.value_counts[key] = self.value_counts.get(key, -1) + 1
+        operation = self.op_mode.take_first()
+        if key in self.origins_by_pass or torch.isfinite(x).all().item():
             return
-        bad = ~torch.isfinite(x.detach()) if bad is None else bad
-        rows = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist()) if bad.dim() > 1 else ()
-        self.found[key] = Origin(
-            direction, module, detail, call.microbatch, self.numbers[call.stage], order, rows, operation
+        is_bad = ~torch.isfinite(x.detach()) if is_bad is None else is_bad
+        rows = tuple(is_bad.flatten(1).any(1).nonzero().flatten().tolist()) if is_bad.dim() > 1 else ()
+        self.origins_by_pass[key] = NonFiniteOrigin(
+            direction, module, detail, call.microbatch, self.stage_numbers[call.stage], order, rows, operation
         )
 
 
@@ -208,64 +213,66 @@ def _is_hidden(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
 
 
-def _parent(name: str) -> str:
+def _find_parent(name: str) -> str:
     """Return the module that contains another: a block for its parts, the model for blocks and what is beside them."""
-    above = name.rpartition(".")[0]
-    return "the model" if above in ("", "layers") else above
+    parent = name.rpartition(".")[0]
+    return "the model" if parent in ("", "layers") else parent
 
 
-def _last(name: str) -> str:
+def _shorten_name(name: str) -> str:
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
-def _sentence(found: Sequence[Found], compiled: bool) -> str:
+def _describe_origin(rank_findings: Sequence[RankFindings], compiled: bool) -> str:
     """Return one sentence on the origin."""
-    weights = _named((name, rank) for rank, part in enumerate(found) for name in part.weights)
-    origins = sorted((o for part in found for o in part.origins), key=_place)
+    weights = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.weights)
+    origins = sorted((o for part in rank_findings for o in part.origins), key=_build_sort_key)
     if origins:
         first = origins[0]
-        alike = [o for o in origins if _place(o)[:-1] == _place(first)[:-1]]
-        rows = sorted({row for o in alike if o.rank == first.rank for row in o.rows})
-        ranks = sorted({o.rank for o in alike})
+        same_origins = [o for o in origins if _build_sort_key(o)[:-1] == _build_sort_key(first)[:-1]]
+        rows = sorted({row for o in same_origins if o.rank == first.rank for row in o.rows})
+        ranks = sorted({o.rank for o in same_origins})
         text = (
-            f"the first non-finite value is in the {WHERE[first.direction]} of {first.module}"
+            f"the first non-finite value is in the {PASS_NAMES[first.direction]} of {first.module}"
             f"{f' ({first.detail})' if first.detail else ''}"
             f"{f', operation {first.operation}' if first.operation else ''}, "
             f"micro-batch {first.microbatch}, "
-            f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)}{_rows(rows)}"
+            f"rank{'s' if len(ranks) > 1 else ''} {_format_list(ranks)}{_format_rows(rows)}"
         )
         return f"{text}; not finite before the step: {weights}" if weights else text
     if weights:
         return f"not finite before the step: {weights}"
-    gradients = _named((name, rank) for rank, part in enumerate(found) for name in part.gradients)
+    gradients = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.gradients)
     if gradients:
         return f"activations and their gradients are finite, and not finite are the gradients of {gradients}"
-    how = ", without compilation" if compiled else ""
-    return f"the step was finite when it was repeated{how}"
+    condition = ", without compilation" if compiled else ""
+    return f"the step was finite when it was repeated{condition}"
 
 
-def _place(origin: Origin) -> tuple[Any, ...]:
+def _build_sort_key(origin: NonFiniteOrigin) -> tuple[Any, ...]:
     """Return a key that sorts origins by the order of computation."""
     backward = origin.direction == "backward"
     stage = -origin.stage if backward else origin.stage
     return backward, origin.microbatch, stage, origin.order, origin.rank
 
 
-def _rows(rows: Sequence[int]) -> str:
-    return f", row{'s' if len(rows) > 1 else ''} {_list(rows)}" if rows else ""
+def _format_rows(rows: Sequence[int]) -> str:
+    return f", row{'s' if len(rows) > 1 else ''} {_format_list(rows)}" if rows else ""
 
 
-def _list(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
-    return ", ".join(map(str, numbers[:NAMED])) + more
+def _format_list(numbers: Sequence[int]) -> str:
+    remainder = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
+    return ", ".join(map(str, numbers[:MAX_NAMED])) + remainder
 
 
-def _named(found: Any) -> str:
+def _format_names(names_and_ranks: Any) -> str:
     """Return the names of tensors with the ranks that have them; empty where there are none."""
     ranks: dict[str, list[int]] = {}
-    for name, rank in found:
+    for name, rank in names_and_ranks:
         ranks.setdefault(name, []).append(rank)
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    shown = [f"{name} (rank{'s' if len(r) > 1 else ''} {_list(r)})" for name, r in list(ranks.items())[:NAMED]]
-    return ", ".join(shown) + more if ranks else ""
+    remainder = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    formatted = [
+        f"{name} (rank{'s' if len(r) > 1 else ''} {_format_list(r)})" for name, r in list(ranks.items())[:MAX_NAMED]
+    ]
+    return ", ".join(formatted) + remainder if ranks else ""

@@ -26,50 +26,52 @@ from titan.parallelism.tensor_norms import squares
 from titan.training.replay.job import TokenLoss
 from titan.training.train_step import TrainStep
 
-SAMPLED = 4096
+MAX_SAMPLED_TOKENS = 4096
 """Tokens of a step whose activations are sampled."""
-WIDTH = 8
+PROJECTION_WIDTH = 8
 """Random projections of a sampled token's activation: they tell how far two activations are apart."""
-CHUNK = 1024
+LOGIT_CHUNK = 1024
 """Tokens whose logits exist at a time, and queries whose attention logits do."""
 
 
-class Rows:
+class StepRows:
     """Which rows and tokens of a step this rank has.
 
     Attributes:
-        real: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
-        per_call: rows of a micro-batch.
+        rank_rows: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
+        rows_per_microbatch: rows of a micro-batch.
         seq_len: tokens of a row.
     """
 
-    def __init__(self, train_step: TrainStep, rows: int, per_call: int, seq_len: int) -> None:
+    def __init__(self, train_step: TrainStep, rows: int, rows_per_microbatch: int, seq_len: int) -> None:
         """Take the step's rows, the rows of a micro-batch, and the tokens of a row."""
-        self.world, self.real = train_step.world, train_step.world.data_shard.rows(rows)
-        self.total, self.per_call, self.seq_len = rows, per_call, seq_len
+        self.world, self.rank_rows = train_step.world, train_step.world.data_shard.rows(rows)
+        self.total_rows, self.rows_per_microbatch, self.seq_len = rows, rows_per_microbatch, seq_len
         positions = train_step.token_positions
         self._positions = torch.arange(seq_len) if positions is None else positions(seq_len).cpu()
 
-    def count(self, microbatch: int) -> int:
+    def count_rows(self, microbatch: int) -> int:
         """Return how many rows of a micro-batch are no padding; they are the first."""
-        return max(0, min(self.per_call, len(self.real) - microbatch * self.per_call))
+        return max(0, min(self.rows_per_microbatch, len(self.rank_rows) - microbatch * self.rows_per_microbatch))
 
-    def number(self, microbatch: int, row: int) -> int:
+    def get_row_number(self, microbatch: int, row: int) -> int:
         """Return a row's number in the step."""
-        return self.real.start + microbatch * self.per_call + row
+        return self.rank_rows.start + microbatch * self.rows_per_microbatch + row
 
-    def positions(self, tokens: int) -> Tensor:
+    def select_positions(self, tokens: int) -> Tensor:
         """Return the positions of a hidden state's tokens, int64 on the CPU: all that this rank has, or its part."""
-        whole, rank = self._positions, self.world.coordinate("tensor")
-        return whole if tokens == len(whole) else whole.chunk(len(whole) // tokens)[rank]
+        all_positions, rank = self._positions, self.world.coordinate("tensor")
+        return (
+            all_positions if tokens == len(all_positions) else all_positions.chunk(len(all_positions) // tokens)[rank]
+        )
 
-    def counted(self, tokens: int) -> bool:
+    def is_counted(self, tokens: int) -> bool:
         """Whether this rank counts a hidden state: where tensor ranks have replicas only the first does."""
         return tokens < len(self._positions) or self.world.coordinate("tensor") == 0
 
 
 @dataclass
-class Totals:
+class RunningTotals:
     """Sums over a tensor's elements on this rank: of squares and of values, the largest absolute value, the number."""
 
     squares: Tensor
@@ -78,12 +80,12 @@ class Totals:
     count: int = 0
 
     @classmethod
-    def zero(cls, device: torch.device) -> Totals:
+    def zero(cls, device: torch.device) -> RunningTotals:
         """Return the totals of nothing."""
         squares, values, largest = torch.zeros(3, dtype=torch.float64, device=device).unbind()
         return cls(squares, values, largest)
 
-    def add(self, x: Tensor) -> None:
+    def add_tensor(self, x: Tensor) -> None:
         """Add a tensor."""
         if x.numel():
             self.squares += squares(x).sum()
@@ -93,7 +95,7 @@ class Totals:
 
 
 @dataclass
-class Sample:
+class TokenSample:
     """Projections of sampled tokens.
 
     Attributes:
@@ -105,7 +107,7 @@ class Sample:
     values: list[Tensor] = field(default_factory=list)
 
 
-def hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
+def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     """Return the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
     model = stage.model
     if model.tok_embeddings is not None:
@@ -127,12 +129,12 @@ class Observer(Hooks):
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
     """
 
-    def __init__(self, train_step: TrainStep, rows: Rows) -> None:
+    def __init__(self, train_step: TrainStep, rows: StepRows) -> None:
         super().__init__(train_step.stages)
         self.train_step, self.rows, self.device = train_step, rows, train_step.device
-        self.forward: dict[str, Totals] = {}
-        self.backward: dict[str, Totals] = {}
-        self.samples: dict[tuple[str, str], Sample] = {}
+        self.forward: dict[str, RunningTotals] = {}
+        self.backward: dict[str, RunningTotals] = {}
+        self.samples: dict[tuple[str, str], TokenSample] = {}
         self.losses: list[TokenLoss] = []
         self.logits: dict[str, Tensor] = {}
 
@@ -144,9 +146,9 @@ class Observer(Hooks):
             sample: sample tokens, and collect gradients too.
         """
         for index, stage in enumerate(self.train_step.stages):
-            for name, module in hidden_modules(stage):
+            for name, module in iterate_hidden_modules(stage):
                 if not (blocks_only and name.count(".") > 1):
-                    self.after(index, module, self._collecting(name, sample))
+                    self.after(index, module, self._build_collect_hook(name, sample))
 
     def watch_logits(self) -> None:
         """Collect the largest attention logits."""
@@ -154,7 +156,7 @@ class Observer(Hooks):
             for number, block in stage.model.layers.items():
                 if core := getattr(getattr(block, "attention", None), "core", None):
                     self.before(
-                        index, core, self._measuring(f"layers.{number}", getattr(block.attention, "chunk", None))
+                        index, core, self._build_logit_hook(f"layers.{number}", getattr(block.attention, "chunk", None))
                     )
 
     def watch_losses(self, largest: int) -> None:
@@ -167,38 +169,38 @@ class Observer(Hooks):
 
     # --- hidden states
 
-    def _collecting(self, name: str, sample: bool) -> Callable[..., None]:
-        def after(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            self._collect("forward", name, call.microbatch, out, sample)
+    def _build_collect_hook(self, name: str, sample: bool) -> Callable[..., None]:
+        def collect_output(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            self._collect_hidden("forward", name, call.microbatch, out, sample)
             if sample and out.requires_grad:
                 watch: Any = out.register_hook
-                watch(partial(self._collect, "backward", name, call.microbatch, sample=sample))
+                watch(partial(self._collect_hidden, "backward", name, call.microbatch, sample=sample))
 
-        return after
+        return collect_output
 
     @torch.no_grad()
-    def _collect(self, direction: str, name: str, microbatch: int, x: Tensor, sample: bool) -> None:
-        totals: dict[str, Totals] = getattr(self, direction)
+    def _collect_hidden(self, direction: str, name: str, microbatch: int, x: Tensor, sample: bool) -> None:
+        totals: dict[str, RunningTotals] = getattr(self, direction)
         if name not in totals:
-            totals[name] = Totals.zero(self.device)
-        if not self.rows.counted(x.shape[1]):
+            totals[name] = RunningTotals.zero(self.device)
+        if not self.rows.is_counted(x.shape[1]):
             return
-        real = x[: self.rows.count(microbatch)]
-        totals[name].add(real)
+        real = x[: self.rows.count_rows(microbatch)]
+        totals[name].add_tensor(real)
         if sample:
-            self._sample(self.samples.setdefault((direction, name), Sample()), microbatch, real)
+            self._sample_tokens(self.samples.setdefault((direction, name), TokenSample()), microbatch, real)
 
-    def _sample(self, into: Sample, microbatch: int, real: Tensor) -> None:
+    def _sample_tokens(self, sample: TokenSample, microbatch: int, real: Tensor) -> None:
         rows = self.rows
-        first = rows.number(microbatch, 0)
+        first = rows.get_row_number(microbatch, 0)
         tokens = (
-            torch.arange(first, first + len(real))[:, None] * rows.seq_len + rows.positions(real.shape[1])
+            torch.arange(first, first + len(real))[:, None] * rows.seq_len + rows.select_positions(real.shape[1])
         ).flatten()
-        stride = math.ceil(rows.total * rows.seq_len / SAMPLED)
-        chosen = (tokens % stride == 0).nonzero().flatten()
-        values = real.flatten(0, 1)[chosen.to(real.device)].float()
-        into.tokens.append(tokens[chosen])
-        into.values.append((values @ projections(values.shape[-1]).to(values.device)).cpu())
+        stride = math.ceil(rows.total_rows * rows.seq_len / MAX_SAMPLED_TOKENS)
+        sampled = (tokens % stride == 0).nonzero().flatten()
+        values = real.flatten(0, 1)[sampled.to(real.device)].float()
+        sample.tokens.append(tokens[sampled])
+        sample.values.append((values @ build_projections(values.shape[-1]).to(values.device)).cpu())
 
     # --- losses
 
@@ -206,33 +208,35 @@ class Observer(Hooks):
     def _add_losses(self, call: Call, head: Any, args: tuple[Any, ...], largest: int) -> None:
         if len(args) < 2 or args[1] is None:
             return
-        count, rows = self.rows.count(call.microbatch), self.rows
-        losses = token_losses(head, args[0], args[1])[:count]
+        count, rows = self.rows.count_rows(call.microbatch), self.rows
+        losses = compute_token_losses(head, args[0], args[1])[:count]
         if not self.train_step.world.counts_loss or not losses.numel():
             return
         order = losses.nan_to_num(nan=math.inf).flatten()
         top = order.topk(min(largest, order.numel())).indices
-        positions, targets = rows.positions(losses.shape[1]), args[1][:count].flatten()[top].tolist()
-        for place, loss, target in zip(top.tolist(), losses.flatten()[top].tolist(), targets, strict=True):
-            row, token = divmod(place, losses.shape[1])
-            self.losses.append(TokenLoss(loss, rows.number(call.microbatch, row), int(positions[token]), target))
+        positions, targets = rows.select_positions(losses.shape[1]), args[1][:count].flatten()[top].tolist()
+        for flat_index, loss, target in zip(top.tolist(), losses.flatten()[top].tolist(), targets, strict=True):
+            row, token = divmod(flat_index, losses.shape[1])
+            self.losses.append(
+                TokenLoss(loss, rows.get_row_number(call.microbatch, row), int(positions[token]), target)
+            )
         self.losses = sorted(self.losses, key=lambda t: -math.inf if math.isnan(t.loss) else -t.loss)[:largest]
 
     # --- attention logits
 
-    def _measuring(self, block: str, chunk: int | None) -> Callable[..., None]:
+    def _build_logit_hook(self, block: str, chunk: int | None) -> Callable[..., None]:
         self.logits[block] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
 
-        def before(call: Call, core: nn.Module, args: tuple[Any, ...]) -> None:
-            found = self._largest_logit(call, args[0].detach(), args[1].detach(), chunk)
-            self.logits[block] = torch.maximum(self.logits[block], found)
+        def measure_logit(call: Call, core: nn.Module, args: tuple[Any, ...]) -> None:
+            call_largest = self._find_largest_logit(call, args[0].detach(), args[1].detach(), chunk)
+            self.logits[block] = torch.maximum(self.logits[block], call_largest)
 
-        return before
+        return measure_logit
 
     @torch.no_grad()
-    def _largest_logit(self, call: Call, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
+    def _find_largest_logit(self, call: Call, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
         """Return the largest logit of pairs of tokens that attend to each other, over this rank's queries."""
-        rows, count = q.shape[0], self.rows.count(call.microbatch)
+        rows, count = q.shape[0], self.rows.count_rows(call.microbatch)
         positions, documents = call.argument(2, "positions"), call.argument(3, "document_ids")
         if positions is None:
             positions = torch.arange(q.shape[2], device=q.device)
@@ -240,52 +244,55 @@ class Observer(Hooks):
         if chunk is not None:
             documents = chunk_ids(documents, positions, chunk)
         documents = torch.zeros_like(positions) if documents is None else documents
-        where = torch.stack([positions.expand(rows, -1), documents.expand(rows, -1)])
-        keys, there = k, where
+        query_ids = torch.stack([positions.expand(rows, -1), documents.expand(rows, -1)])
+        keys, key_ids = k, query_ids
         if (group := self.train_step.world.context) is not None:
-            keys, there = collectives.all_gather(k, 2, group), collectives.all_gather(where, 2, group)
-        return largest_logit(q[:count], keys[:count], where[:, :count], there[:, :count])
+            keys, key_ids = collectives.all_gather(k, 2, group), collectives.all_gather(query_ids, 2, group)
+        return compute_largest_logit(q[:count], keys[:count], query_ids[:, :count], key_ids[:, :count])
 
 
-def projections(width: int) -> Tensor:
+def build_projections(width: int) -> Tensor:
     """Return the random projections of activations, the same everywhere: float32 [width, WIDTH]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(width, WIDTH, generator=generator)
+    return torch.randn(width, PROJECTION_WIDTH, generator=generator)
 
 
-def token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+def compute_token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token, float32 like `targets`; 0 where it does not count. All tensor ranks call it."""
     losses = [
         F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED, reduction="none").view(y.shape)
-        for logits, y in logits_in_chunks(head, hidden, targets)
+        for logits, y in iterate_logit_chunks(head, hidden, targets)
     ]
     return torch.cat(losses, 1)
 
 
-def logits_in_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the whole logits (float32) and the targets of some tokens of each row at a time; see `token_losses`."""
+def iterate_logit_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the whole logits (float32) and the targets of some tokens of each row at a time; see `compute_token_losses`."""
     weight = head.use(head.weight, head.operand or hidden.dtype)
-    size = max(1, CHUNK // len(hidden))
+    size = max(1, LOGIT_CHUNK // len(hidden))
     for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
         yield head.whole(head.product(x, weight)).float(), y
 
 
-def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
     """Return the largest q k / sqrt(d) of a query and a key that it attends to, float64; minus infinity without rows.
 
     Args:
         q: [B, H, t, d].
         k: [B, K, s, d].
-        queries, keys: positions and document ids of their tokens, int64 [2, B, t] and [2, B, s].
+        query_ids, key_ids: positions and document ids of their tokens, int64 [2, B, t] and [2, B, s].
     """
     largest = torch.full((), -math.inf, dtype=torch.float64, device=q.device)
     if not len(q):
         return largest
-    groups, step = q.reshape(len(q), k.shape[1], -1, *q.shape[2:]).float(), max(1, CHUNK // 8)
-    turned = k.float().transpose(-1, -2)[:, :, None] / math.sqrt(q.shape[-1])
+    grouped_queries, step = q.reshape(len(q), k.shape[1], -1, *q.shape[2:]).float(), max(1, LOGIT_CHUNK // 8)
+    scaled_keys = k.float().transpose(-1, -2)[:, :, None] / math.sqrt(q.shape[-1])
     for start in range(0, q.shape[2], step):
-        some, part = groups[..., start : start + step, :], queries[:, :, start : start + step, None]
-        hidden = (part[0] < keys[0][:, None]) | (part[1] != keys[1][:, None])
-        scores = (some @ turned).masked_fill(hidden[:, None, None], -math.inf)
+        query_chunk, query_chunk_ids = (
+            grouped_queries[..., start : start + step, :],
+            query_ids[:, :, start : start + step, None],
+        )
+        is_masked = (query_chunk_ids[0] < key_ids[0][:, None]) | (query_chunk_ids[1] != key_ids[1][:, None])
+        scores = (query_chunk @ scaled_keys).masked_fill(is_masked[:, None, None], -math.inf)
         largest = torch.maximum(largest, scores.amax().double())
     return largest

@@ -29,11 +29,11 @@ from titan.profile.breakdown import DATA_RANGE, breakdowns
 from titan.profile.ranges import Ranges, ranged
 from titan.run.run import Run
 from titan.training.trace.recorder import OUTSIDE
-from titan.training.trace.regions import followed
+from titan.training.trace.regions import follow_regions
 from titan.training.train_step import TrainStep
 
 log = logging.getLogger("titan")
-POLL = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two looks for the file that asks for a profile."""
 
 
@@ -53,7 +53,7 @@ class StepRanges:
     @region.setter
     def region(self, region: Region) -> None:
         self._region = region
-        self._set()
+        self._set_ranges()
 
     @property
     def recomputing(self) -> bool:
@@ -63,14 +63,14 @@ class StepRanges:
     @recomputing.setter
     def recomputing(self, recomputing: bool) -> None:
         self._recomputing = recomputing
-        self._set()
+        self._set_ranges()
 
-    def _set(self) -> None:
-        path = _path(self._region, self.stages)
+    def _set_ranges(self) -> None:
+        path = _build_path(self._region, self.stages)
         self.ranges.set([*path, "recomputation"] if self._recomputing else path)
 
 
-def _path(region: Region, stages: int) -> list[str]:
+def _build_path(region: Region, stages: int) -> list[str]:
     """Return the names of the nested ranges of a region."""
     if region == OUTSIDE:
         return []
@@ -79,7 +79,7 @@ def _path(region: Region, stages: int) -> list[str]:
     return path if region.block == NONE else [*path, blocks.get(region.block, f"layer {region.block}")]
 
 
-class Profiling:
+class RunProfiler:
     """Starts and ends profiles on one rank."""
 
     def __init__(
@@ -104,137 +104,143 @@ class Profiling:
         self.settings, self.staging, self.world, self.train_step = run.profile, run.staging, world, train_step
         self.predicted, self.show, self.tasks = predicted, show, tasks
         self.folder = Path(run.directory) / "profile"
-        self.included = self.settings.includes(world.rank_info.rank)
-        self.looked = 0.0
-        self.number, self.asked = -1, False
+        self.is_included = self.settings.includes(world.rank_info.rank)
+        self.polled_at = 0.0
+        self.step_index, self.is_requested = -1, False
         self.profile: Any = None
-        self.last = self.active = 0
+        self.last_step = self.recorded_steps = 0
         self.hooks = ExitStack()
-        self.known: Mapping[str, Mapping[int, int]] = {}
-        self.debug = Path(run.directory) / "debug"
+        self.owners: Mapping[str, Mapping[int, int]] = {}
+        self.debug_folder = Path(run.directory) / "debug"
         if world.device.type == "cuda":
-            tensors.watch_out_of_memory(self.debug, world.rank_info.rank, self._owners, show)
+            tensors.watch_out_of_memory(self.debug_folder, world.rank_info.rank, self._find_owners, show)
         if self.settings.on_demand and world.is_rank0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def _owners(self) -> dict[str, dict[int, int]]:
+    def _find_owners(self) -> dict[str, dict[int, int]]:
         """Return where weights, gradients and optimizer state lie."""
         return tensors.owners(self.train_step.parameters(), self.train_step.optimizer)
 
-    def request(self) -> bool:
+    def take_request(self) -> bool:
         """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
-        if not (self.settings.on_demand and self.world.is_rank0) or time.monotonic() - self.looked < POLL:
+        if not (self.settings.on_demand and self.world.is_rank0) or time.monotonic() - self.polled_at < POLL_SECONDS:
             return False
-        self.looked = time.monotonic()
+        self.polled_at = time.monotonic()
         try:
             os.unlink(self.folder / "now")
         except OSError:
             return False
         return True
 
-    def begin(self, step: int) -> bool:
+    def begin_step(self, step: int) -> bool:
         """Do what is due before a step: start a profile, go on with one, or end it.
 
         Returns:
             Whether a trace was written, so that the time since the last step is no step's.
         """
-        self.number += 1
-        ended = self.profile is not None and step > self.last
+        self.step_index += 1
+        ended = self.profile is not None and step > self.last_step
         if ended:
-            self._end()
+            self._end_profile()
         if self.profile is not None:
             self.hooks.close()
             self.profile.step()
-        elif self.asked or self.settings.starts(self.number):
-            self._start(step)
-        if self.profile is not None and step > self.last - self.active:
-            self._follow()
+        elif self.is_requested or self.settings.starts(self.step_index):
+            self._start_profile(step)
+        if self.profile is not None and step > self.last_step - self.recorded_steps:
+            self._set_step_ranges()
         return ended
 
-    def _start(self, step: int) -> None:
+    def _start_profile(self, step: int) -> None:
         """Start a profile; a rank that is not profiled does nothing."""
         settings = self.settings
-        self.active = settings.on_demand if self.asked else settings.active
-        self.asked, self.last = False, step + settings.warmup + self.active - 1
-        if not self.included:
+        self.recorded_steps = settings.on_demand if self.is_requested else settings.active
+        self.is_requested, self.last_step = False, step + settings.warmup + self.recorded_steps - 1
+        if not self.is_included:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes on the terminal
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.world.device.type == "cuda")
         self.profile = profile(
             activities=activities,
-            schedule=self._action,
+            schedule=self._choose_action,
             profile_memory=settings.memory,
             record_shapes=settings.shapes,
             with_stack=settings.stacks,
         )
         self.profile.step_num = step  # so that ranges of steps have the run's numbers
-        self.profile.current_action = self._action(step)
+        self.profile.current_action = self._choose_action(step)
         self.profile.start()
         if settings.memory and self.world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=10**6)
 
-    def _action(self, step: int) -> ProfilerAction:
+    def _choose_action(self, step: int) -> ProfilerAction:
         """Return what the profiler does in a step."""
-        if step <= self.last - self.active:
+        if step <= self.last_step - self.recorded_steps:
             return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD if step < self.last else ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if step < self.last_step else ProfilerAction.RECORD_AND_SAVE
 
-    def _follow(self) -> None:
+    def _set_step_ranges(self) -> None:
         """Give the coming step its ranges."""
         numbers = self.staging.stages_of(self.world.coordinate("pipeline"))
         stages = dict(zip(numbers, self.train_step.stages, strict=True))
-        names = StepRanges(self.staging.count)
-        self.hooks.callback(names.ranges.set, [])
-        self.hooks.enter_context(followed(names, stages, self.staging.splits_backward))
+        step_ranges = StepRanges(self.staging.count)
+        self.hooks.callback(step_ranges.ranges.set, [])
+        self.hooks.enter_context(follow_regions(step_ranges, stages, self.staging.splits_backward))
         tasks = {**self.tasks, DATA_RANGE: (Loader, "__next__")}
         if self.settings.memory:
-            hook = self.train_step.optimizer.register_step_pre_hook(self._know)
+            hook = self.train_step.optimizer.register_step_pre_hook(self._note_owners)
             self.hooks.callback(hook.remove)
         for name, (owner, method) in tasks.items():
             self.hooks.enter_context(mock.patch.object(owner, method, ranged(name, getattr(owner, method))))
 
-    def _know(self, *_: Any) -> None:
+    def _note_owners(self, *_: Any) -> None:
         """Keep where tensors lie when the optimizer begins in the first recorded step."""
-        self.known = self.known or self._owners()
+        self.owners = self.owners or self._find_owners()
 
-    def _end(self) -> None:
+    def _end_profile(self) -> None:
         """Write and summarise the trace."""
-        recorded, self.profile = self.profile, None
+        profiler, self.profile = self.profile, None
         self.hooks.close()
-        recording = recorded.current_action != ProfilerAction.WARMUP
-        recorded.stop()
+        has_recorded = profiler.current_action != ProfilerAction.WARMUP
+        profiler.stop()
         if self.settings.memory and self.world.device.type == "cuda":
-            tensors.write_snapshot(self.debug, f"step-{self.last}-rank-{self.world.rank_info.rank}", self._owners())
+            tensors.write_snapshot(
+                self.debug_folder, f"step-{self.last_step}-rank-{self.world.rank_info.rank}", self._find_owners()
+            )
             torch.cuda.memory._record_memory_history(enabled=None)
-        if not recording:
+        if not has_recorded:
             return
-        first, rank = self.last - self.active + 1, self.world.rank_info.rank
+        first, rank = self.last_step - self.recorded_steps + 1, self.world.rank_info.rank
         file = summary.trace_of(self.folder, first, rank)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(file))
-            self._summarise(file, rank)
+            profiler.export_chrome_trace(str(file))
+            self._write_summary(file, rank)
         except OSError as error:  # a full disk must not end the run
             log.warning("the profile of step %d is not written: %s", first, error)
 
-    def _summarise(self, file: Path, rank: int) -> None:
+    def _write_summary(self, file: Path, rank: int) -> None:
         content = trace.read(file)
         steps = breakdowns(content)
         if not steps:
             log.warning("%s: the trace has no step", file)
             return
-        found = replace(summary.summarise(rank, steps, self.predicted), slow_factor=self.settings.slow_factor)
+        rank_summary = replace(summary.summarise(rank, steps, self.predicted), slow_factor=self.settings.slow_factor)
         if self.settings.memory:
-            known, self.known = self.known, {}
-            gradients = known.get(memory.GRADIENTS, {})
-            held = {name: float(sum(at.values())) for name, at in known.items() if name != memory.GRADIENTS}
-            found = summary.with_memory(found, memory.peak(content, steps[0].step, held, gradients))
-        summary.write(self.folder, found)
-        for line in [*summary.lines(found), f"trace: {file}"]:
+            owners, self.owners = self.owners, {}
+            gradients = owners.get(memory.GRADIENTS, {})
+            bytes_by_kind = {
+                name: float(sum(sizes.values())) for name, sizes in owners.items() if name != memory.GRADIENTS
+            }
+            rank_summary = summary.with_memory(
+                rank_summary, memory.peak(content, steps[0].step, bytes_by_kind, gradients)
+            )
+        summary.write(self.folder, rank_summary)
+        for line in [*summary.lines(rank_summary), f"trace: {file}"]:
             log.info(line)
             self.show(line)
 
     def close(self) -> None:
         """End a profile whose steps are not all done; nothing is written where none was recorded."""
         if self.profile is not None:
-            self._end()
+            self._end_profile()

@@ -14,7 +14,7 @@ def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], in
     from titan.training.worker import work as train
 
     run, attempt = payload
-    return train(run, attempt, rank_info, failed=report)
+    return train(run, attempt, rank_info, report_error=report)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from titan.training.train_step import TrainStep
 Times = NDArray[np.float64]
 FIGURES = ("step_seconds", "data_seconds", "wait_seconds")
 """Of each rank: its step, and of that waiting for data and for other ranks."""
-WAITING = tuple((module, "wait") for module in (collectives, context, context_ring))
+WAIT_FUNCTIONS = tuple((module, "wait") for module in (collectives, context, context_ring))
 """Where tensor and context parallelism wait for a collective."""
 
 
@@ -39,23 +39,23 @@ class RankTimes:
             train_step: whose gradients DDP may sum.
             compiled: whether parts of the model are compiled.
         """
-        self.rank, self.size = world.rank_info.rank, world.rank_info.world_size
-        self.on = settings.rank_times and self.size > 1
-        self.count = len(FIGURES) * self.size if self.on else 0
-        self.slow = SlowRanks(settings, world.layout)
+        self.rank, self.world_size = world.rank_info.rank, world.rank_info.world_size
+        self.is_on = settings.rank_times and self.world_size > 1
+        self.num_slots = len(FIGURES) * self.world_size if self.is_on else 0
+        self.slow_ranks = SlowRanks(settings, world.layout)
         self.waits = Waits(world.device, compiled)
         self.pending: dict[int, list[tuple[Any, Any]]] = {}
         self.latest: tuple[int, list[float]] | None = None
-        self.sent: dict[int, int] = {}
-        if self.on:
+        self.sent_steps: dict[int, int] = {}
+        if self.is_on:
             replicas = world.layout.only_replicated
-            self.waits.install(next(train_step.parameters()) if replicas else None, WAITING)
+            self.waits.install(next(train_step.parameters()) if replicas else None, WAIT_FUNCTIONS)
 
-    def slots(self, step: int) -> Times:
+    def build_slots(self, step: int) -> Times:
         """Return this rank's part of the vector of a step [count]: its times in its own slots, zeros in others."""
-        values = np.zeros(self.count)
-        if self.on and self.latest is not None:
-            self.sent[step], times = self.latest
+        values = np.zeros(self.num_slots)
+        if self.is_on and self.latest is not None:
+            self.sent_steps[step], times = self.latest
             values[len(FIGURES) * self.rank : len(FIGURES) * (self.rank + 1)] = times
         return values
 
@@ -75,29 +75,29 @@ class RankTimes:
 
     def end_step(self, step: int) -> None:
         """Note that the host has issued a whole step, which may be one that is repeated."""
-        if self.on:
+        if self.is_on:
             self.pending[step] = self.waits.take()
 
-    def finished(self, step: int, seconds: float, data_seconds: float) -> None:
+    def finish_step(self, step: int, seconds: float, data_seconds: float) -> None:
         """Take the times of a step that the device has finished."""
-        if self.on:
+        if self.is_on:
             self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.pop(step))]
 
-    def read(self, step: int, slots: Times) -> tuple[dict[str, Any], list[str]]:
+    def read_slots(self, step: int, slots: Times) -> tuple[dict[str, Any], list[str]]:
         """Return this step's rank times for metrics.jsonl, and warnings about slow ranks; on rank 0 only.
 
         Args:
             step: the step.
             slots: the sum of what the ranks wrote [count].
         """
-        measured = self.sent.pop(step, None)
+        measured = self.sent_steps.pop(step, None)
         if measured is None or self.rank != 0:
             return {}, []
         figures = dict(zip(FIGURES, slots.reshape(-1, len(FIGURES)).T, strict=True))
-        own = figures["step_seconds"] - figures["wait_seconds"]
-        warnings = self.slow.add(own, figures["data_seconds"])
-        spread = {name: _spread(values) for name, values in {**figures, "own_seconds": own}.items()}
-        slow = {"slow": self.slow.named} if self.slow.named else {}
+        own_seconds = figures["step_seconds"] - figures["wait_seconds"]
+        warnings = self.slow_ranks.add_step(own_seconds, figures["data_seconds"])
+        spread = {name: _compute_spread(values) for name, values in {**figures, "own_seconds": own_seconds}.items()}
+        slow = {"slow": self.slow_ranks.ranks} if self.slow_ranks.ranks else {}
         return {"ranks": {"step": measured, **spread, **slow}}, warnings
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class RankTimes:
         self.waits.close()
 
 
-def _spread(values: Times) -> dict[str, float]:
+def _compute_spread(values: Times) -> dict[str, float]:
     """Return the least, median and largest value, and the rank that has the largest."""
     spread = {"min": values.min(), "median": np.median(values), "max": values.max()}
     return {**{name: round(float(value), 6) for name, value in spread.items()}, "rank": int(values.argmax())}
@@ -115,45 +115,45 @@ class SlowRanks:
     """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
 
     def __init__(self, settings: Profile, layout: Layout) -> None:
-        self.factor, self.size, self.seen = settings.slow_factor, settings.slow_steps, 0
+        self.factor, self.window, self.step_count = settings.slow_factor, settings.slow_steps, 0
         self.stages = np.arange(layout.devices) // (layout.devices // layout.pipeline)
         self.steps = np.zeros((0, 2, layout.devices))
-        self.named: list[int] = []
+        self.ranks: list[int] = []
 
-    def add(self, own: Times, data: Times) -> list[str]:
+    def add_step(self, own_seconds: Times, data_seconds: Times) -> list[str]:
         """Take the own time of each rank in a step, of it waiting for data, and return warnings as sentences."""
-        if not self.size:
+        if not self.window:
             return []
         if not len(self.steps):
-            self.steps = np.zeros((self.size, *self.steps.shape[1:]))
-        self.steps[self.seen % self.size] = own, data
-        self.seen += 1
-        if self.seen < self.size:
+            self.steps = np.zeros((self.window, *self.steps.shape[1:]))
+        self.steps[self.step_count % self.window] = own_seconds, data_seconds
+        self.step_count += 1
+        if self.step_count < self.window:
             return []
         latest, waited = np.median(self.steps, axis=0)
-        usual = median_of_others(latest, self.stages)
-        slow, known = np.flatnonzero(latest > self.factor * usual).tolist(), set(self.named)
-        warnings = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in known]
-        warnings += [f"rank {rank} is no longer slow" for rank in sorted(known.difference(slow))]
-        self.named = slow
+        peer_medians = compute_peer_medians(latest, self.stages)
+        slow, previous = np.flatnonzero(latest > self.factor * peer_medians).tolist(), set(self.ranks)
+        warnings = [self._describe_rank(r, latest[r], peer_medians[r], waited[r]) for r in slow if r not in previous]
+        warnings += [f"rank {rank} is no longer slow" for rank in sorted(previous.difference(slow))]
+        self.ranks = slow
         return warnings
 
-    def _sentence(self, rank: int, own: float, usual: float, data: float) -> str:
-        cause = "waiting for data" if data > (own - usual) / 2 else "computation"
+    def _describe_rank(self, rank: int, own_seconds: float, peer_median: float, data_seconds: float) -> str:
+        cause = "waiting for data" if data_seconds > (own_seconds - peer_median) / 2 else "computation"
         return (
-            f"rank {rank} is slow: its own time is {rounded(own)} s a step, {own / usual:.1f} times that of the other "
-            f"ranks ({rounded(usual)} s), in the median of {self.size} steps; the cause is {cause}"
+            f"rank {rank} is slow: its own time is {rounded(own_seconds)} s a step, {own_seconds / peer_median:.1f} times that of the other "
+            f"ranks ({rounded(peer_median)} s), in the median of {self.window} steps; the cause is {cause}"
         )
 
 
-def median_of_others(values: Times, groups: NDArray[np.int64]) -> Times:
+def compute_peer_medians(values: Times, groups: NDArray[np.int64]) -> Times:
     """Return for each value the median of the others of its group; the value itself where there are none."""
-    found = values.copy()
+    medians = values.copy()
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         members = members[np.argsort(values[members])]
-        ordered, count, place = values[members], len(members), np.arange(len(members))
-        if count > 1:  # without the value at `place`, those behind it move up
+        ordered, count, index = values[members], len(members), np.arange(len(members))
+        if count > 1:  # without the value at `index`, those behind it move up
             low, high = (count - 2) // 2, (count - 1) // 2
-            found[members] = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
-    return found
+            medians[members] = (ordered[low + (index <= low)] + ordered[high + (index <= high)]) / 2
+    return medians

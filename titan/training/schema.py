@@ -62,24 +62,26 @@ class Training:
         """The phases of training, each with one batch size."""
         phases = [Phase(1, 0, self.rows)]
         for tokens, batch in self.grow:
-            last = phases[-1]
-            step = last.step + max(0, math.ceil((tokens / self.seq_len - last.before) / last.rows))
-            phases.append(Phase(step, last.before + (step - last.step) * last.rows, batch // self.seq_len))
+            previous = phases[-1]
+            step = previous.step + max(0, math.ceil((tokens / self.seq_len - previous.rows_before) / previous.rows))
+            phases.append(
+                Phase(step, previous.rows_before + (step - previous.step) * previous.rows, batch // self.seq_len)
+            )
         return tuple(phases)
 
-    def phase(self, step: int) -> Phase:
+    def find_phase(self, step: int) -> Phase:
         """The phase that `step` (1 is the first) belongs to."""
         return [phase for phase in self.phases if phase.step <= step][-1]
 
-    def rows_before(self, step: int) -> int:
+    def count_rows_before(self, step: int) -> int:
         """Return the rows that are read before `step`."""
-        phase = self.phase(step)
-        return phase.before + (step - phase.step) * phase.rows
+        phase = self.find_phase(step)
+        return phase.rows_before + (step - phase.step) * phase.rows
 
     @property
     def tokens(self) -> int:
         """Tokens of all steps."""
-        return self.rows_before(self.steps + 1) * self.seq_len
+        return self.count_rows_before(self.steps + 1) * self.seq_len
 
     @property
     def terms(self) -> dict[str, LossTerm]:
@@ -101,27 +103,27 @@ class Training:
 
     def _check_rows(self, name: str, batch: int) -> None:
         if batch % self.seq_len:
-            near = max(1, round(batch / self.seq_len)) * self.seq_len
+            nearest = max(1, round(batch / self.seq_len)) * self.seq_len
             raise ConfigError(
-                f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {near}."
+                f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {nearest}."
             )
 
     def _check_growth(self) -> None:
-        before = (0, self.global_batch)
+        previous = (0, self.global_batch)
         for tokens, batch in self.grow:
             self._check_rows("training.grow: a batch", batch)
-            if tokens <= before[0] or batch <= before[1]:
+            if tokens <= previous[0] or batch <= previous[1]:
                 raise ConfigError(
                     f"training.grow={show(self.grow)}: both numbers must increase from one pair to the next, starting "
                     f"above [0,{self.global_batch}]; give them in ascending order."
                 )
-            before = tokens, batch
+            previous = tokens, batch
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps of `rows` rows each, from `step` on; `before` rows are read before it."""
+    """Steps of `rows` rows each, from `step` on; `rows_before` rows are read before it."""
 
     step: int
-    before: int
+    rows_before: int
     rows: int

@@ -12,27 +12,27 @@ from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run.run import Run
 from titan.training.signals import StopSignals
-from titan.training.worker import log_to, user_error
+from titan.training.worker import set_log_file, to_user_error
 
 
 @contextmanager
-def joined(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSignals]]:
+def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSignals]]:
     """Join the ranks of a job, and leave them at its end.
 
     Raises:
         ConfigError: for an error of the block that the user can fix.
         RunError: for another one that has an explanation.
     """
-    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    set_log_file(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
         world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
         try:
             yield world, stop
         except Exception as error:
-            found = user_error(run, error)
-            if found is error:
+            reported_error = to_user_error(run, error)
+            if reported_error is error:
                 raise
-            raise found from error
+            raise reported_error from error
         world.close()  # only after success: see titan.training.worker
-        log_to(None)  # the file of one rank is in a temporary directory
+        set_log_file(None)  # the file of one rank is in a temporary directory

@@ -18,32 +18,32 @@ class StopSignals:
     the process at once; the scheduler itself kills what does not end in time.
     """
 
-    def __init__(self, alone: bool = False, scheduled: bool = False) -> None:
+    def __init__(self, is_alone: bool = False, scheduled: bool = False) -> None:
         """Take whether this is the only rank, which then prints that it stops, and whether a scheduler runs it."""
         self.requested = self.requeue = False
-        self.alone, self.scheduled = alone, scheduled
-        self.preempt = preempt_signal(os.environ) if scheduled else None
+        self.is_alone, self.scheduled = is_alone, scheduled
+        self.preempt_number = preempt_signal(os.environ) if scheduled else None
         self._handlers = ExitStack()
 
     def __enter__(self) -> StopSignals:
         numbers = scheduler_signals(os.environ) if self.scheduled else stopping()
-        self._handlers.enter_context(handle_signals(self._receive, numbers))
+        self._handlers.enter_context(handle_signals(self._receive_signal, numbers))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._handlers.close()
 
-    def _receive(self, number: int, frame: object) -> None:
+    def _receive_signal(self, number: int, frame: object) -> None:
         if is_repeat(number, self.requested):
             return
         if self.requested and not self.scheduled:
             os._exit(130)
-        self.requeue = self.requeue or number == self.preempt
+        self.requeue = self.requeue or number == self.preempt_number
         self.requested = True
-        if self.alone and not self.scheduled:
+        if self.is_alone and not self.scheduled:
             output.write_stderr(STOPPING)
 
 
-def exit_code_of_stop(again: bool) -> int:
+def choose_stop_exit_code(requeue: bool) -> int:
     """Return the exit code of a rank that a signal ended."""
-    return EXIT_REQUEUE if again else 130
+    return EXIT_REQUEUE if requeue else 130

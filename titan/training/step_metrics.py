@@ -31,7 +31,7 @@ RANK_SLOTS = HASH + HASH_PIECES
 """The index of the first slot of ranks; see `titan.training.rank_times`."""
 
 
-def pack(
+def pack_metrics(
     loss: Tensor,
     batch: Batch,
     *,
@@ -59,8 +59,8 @@ def pack(
     requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
     counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
     pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
-    own = np.array([*requests, *counts, *pieces])
-    host = torch.from_numpy(own if slots is None else np.concatenate([own, slots]))
+    rank_values = np.array([*requests, *counts, *pieces])
+    host = torch.from_numpy(rank_values if slots is None else np.concatenate([rank_values, slots]))
     if loss.device.type == "cuda":
         host = host.pin_memory()
     losses = loss.double().flatten()
@@ -68,13 +68,15 @@ def pack(
     return torch.cat([first, host.to(loss.device, non_blocking=True), losses[1:]])
 
 
-def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, float]:
+def compute_term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, float]:
     """Return the mean of each loss term over the targets that count, by its key in metrics.jsonl."""
     sums = metrics[len(metrics) - len(names) :]
     return {f"loss/{name}": value / max(1, metrics[VALID]) for name, value in zip(names, sums, strict=True)}
 
 
-def split(values: NDArray[np.float64], slots: int, counts: int) -> tuple[list[float], NDArray[np.float64], list[float]]:
+def split_metrics(
+    values: NDArray[np.float64], slots: int, counts: int
+) -> tuple[list[float], NDArray[np.float64], list[float]]:
     """Return a step's vector without the slots of ranks and the counts of experts, the slots, and the counts.
 
     Args:
@@ -86,7 +88,7 @@ def split(values: NDArray[np.float64], slots: int, counts: int) -> tuple[list[fl
     return [*values[:RANK_SLOTS].tolist(), *values[first:end].tolist()], values[RANK_SLOTS:first], values[end:].tolist()
 
 
-def batch_hash(metrics: list[float]) -> str:
+def format_batch_hash(metrics: list[float]) -> str:
     """Return the hash of the whole batch, in hexadecimal, from the summed vector."""
     total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:RANK_SLOTS]))
     return f"{total % 2**64:016x}"
@@ -95,9 +97,9 @@ def batch_hash(metrics: list[float]) -> str:
 class StepTimer:
     """Times a step on its device: from the end of the previous step, where nothing came between, to its own end."""
 
-    def __init__(self, device: torch.device, before: StepTimer | None) -> None:
+    def __init__(self, device: torch.device, previous: StepTimer | None) -> None:
         self.on_gpu = device.type == "cuda"
-        self.start: Any = before.end if before else clock.now(self.on_gpu)
+        self.start: Any = previous.end if previous else clock.now(self.on_gpu)
         self.end: Any = None
 
     def stop(self) -> None:
@@ -109,7 +111,7 @@ class StepTimer:
         if self.on_gpu:
             self.end.synchronize()
 
-    def seconds(self) -> float:
+    def compute_seconds(self) -> float:
         """Return how long the step took; call it after `wait`."""
         return clock.seconds(self.start, self.end)
 
@@ -152,16 +154,16 @@ class StepTimes:
         """Add a step: its time, its pairs of tokens that attend to each other, and the time that it waited for data."""
         self.steps.append((seconds, pairs, data_seconds))
 
-    def median(self) -> tuple[float, float] | None:
+    def find_median(self) -> tuple[float, float] | None:
         """Return seconds and pairs of the step whose time is the median, without the first `WARM` where there are more.
 
         None before the first step.
         """
-        timed = list(self.steps)
-        timed = sorted(timed[WARM:] or timed)
-        return timed[len(timed) // 2][:2] if timed else None
+        measured = list(self.steps)
+        measured = sorted(measured[WARM:] or measured)
+        return measured[len(measured) // 2][:2] if measured else None
 
-    def data_wait(self) -> float | None:
+    def compute_data_wait(self) -> float | None:
         """Return the share of the steps' time that was spent waiting for data; None before the first step."""
         total = sum(seconds for seconds, _, _ in self.steps)
         return sum(waited for _, _, waited in self.steps) / total if total else None

@@ -20,7 +20,7 @@ from titan.precision.low_precision import Scales
 from titan.training.expert_load import ExpertLoad
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """A model, or a pipeline stage's part of it, as one module from tokens to the summed loss."""
 
     def __init__(self, model: Any) -> None:
@@ -47,21 +47,21 @@ class Stage(nn.Module):
         hidden: Tensor = self.model(x, positions, document_ids)
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
-    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters with their names in the whole model; a tied weight's replica has the original's."""
         return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
 
 
-class StageWithLosses(Stage):
+class StageWithLosses(ModelStage):
     """A stage of a model whose blocks return loss terms or counts, of tokens whose targets count in the loss."""
 
-    def __init__(self, model: Any, tensor_rank: int, parts: int = 1) -> None:
+    def __init__(self, model: Any, tensor_rank: int, sequence_parallel_size: int = 1) -> None:
         """Take the model, this tensor rank, and into how many parts tensor ranks split a row between matmuls."""
         super().__init__(model)
-        self.tensor_rank, self.parts = tensor_rank, parts
+        self.tensor_rank, self.sequence_parallel_size = tensor_rank, sequence_parallel_size
 
     @staticmethod
-    def figures(model: Any) -> int:
+    def count_block_sums(model: Any) -> int:
         """Return the number of figures of a model's blocks: their loss terms and what they count."""
         return len(model.losses) + int(model.config.layers * model.counted)
 
@@ -72,7 +72,7 @@ class StageWithLosses(Stage):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Any:
-        """Compute this part of the model; see `Stage.forward`.
+        """Compute this part of the model; see `ModelStage.forward`.
 
         Returns:
             Where gradients are computed, the last stage's loss with its figures behind it, see
@@ -81,13 +81,13 @@ class StageWithLosses(Stage):
         """
         if targets is None or not torch.is_grad_enabled():
             return super().forward(x, targets, positions, document_ids)
-        valid = targets.chunk(self.parts, 1)[self.tensor_rank % self.parts] != IGNORED
-        hidden, values, counts = self.model(x, positions, document_ids, valid)
-        figures = torch.cat([values.where(valid, 0).sum((1, 2)), counts.flatten()])
-        extra = weigh(figures, list(self.model.losses.values()))
+        valid = targets.chunk(self.sequence_parallel_size, 1)[self.tensor_rank % self.sequence_parallel_size] != IGNORED
+        hidden, term_values, counts = self.model(x, positions, document_ids, valid)
+        block_sums = torch.cat([term_values.where(valid, 0).sum((1, 2)), counts.flatten()])
+        weighted_terms = weigh(block_sums, list(self.model.losses.values()))
         if self.model.head is None:
-            return hidden, extra, figures.detach()
-        return carry(self.model.head(hidden, targets).reshape(-1), figures, extra)
+            return hidden, weighted_terms, block_sums.detach()
+        return carry(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
 
 
 class MicrobatchRunner(Protocol):
@@ -110,7 +110,7 @@ class GradAccumulation:
         self,
         stage: nn.Module,
         wrapped: nn.Module,
-        whole: bool = False,
+        unsharded_gradients: bool = False,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the stage.
@@ -118,16 +118,16 @@ class GradAccumulation:
         Args:
             stage: the whole model.
             wrapped: the stage, in DDP where it has replicas.
-            whole: whether FSDP accumulates unsharded gradients.
+            unsharded_gradients: whether FSDP accumulates unsharded gradients.
             advance: called after each micro-batch.
         """
-        self.stage, self.wrapped, self.whole, self.advance = stage, wrapped, whole, advance
+        self.stage, self.wrapped, self.unsharded_gradients, self.advance = stage, wrapped, unsharded_gradients, advance
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """See `MicrobatchRunner`."""
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
-            with data.accumulating(self.wrapped, last=i == count - 1, whole=self.whole):
+            with data.accumulating(self.wrapped, last=i == count - 1, whole=self.unsharded_gradients):
                 loss = self.wrapped(*rows.microbatch(i))
                 loss.backward(torch.full_like(loss, scale))
             total = total + loss.detach()
@@ -156,11 +156,11 @@ class TrainStep:
         seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
         terms: names of the loss terms: of the logits, then of the model's blocks.
-        load: what is done with the counts of experts; None for a model without.
-        parts: how many of the last figures of the loss each tensor rank sums over its own tokens.
+        expert_load: what is done with the counts of experts; None for a model without.
+        num_block_sums: how many of the last figures of the loss each tensor rank sums over its own tokens.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ModelStage, ...]
     runner: MicrobatchRunner
     optimizer: torch.optim.Optimizer
     world: World
@@ -170,8 +170,8 @@ class TrainStep:
     seq_len_multiple: int = 1
     notes: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
-    parts: int = 0
-    load: ExpertLoad | None = None
+    num_block_sums: int = 0
+    expert_load: ExpertLoad | None = None
 
     @property
     def device(self) -> torch.device:
@@ -187,27 +187,27 @@ class TrainStep:
 
         Returns:
             This rank's summed loss, an fp32 scalar on its device; the sum over all ranks is the global batch's. With
-            `terms` or `load` a vector: cross-entropy, the sums of the terms, and the counts of experts.
+            `terms` or `expert_load` a vector: cross-entropy, the sums of the terms, and the counts of experts.
         """
-        loss = self.runner.backward(self._local_rows(rows), scale)
+        loss = self.runner.backward(self._select_local_rows(rows), scale)
         if self.tied_weights is not None:
             self.tied_weights.sum_gradients()
         if (ranks := self.world.group("tensor")) is not None:
             tensor.sum_shared_gradients((m for stage in self.stages for m in stage.modules()), ranks, self.device)
-        return loss if self.world.counts_loss else self._own_parts(loss)
+        return loss if self.world.counts_loss else self._keep_rank_sums(loss)
 
-    def _own_parts(self, loss: Tensor) -> Tensor:
+    def _keep_rank_sums(self, loss: Tensor) -> Tensor:
         """Return of the loss of a tensor rank after the first, which is a replica, what is of its own tokens."""
-        own = torch.zeros_like(loss)
-        if self.parts:
-            own[-self.parts :] = loss[-self.parts :]
-        return own
+        rank_sums = torch.zeros_like(loss)
+        if self.num_block_sums:
+            rank_sums[-self.num_block_sums :] = loss[-self.num_block_sums :]
+        return rank_sums
 
     @torch.no_grad()
     def evaluate(self, rows: Microbatches) -> Tensor:
         """Return this rank's summed loss on whole rows, without gradients; see `backward`."""
         losses = []
-        for microbatch in self._local_rows(rows).each():
+        for microbatch in self._select_local_rows(rows).each():
             losses += self.runner.forward(microbatch)
             self.world.activity.advance()
         if not losses or not self.world.counts_loss:
@@ -215,12 +215,12 @@ class TrainStep:
         return torch.stack(losses).sum()
 
     @torch.no_grad()
-    def logits(self, tokens: list[int]) -> Tensor:
+    def compute_logits(self, tokens: list[int]) -> Tensor:
         """Return the logits [vocab] (fp32) of the token after `tokens`, on every rank; all ranks call it together."""
         length = -(-len(tokens) // self.seq_len_multiple) * self.seq_len_multiple
         row = torch.zeros(length, dtype=torch.int64, device=self.world.device)
         row[: len(tokens)] = torch.tensor(tokens)  # causal attention does not see the padding behind them
-        local = self._local_rows(Microbatches(row[None, None]))
+        local = self._select_local_rows(Microbatches(row[None, None]))
         positions = local.positions
         last = len(tokens) - 1 if positions is None else (positions == len(tokens) - 1).nonzero().flatten()
         out = torch.zeros(self.stages[0].model.config.vocab, device=self.world.device)
@@ -229,31 +229,31 @@ class TrainStep:
                 out += logits[0, last].float().sum(0) if positions is not None else logits[0, last].float()
         return self.world.sum(out)
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         """Return the gradients that exist, in the order of the parameters."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
-    def gradient_squares(self) -> Tensor:
+    def sum_gradient_squares(self) -> Tensor:
         """Return this rank's part of the sum of squares of all gradients, a float64 scalar on its device."""
         replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
         gradients = (p.grad for p in self.parameters() if p.grad is not None and p is not replica)
         return grad_norm.sum_squares(((g, holders(g, self.world)) for g in gradients), self.device)
 
-    def norm(self) -> Tensor:
+    def compute_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's."""
-        return self.world.sum(self.gradient_squares()).sqrt().float()
+        return self.world.sum(self.sum_gradient_squares()).sqrt().float()
 
-    def _local_rows(self, rows: Microbatches) -> Microbatches:
+    def _select_local_rows(self, rows: Microbatches) -> Microbatches:
         """Return this rank's tokens of whole rows (context parallelism)."""
         return rows if self.token_positions is None else rows.select(self.token_positions(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their names in the whole model, each name once."""
-        seen: set[str] = set()
+        names: set[str] = set()
         for stage in self.stages:
-            for name, parameter in stage.global_parameters():
-                if name not in seen:
-                    seen.add(name)
+            for name, parameter in stage.iterate_global_parameters():
+                if name not in names:
+                    names.add(name)
                     yield name, parameter
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

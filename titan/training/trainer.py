@@ -38,16 +38,16 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.schedule.rates import Rates
-from titan.training import layer_norms, not_finite, reading, recording, results, step_metrics
+from titan.schedule.optimizer_schedule import OptimizerSchedule
+from titan.training import layer_norms, loader_setup, metrics_setup, not_finite, result_json, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
-from titan.training.evaluation.averages import MovingAverage, evaluated
+from titan.training.evaluation.averages import MovingAverage, use_evaluation_weights
 from titan.training.evaluation.evaluator import Evaluator
 from titan.training.layer_metrics import LayerMetrics
-from titan.training.profiling import Profiling
+from titan.training.profiling import RunProfiler
 from titan.training.rank_times import RankTimes
-from titan.training.sample import sample_text
-from titan.training.signals import exit_code_of_stop
+from titan.training.sample_text import sample_text
+from titan.training.signals import choose_stop_exit_code
 from titan.training.step_metrics import (
     END,
     LOSS,
@@ -107,28 +107,32 @@ class Trainer:
         init_optimizer_state(train_step.optimizer)
         decay = run.evaluation.ema
         self.average = None if decay is None else MovingAverage(train_step, decay)
-        self.speed = recording.speed(run)
+        self.speed = metrics_setup.build_step_speed(run)
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
-        self.activity.save = self.saving.running
+        self.activity.save = self.saving.find_running_save
         self.stopping = self.requeue = self.save_requested = False
-        self.hooks, self.ended = Hooks(run, world, lambda: layer_norms.parameters(train_step)), False
+        self.hooks, self.ended_by_hook = Hooks(run, world, lambda: layer_norms.iterate_parameters(train_step)), False
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
-        self.rates = Rates(train_step.optimizer, run.optimizer.lr, run.schedule.build(run.training.steps))
-        self.times = StepTimes()
-        self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
-        self.spikes = recording.spikes(run, attempt, world.is_rank0)
+        self.optimizer_schedule = OptimizerSchedule(
+            train_step.optimizer, run.optimizer.lr, run.schedule.build(run.training.steps)
+        )
+        self.step_times = StepTimes()
+        self.layer_metrics = LayerMetrics(run, train_step, run.metrics.layers_every)
+        self.spikes = metrics_setup.build_spike_detector(run, attempt, world.is_rank0)
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None
         self.timeout = world.timeout
-        self.profiling = self._profiling()
+        self.profiler = self._build_profiler()
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
-        self.loader = reading.loader(run, self.mix, world, attempt.step, self._show, lambda: self.stop.requested)
-        self.load = train_step.load
-        self.applied = train_step.notes
+        self.loader = loader_setup.build_loader(
+            run, self.mix, world, attempt.step, self._show, lambda: self.stop.requested
+        )
+        self.expert_load = train_step.expert_load
+        self.notes = train_step.notes
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, evaluate, sample and report.
@@ -137,26 +141,26 @@ class Trainer:
             0 when all steps are done, 130 when a signal ended them, 75 when they are to be started again.
 
         Raises:
-            StopRequested: when a signal came while it waited for the evaluation set.
+            StopRequestedError: when a signal came while it waited for the evaluation set.
         """
-        began = time.monotonic()
-        self._restore()
+        start = time.monotonic()
+        self._restore_state()
         if self.world.is_rank0:
-            summary.show_run(self.run, self.attempt, self.mix, self.applied)
-            self.recorder = recording.recorder(self.run, self.attempt, self._warn, self.mix)
+            summary.show_run(self.run, self.attempt, self.mix, self.notes)
+            self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self._warn, self.mix)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
             self.evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: self.stop.requested)
             self._call_hooks("on_run_start", {})
             with _no_automatic_gc():
-                self.loop()
-        self._finish(began)
-        return exit_code_of_stop(self.requeue) if self.interrupted else 0
+                self.run_steps()
+        self._finish_run(start)
+        return choose_stop_exit_code(self.requeue) if self.is_interrupted else 0
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a signal ended the run before its last step."""
-        return self.stopping and not self.ended
+        return self.stopping and not self.ended_by_hook
 
     def close(self) -> None:
         """End what runs beside training: the loader, a save once it is done, the recorder."""
@@ -166,35 +170,35 @@ class Trainer:
         if self.recorder:
             self.recorder.close()
 
-    def _restore(self) -> None:
+    def _restore_state(self) -> None:
         """Remove what a killed attempt may have left, and load a checkpoint's state or initial weights."""
         if self.world.is_rank0:
             retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
         coordinator, complete = Coordinator.of(self.world), False
         if self.attempt.checkpoint:
             complete = restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
-            self._note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
+            self._add_note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
             self.saving.resume_post_save()
         elif self.attempt.weights:
             start_from_weights(self.train_step, self.attempt.weights, coordinator)
-            self._note(f"weights: from {summary.short(self.attempt.weights)}")
+            self._add_note(f"weights: from {summary.short(self.attempt.weights)}")
         if self.average is not None and not complete:
-            self.average.begin()
+            self.average.copy_weights()
 
-    def _note(self, line: str) -> None:
+    def _add_note(self, line: str) -> None:
         """Add a line to what was applied to the model."""
         log.info(line)
-        self.applied = (*self.applied, line)
+        self.notes = (*self.notes, line)
 
     # --- the loop
 
-    def loop(self, steps: int | None = None) -> None:
+    def run_steps(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""
         last = self.run.training.steps if steps is None else self.step + steps
         previous: InFlightStep | None = None
         while self.step < last and not self.stopping:
-            self._set_timeout(self._step_timeout())
-            ended = self.profiling.begin(self.step + 1)
+            self._set_timeout(self._choose_step_timeout())
+            ended = self.profiler.begin_step(self.step + 1)
             current = self._step(previous.timer if previous and not ended else None)
             if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
                 release_freed_memory(self.world.device)
@@ -203,43 +207,43 @@ class Trainer:
             previous = self._run_periodic_tasks(current, last)
         if previous:
             self._finalize_step(previous)
-        self.profiling.close()
+        self.profiler.close()
 
-    def _step(self, before: StepTimer | None = None, batch: Batch | None = None) -> InFlightStep:
+    def _step(self, previous_timer: StepTimer | None = None, batch: Batch | None = None) -> InFlightStep:
         """Start one optimizer update on the device.
 
         Args:
-            before: times the step that this one follows without a break.
+            previous_timer: times the step that this one follows without a break.
             batch: of a step that is repeated; None: the next one.
 
         Returns:
             The step, whose metrics `_finalize_step` reads.
         """
-        timer = StepTimer(self.world.device, before)
-        self.rank_times.begin_step(follows=before is not None)
+        timer = StepTimer(self.world.device, previous_timer)
+        self.rank_times.begin_step(follows=previous_timer is not None)
         if batch is None:
             self.activity.begin_step(self.step + 1)
             batch, self.step = next(self.loader), self.step + 1
         self.activity.enter(COMPUTING)
-        layers = self.layers if self.layers.due(self.step) else None
-        lr = self.rates.set(self.step)
-        tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
+        layers = self.layer_metrics if self.layer_metrics.is_due(self.step) else None
+        lr = self.optimizer_schedule.set_rates(self.step)
+        tokens, rows = self.run.training.find_phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
         if layers:
-            layers.before_step(self.step, rows)
+            layers.measure_forward(self.step, rows)
         loss = self.train_step.backward(rows, 1 / tokens)
         self.rank_times.end_backward()
         metrics = self.world.sum(self._pack_metrics(loss, batch))
-        gradients, norm = self.train_step.gradients(), metrics[SQUARES].sqrt()
+        gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
             scale = tokens / metrics[VALID].clamp(min=1)
             grad_norm.scale(gradients, scale.float())
             norm = norm * scale
         norm = norm.float()
-        if self.hooks.wants("before_optimizer"):  # it may change gradients
+        if self.hooks.has_method("before_optimizer"):  # it may change gradients
             self.hooks.before_optimizer(self.step)
-            norm = self.train_step.norm()
+            norm = self.train_step.compute_norm()
         if layers:
-            layers.before_update()
+            layers.measure_gradients()
         if self.run.training.clip_norm is not None:
             grad_norm.clip(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
@@ -248,11 +252,11 @@ class Trainer:
         # After a bad step the weights wait until the host has found its cause, and this step is repeated.
         skipped = bad | self.bad | (metrics[VOID] > 0)
         self._update(skipped)
-        if self.load is not None:
-            self.load.update(metrics[-self.load.size :], skipped)
+        if self.expert_load is not None:
+            self.expert_load.update(metrics[-self.expert_load.num_counts :], skipped)
         self.bad = bad
         if layers:
-            layers.after_update(self.step)
+            layers.measure_updates(self.step)
         self.rows = batch.read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
@@ -265,16 +269,16 @@ class Trainer:
 
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""
-        return step_metrics.pack(
+        return step_metrics.pack_metrics(
             loss,
             batch,
-            squares=self.train_step.gradient_squares(),
+            squares=self.train_step.sum_gradient_squares(),
             stop=self.stop.requested,
             requeue=self.stop.requeue,
             save=self.saving.should_save(),
-            profile=self.profiling.request(),
-            end=self.hooks.stop is not None,
-            slots=self.rank_times.slots(self.step),
+            profile=self.profiler.take_request(),
+            end=self.hooks.stop_request is not None,
+            slots=self.rank_times.build_slots(self.step),
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -306,32 +310,36 @@ class Trainer:
     def _finalize_step(self, step: InFlightStep) -> bool:
         """Read a step's metrics, act on them and log them; return whether a step that has started must be repeated."""
         values, norm = step.read()
-        metrics, slots, counts = step_metrics.split(values, self.rank_times.count, self.load.size if self.load else 0)
-        seconds = step.timer.seconds()
-        self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
+        metrics, slots, counts = step_metrics.split_metrics(
+            values, self.rank_times.num_slots, self.expert_load.num_counts if self.expert_load else 0
+        )
+        seconds = step.timer.compute_seconds()
+        self.rank_times.finish_step(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
         self.requeue = self.requeue or metrics[REQUEUE] > 0
         if metrics[VOID] > 0:  # a signal came while a rank waited for data: this was no step, and none came after it
             self.step = min(self.step, step.step - 1)
-            self.rows = self.run.training.rows_before(self.step + 1)
+            self.rows = self.run.training.count_rows_before(self.step + 1)
             return False
-        self.ended = self.ended or (metrics[END] > 0 and self.step < self.run.training.steps)
-        self.stopping = self.stopping or self.ended
+        self.ended_by_hook = self.ended_by_hook or (metrics[END] > 0 and self.step < self.run.training.steps)
+        self.stopping = self.stopping or self.ended_by_hook
         self.save_requested = self.save_requested or metrics[SAVE] > 0
-        self.profiling.asked = self.profiling.asked or metrics[PROFILE] > 0
+        self.profiler.is_requested = self.profiler.is_requested or metrics[PROFILE] > 0
         loss = metrics[LOSS] / max(1, metrics[VALID])
         cause = self._check_finite(step, loss, norm)
-        self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
-        ranks, warnings = self.rank_times.read(step.step, slots)
+        self.step_times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
+        ranks, warnings = self.rank_times.read_slots(step.step, slots)
         for line in warnings:
             self._warn(line)
-        own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
+        hook_metrics = self.hooks.end_step(step.step, lambda: self._build_figures(step, loss, norm, seconds))
         if self.recorder:
             self._log_records(self.saving.poll_finished())
-            record = self._record(step, loss, norm, seconds, metrics) | self._expert_load(step.step, counts)
-            self.recorder.log(record | ranks | cause | self._mark_spike(step, loss) | own)
+            record = self._build_record(step, loss, norm, seconds, metrics) | self._record_expert_load(
+                step.step, counts
+            )
+            self.recorder.log(record | ranks | cause | self._mark_spike(step, loss) | hook_metrics)
         if self.progress:
-            self.progress.step(step.step, loss, self._tokens(step) / seconds)
+            self.progress.step(step.step, loss, self._count_tokens(step) / seconds)
         return bool(cause)
 
     def _check_finite(self, step: InFlightStep, loss: float, norm: float) -> dict[str, str]:
@@ -346,14 +354,14 @@ class Trainer:
         self.bad_steps += 1
         losses = self.world.gather(float(step.local_loss.flatten()[0]))
         ranks = [r for r, value in enumerate(losses) if not math.isfinite(value)]
-        where = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
+        origin = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
         rows = f"rows {step.batch.first} to {step.batch.last}"
         cause = self._find_cause(step)
-        self._warn(f"step {step.step}: not finite: {where}, {rows}: {cause}; the weights are unchanged")
+        self._warn(f"step {step.step}: not finite: {origin}, {rows}: {cause}; the weights are unchanged")
         if self.bad_steps >= self.run.training.bad_steps:
-            self._log_records(self.saving.wait())
+            self._log_records(self.saving.wait_for_saves())
             raise RunError(
-                f"{self.bad_steps} steps in a row were not finite, the last one step {step.step}: {where}, {rows}: "
+                f"{self.bad_steps} steps in a row were not finite, the last one step {step.step}: {origin}, {rows}: "
                 f"{cause}; "
                 f"lower optimizer.lr={self.run.optimizer.lr:g}, or raise training.bad_steps="
                 f"{self.run.training.bad_steps}. The last checkpoint is from step {self.saving.saved_step}."
@@ -365,27 +373,33 @@ class Trainer:
         """Repeat a step that was not finite, and return where that began; details are in `debug/`."""
         self._set_timeout(self.run.cluster.timeout)
         run, self.bad = self.run, torch.zeros_like(self.bad)
-        report = not_finite.investigate(
-            run, self.train_step, self._to_device(step.batch), 1 / self._tokens(step), self._number_of(step.step)
+        report = not_finite.investigate_step(
+            run,
+            self.train_step,
+            self._to_device(step.batch),
+            1 / self._count_tokens(step),
+            self._build_row_numbering(step.step),
         )
         if self.world.is_rank0:
             report.write(Path(run.directory), step.step)
         return report.sentence
 
-    def _number_of(self, step: int) -> Callable[[int], int | None]:
+    def _build_row_numbering(self, step: int) -> Callable[[int], int | None]:
         """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
         training = self.run.training
-        own = self.world.data_shard.rows(training.phase(step).rows)
-        numbers = self.mix.numbers(np.arange(own.start, own.stop) + training.rows_before(step)).tolist()
-        return lambda place: numbers[place] if place < len(numbers) else None
+        rank_rows = self.world.data_shard.rows(training.find_phase(step).rows)
+        numbers = self.mix.numbers(
+            np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
+        ).tolist()
+        return lambda index: numbers[index] if index < len(numbers) else None
 
     def _mark_spike(self, step: InFlightStep, loss: float) -> dict[str, float]:
         """Report a step whose loss is a spike; return what its record says of that."""
-        if mark := self.spikes.add(loss):
-            self._warn(mark.sentence(step.step, loss, step.batch.first, step.batch.last))
-        return mark.record() if mark else {}
+        if spike := self.spikes.add(loss):
+            self._warn(spike.format_message(step.step, loss, step.batch.first, step.batch.last))
+        return spike.build_record() if spike else {}
 
-    def _record(
+    def _build_record(
         self, step: InFlightStep, loss: float, norm: float, seconds: float, metrics: list[float]
     ) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl."""
@@ -393,36 +407,36 @@ class Trainer:
             "step": step.step,
             "tokens": step.batch.read * self.run.training.seq_len,
             "loss": loss,
-            **step_metrics.term_means(self.train_step.terms, metrics),
+            **step_metrics.compute_term_means(self.train_step.terms, metrics),
             "grad_norm": norm,
             "lr": step.lr,
-            **recording.weight_decay(self.run, self.rates.factors, step.step),
+            **metrics_setup.build_weight_decay_record(self.run, self.optimizer_schedule.factors, step.step),
             "step_seconds": seconds,
             "data_seconds": step.batch.wait_seconds,
-            **self.speed.of(seconds, self._tokens(step), metrics[PAIRS]),
+            **self.speed.compute(seconds, self._count_tokens(step), metrics[PAIRS]),
             "valid_tokens": int(metrics[VALID]),
             "memory_gib": peak_memory_gib(self.world.device),
             "rows": [step.batch.first, step.batch.last],
-            "batch_hash": step_metrics.batch_hash(metrics),
-            **self.layers.record(step.step),
+            "batch_hash": step_metrics.format_batch_hash(metrics),
+            **self.layer_metrics.build_record(step.step),
         }
 
-    def _expert_load(self, step: int, counts: list[float]) -> dict[str, Any]:
+    def _record_expert_load(self, step: int, counts: list[float]) -> dict[str, Any]:
         """Report routers that have collapsed; return what the record of a step says of the experts' load."""
-        if self.load is None:
+        if self.expert_load is None:
             return {}
-        for line in self.load.collapsed(counts):
+        for line in self.expert_load.check_collapse(counts):
             self._warn(f"step {step}: {line}")
-        return self.load.record(counts, each=self.layers.due(step))
+        return self.expert_load.build_record(counts, per_expert=self.layer_metrics.is_due(step))
 
-    def _figures(self, step: InFlightStep, loss: float, norm: float, seconds: float) -> dict[str, Any]:
+    def _build_figures(self, step: InFlightStep, loss: float, norm: float, seconds: float) -> dict[str, Any]:
         """Return the figures of a step for hooks."""
         tokens = step.batch.read * self.run.training.seq_len
         return {"tokens": tokens, "loss": loss, "grad_norm": norm, "lr": step.lr, "step_seconds": seconds}
 
-    def _tokens(self, step: InFlightStep) -> int:
+    def _count_tokens(self, step: InFlightStep) -> int:
         """Return the number of tokens of a step."""
-        return self.run.training.phase(step.step).rows * self.run.training.seq_len
+        return self.run.training.find_phase(step.step).rows * self.run.training.seq_len
 
     # --- between steps
 
@@ -456,10 +470,10 @@ class Trainer:
         self.activity.enter(EVALUATING)
         release_freed_memory(self.world.device)
         self.validation = self.evaluator.measure(self.average)
-        own = self.hooks.call("on_validation", self.step, self.validation)
+        hook_metrics = self.hooks.call_moment("on_validation", self.step, self.validation)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
-            self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **own})
+            self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **hook_metrics})
         if self.progress:
             self.progress.say(f"step {self.step:,}: {summary.validation(self.validation)}")
 
@@ -471,15 +485,17 @@ class Trainer:
         self.saving.save(self.step, self.rows)
         self._log_records(self.saving.poll_finished())
 
-    def _step_timeout(self) -> float:
+    def _choose_step_timeout(self) -> float:
         """Return the seconds that ranks may wait for each other in the next step.
 
         The first step, and the first of each batch size, may compile; and with `dataset.stream` a rank may have to wait
         for data that is still being prepared.
         """
-        new = self.step == self.attempt.step or self.run.training.phase(self.step + 1).step == self.step + 1
+        may_compile = (
+            self.step == self.attempt.step or self.run.training.find_phase(self.step + 1).step == self.step + 1
+        )
         cluster = self.run.cluster
-        return cluster.timeout if new or self.run.dataset.stream else cluster.step_seconds
+        return cluster.timeout if may_compile or self.run.dataset.stream else cluster.step_seconds
 
     def _set_timeout(self, seconds: float) -> None:
         """Set how long ranks wait for each other; all ranks call it together."""
@@ -491,15 +507,15 @@ class Trainer:
         """Log finished saves at the present step: trackers need steps in ascending order."""
         if self.recorder:
             for record in records:
-                own = self.hooks.call("on_checkpoint", record["checkpoint_step"], record)
-                self.recorder.log({"step": self.step, **record, **own})
+                hook_metrics = self.hooks.call_moment("on_checkpoint", record["checkpoint_step"], record)
+                self.recorder.log({"step": self.step, **record, **hook_metrics})
 
     def _call_hooks(self, moment: str, figures: Mapping[str, Any], step: int | None = None) -> None:
         """Call the hooks at a moment that has no record: what they log gets one; `step`: None for the present one."""
         step = self.step if step is None else step
-        own = self.hooks.call(moment, step, figures)
-        if self.recorder and own:
-            self.recorder.log({"step": step, **own})
+        hook_metrics = self.hooks.call_moment(moment, step, figures)
+        if self.recorder and hook_metrics:
+            self.recorder.log({"step": step, **hook_metrics})
 
     def _warn(self, line: str) -> None:
         """Write a line to this rank's log, and to the terminal on rank 0."""
@@ -513,36 +529,36 @@ class Trainer:
 
     # --- the end
 
-    def _finish(self, began: float) -> None:
+    def _finish_run(self, start: float) -> None:
         """After the last step: save, evaluate, sample, and report the result."""
         self.activity.enter(FINISHING)
         release_freed_memory(self.world.device)
         self._set_timeout(self.run.cluster.timeout)
         self.activity.enter(SAVING)
-        if not self.interrupted or self.run.checkpoint.on_stop:
-            self._log_records(self.saving.finish(self.step, self.rows))
+        if not self.is_interrupted or self.run.checkpoint.on_stop:
+            self._log_records(self.saving.finish_saving(self.step, self.rows))
         else:
-            self._log_records(self.saving.wait())
+            self._log_records(self.saving.wait_for_saves())
         sample = None
-        if not self.interrupted:
+        if not self.is_interrupted:
             self.validate()
             self.activity.enter(FINISHING)
         if not self.stopping:
-            with evaluated(self.train_step):
+            with use_evaluation_weights(self.train_step):
                 sample = sample_text(self.run, self.train_step, self.mix)
-        ended_by = results.ended_by(self)
+        ended_by = result_json.find_ended_by(self)
         self._call_hooks("on_run_end", {"finished": not self.stopping, **ended_by, **self.validation})
         if self.recorder:
-            result = results.document(self, time.monotonic() - began, sample, ended_by)
+            result = result_json.build_result(self, time.monotonic() - start, sample, ended_by)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
             summary.show_result(self.run, result)
             self.activity.enter(FINISHING)
             self.recorder.finish(result)
 
-    def _profiling(self) -> Profiling:
+    def _build_profiler(self) -> RunProfiler:
         predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
-        return Profiling(self.run, self.world, self.train_step, predicted, self._show, tasks)
+        return RunProfiler(self.run, self.world, self.train_step, predicted, self._show, tasks)
 
 
 @contextmanager

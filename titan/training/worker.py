@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote, is_url, of
-from titan.checkpoint.restore import corruption as damage
+from titan.checkpoint.restore import corruption as detect_corruption
 from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
@@ -32,9 +32,9 @@ from titan.parallelism.mesh import World
 from titan.run import own_code
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
-from titan.training.build import build
-from titan.training.evaluation.sets import StopRequested
-from titan.training.signals import StopSignals, exit_code_of_stop
+from titan.training.build import build_train_step
+from titan.training.evaluation.sets import StopRequestedError
+from titan.training.signals import StopSignals, choose_stop_exit_code
 from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer
 
@@ -46,7 +46,7 @@ def work(
     attempt: Attempt,
     rank_info: RankInfo,
     store: Any = None,
-    failed: Callable[[Exception], object] = lambda error: None,
+    report_error: Callable[[Exception], object] = lambda error: None,
 ) -> int:
     """Train `run` as one of its ranks.
 
@@ -55,7 +55,7 @@ def work(
         attempt: the execution of it that this is.
         rank_info: this rank.
         store: a store that the ranks have connected to already, under torchrun or srun.
-        failed: called with an error at once, before the clean-up, which may take as long as a save.
+        report_error: called with an error at once, before the clean-up, which may take as long as a save.
 
     Returns:
         0 when all steps are done, 130 when a signal ended them, 75 when a scheduler is to start them again.
@@ -64,31 +64,31 @@ def work(
         ConfigError: when no checkpoint to resume from is intact.
         RunError: when the run can't continue.
     """
-    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    set_log_file(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
     activity = Activity(run.cluster.timeout)
-    watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, failed)
-    watch.judge.setting = partial(_timeout_setting, run)
+    watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, report_error)
+    watch.judge.setting = partial(_find_timeout_setting, run)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
-        world = replace(_connect(run, attempt, rank_info, store), activity=activity)
+        world = replace(_connect_ranks(run, attempt, rank_info, store), activity=activity)
         try:
-            exit_code = _train(_build(run, attempt, world, stop, watch), failed, watch)
-        except StopRequested:
-            return exit_code_of_stop(stop.requeue)
+            exit_code = _run_trainer(_build_trainer(run, attempt, world, stop, watch), report_error, watch)
+        except StopRequestedError:
+            return choose_stop_exit_code(stop.requeue)
         except Exception as error:
-            if stop.requested and _from_compiler(error):
+            if stop.requested and _is_compiler_error(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
-                return exit_code_of_stop(stop.requeue)
-            found = user_error(run, error, watch)
-            if found is error:
+                return choose_stop_exit_code(stop.requeue)
+            reported_error = to_user_error(run, error, watch)
+            if reported_error is error:
                 raise
-            raise found from error
+            raise reported_error from error
         # only after success: with NCCL this waits for operations that other ranks may never start (pytorch #141510)
         world.close()
         return exit_code
 
 
-def _connect(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> World:
+def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> World:
     """Join the process group and build this rank's groups."""
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
@@ -96,92 +96,96 @@ def _connect(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) -> Wor
     return mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, store, exchanges)
 
 
-def _build(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
+def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
     """Build what trains, from the checkpoint that the attempt resumes from; the watcher learns its groups and names."""
     attempt = _resolve_checkpoint(run, attempt, world)
     rank = world.rank_info
     log.info(
         "attempt %d of %s: rank %d of %d on %s", attempt.number, run.name, rank.rank, rank.world_size, world.device
     )
-    watch.groups = groups_of(world)
-    train_step = build(run, world, log.info)
-    watch.groups, watch.names = groups_of(world), partial(_module_names, train_step)
+    watch.groups = list_groups(world)
+    train_step = build_train_step(run, world, log.info)
+    watch.groups, watch.names = list_groups(world), partial(_list_module_names, train_step)
     return Trainer(run, attempt, world, train_step, stop)
 
 
-def _train(trainer: Trainer, failed: Callable[[Exception], object], watch: Watch | None = None) -> int:
+def _run_trainer(trainer: Trainer, report_error: Callable[[Exception], object], watch: Watch | None = None) -> int:
     """Train, and close the trainer; report an error before closing, which a hanging save would delay."""
     try:
         return trainer.train()
-    except StopRequested:
+    except StopRequestedError:
         raise
     except Exception as error:
-        found = user_error(trainer.run, error, watch)
-        if watch is not None and isinstance(found, HangError):
+        reported_error = to_user_error(trainer.run, error, watch)
+        if watch is not None and isinstance(reported_error, HangError):
             watch.wait_for_end()
-        failed(found)
+        report_error(reported_error)
         raise
     finally:
         trainer.close()
 
 
-def user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exception:
+def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exception:
     """Return an error that the user can act on as RunError, any other as it is."""
     if isinstance(error, torch.OutOfMemoryError):
-        return RunError(_out_of_memory(run, error))
-    waited = re.search(r"Timed out waiting (\d+)ms", "\n".join(map(str, _chain(error))))  # gloo; NCCL ends the process
-    if waited:
-        found = watch.timed_out() if watch is not None else None
-        return found or RunError(_timed_out(run, int(waited[1]) / 1000))
-    expected = isinstance(error, (ConfigError, RunError, StopRequested))
-    own = None if expected else own_code_error(error, own_code.packages(run))
-    if own is not None:
+        return RunError(_explain_out_of_memory(run, error))
+    timeout_match = re.search(
+        r"Timed out waiting (\d+)ms", "\n".join(map(str, _iterate_causes(error)))
+    )  # gloo; NCCL ends the process
+    if timeout_match:
+        hang_error = watch.timed_out() if watch is not None else None
+        return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000))
+    is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
+    own_error = None if is_user_error else own_code_error(error, own_code.packages(run))
+    if own_error is not None:
         log.error("your code failed", exc_info=error)
-        return RunError(f"your code failed: {own}; correct it. The log of the rank has the traceback.")
+        return RunError(f"your code failed: {own_error}; correct it. The log of the rank has the traceback.")
     return error
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes: torch's pipelines wrap those of their stages."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
-def _timed_out(run: Run, seconds: float) -> str:
-    name = _timeout_setting(run, seconds)
+def _explain_timeout(run: Run, seconds: float) -> str:
+    name = _find_timeout_setting(run, seconds)
     return (
         f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
         f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
     )
 
 
-def _timeout_setting(run: Run, seconds: float) -> str:
+def _find_timeout_setting(run: Run, seconds: float) -> str:
     """Return the name of the setting that a timeout comes from."""
     return "cluster.timeout" if seconds == run.cluster.timeout else "cluster.step_timeout"
 
 
-def groups_of(world: World) -> dict[str, Group]:
+def list_groups(world: World) -> dict[str, Group]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
-    known = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
-    known += [("context", world.context), ("model parallel", world.model_parallel)]
-    known += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
+    named_groups = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
+    named_groups += [("context", world.context), ("model parallel", world.model_parallel)]
+    named_groups += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
     experts = world.experts
-    known += [(f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None]
-    found: dict[str, Group] = {}
-    for name, group in known if names else ():
-        if group is not None and (group.group_name not in found or [name] == names):
-            found[group.group_name] = Group(name, compact(dist.get_process_group_ranks(group)))
-    return found
+    named_groups += [
+        (f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None
+    ]
+    groups: dict[str, Group] = {}
+    for name, group in named_groups if names else ():
+        if group is not None and (group.group_name not in groups or [name] == names):
+            groups[group.group_name] = Group(name, compact(dist.get_process_group_ranks(group)))
+    return groups
 
 
-def _module_names(train_step: TrainStep) -> dict[int, str]:
+def _list_module_names(train_step: TrainStep) -> dict[int, str]:
     """Return the names of the modules on this rank by their `id`."""
     return {id(module): name for stage in train_step.stages for name, module in stage.named_modules() if name}
 
 
-def _from_compiler(error: Exception) -> bool:
+def _is_compiler_error(error: Exception) -> bool:
     """Whether torch.compile failed: its compiler is a separate process, which a terminal's Ctrl-C reaches as well."""
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
@@ -200,8 +204,8 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
     coordinator = Coordinator.of(world)
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
-        folder, corruption = _fetch(run, attempt, coordinator)
-        corruption = corruption or damage(folder, coordinator, run.checkpoint.verify)
+        folder, corruption = _fetch_checkpoint(run, attempt, coordinator)
+        corruption = corruption or detect_corruption(folder, coordinator, run.checkpoint.verify)
         if corruption is None:
             return replace(attempt, checkpoint=str(folder))
         previous = coordinator.broadcast(_previous_attempt(run, attempt, corruption) if coordinator.rank == 0 else None)
@@ -215,11 +219,11 @@ def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) ->
     """Raise ConfigError when initial weights from a checkpoint differ from its checksums."""
     if attempt.weights is None or not coordinator.broadcast((Path(attempt.weights) / manifest.NAME).is_file()):
         return
-    if corruption := damage(Path(attempt.weights), coordinator, run.checkpoint.verify):
+    if corruption := detect_corruption(Path(attempt.weights), coordinator, run.checkpoint.verify):
         raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is corrupt: {corruption}; give another one.")
 
 
-def _fetch(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
+def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
     """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it.
 
     Raises:
@@ -246,18 +250,18 @@ def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | 
         return str(error)
 
 
-def log_to(file: Path | None) -> None:
+def set_log_file(file: Path | None) -> None:
     """Send this process's log to a file; None: nowhere."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
-    handler = _file_handler(file) if file else logging.NullHandler()
+    handler = _open_file_handler(file) if file else logging.NullHandler()
     handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
-    for old in log.handlers:
-        old.close()
+    for previous in log.handlers:
+        previous.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
 
 
-def _file_handler(file: Path) -> logging.Handler:
+def _open_file_handler(file: Path) -> logging.Handler:
     file.parent.mkdir(parents=True, exist_ok=True)
     return logging.FileHandler(file)
 
@@ -269,7 +273,7 @@ class _SafeFormatter(logging.Formatter):
         return safe_lines(super().format(record))
 
 
-def _out_of_memory(run: Run, error: Exception) -> str:
+def _explain_out_of_memory(run: Run, error: Exception) -> str:
     """Return torch's message with the settings that reduce memory."""
     options = [f"parallelism.microbatches={run.microbatches * 2}"] if run.microbatches < run.rank_rows else []
     options += ["memory=full"] if run.memory.checkpointing == "none" else []

@@ -17,10 +17,10 @@ from tests.support.runs import TINY, Tensors, learned, same, saved, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
-from titan.metrics.lines import read_lines
+from titan.metrics.lines import read_records
 from titan.run.compose import composed
 from titan.run.run import Run
-from titan.training.evaluation.averages import mean_over
+from titan.training.evaluation.averages import average_weights
 from titan.training.trainer import Trainer
 from titan.weights.formats import open_weights
 
@@ -113,9 +113,9 @@ def test_averages_of_averages(tmp_path: Path) -> None:
 
         load(1.0)
         assert trainer.average is not None
-        trainer.average.begin()
+        trainer.average.copy_weights()
         average = optimizer.state[parameter]["ema"].mean().item()
-        mean_over(trainer.train_step, [lambda: load(1.0), lambda: load(3.0)])
+        average_weights(trainer.train_step, [lambda: load(1.0), lambda: load(3.0)])
         return average, parameter.mean().item()
 
     (seen,) = train(tiny(tmp_path, *OWN, "evaluation.ema=0.5", "checkpoint=off"), before)
@@ -123,7 +123,7 @@ def test_averages_of_averages(tmp_path: Path) -> None:
 
 
 def validations(run: Run) -> list[float]:
-    lines = read_lines(Path(run.directory) / "metrics.jsonl")
+    lines = read_records(Path(run.directory) / "metrics.jsonl")
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 

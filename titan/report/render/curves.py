@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from titan.console.numbers import power, short, tick
-from titan.metrics.plot import SHARE
+from titan.metrics.plot import SMOOTHING_SHARE
 from titan.report.findings import Comparison, Numbers, RunFound
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
@@ -41,7 +41,7 @@ def training(comparison: Comparison) -> Chart | None:
     """Return the chart of training loss over tokens, smoothed."""
     most = _points(comparison)
     lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
-    caption = f"Mean over {SHARE:.0%} of the run around each point. "
+    caption = f"Mean over {SMOOTHING_SHARE:.0%} of the run around each point. "
     return _losses(comparison, lines, "Training loss", "loss, nats per token", caption, "training")
 
 
@@ -107,7 +107,7 @@ def gap(run: RunFound, base: RunFound, points: int) -> Points:
     )
 
 
-def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) -> Points:
+def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
     """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from titan.hooks.schema import PREFIX
+from titan.hooks.schema import METRIC_PREFIX
 from titan.report.findings import Comparison, Variant
 
 TITLE, MOST = "Own metrics", 20
@@ -14,7 +14,9 @@ TITLE, MOST = "Own metrics", 20
 def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return heading and rows: the last value of each metric, as the mean over a variant's runs; rows may be none."""
     names = sorted({name for variant in comparison.variants for run in variant.runs for name in run.own})
-    rows = [[name.removeprefix(PREFIX), *(_mean(variant, name) for variant in comparison.variants)] for name in names]
+    rows = [
+        [name.removeprefix(METRIC_PREFIX), *(_mean(variant, name) for variant in comparison.variants)] for name in names
+    ]
     more = [[f"and {len(rows) - MOST} more, in CSV and JSON", *[""] * len(comparison.variants)]]
     shown = rows if len(rows) <= MOST else rows[:MOST] + more
     return ["last value of", *(variant.label for variant in comparison.variants)], shown

@@ -23,89 +23,89 @@ class MovingAverage:
     """
 
     def __init__(self, train_step: TrainStep, decay: float) -> None:
-        """Allocate it; `begin` gives it values."""
+        """Allocate it; `copy_weights` gives it values."""
         self.train_step, self.decay = train_step, decay
         state = train_step.optimizer.state
-        for parameter in _parameters(train_step):
+        for parameter in _list_parameters(train_step):
             state[parameter][AVERAGE] = torch.zeros_like(plain_tensor(parameter), dtype=torch.float32)
 
-    def begin(self) -> None:
+    def copy_weights(self) -> None:
         """Begin at the present weights."""
-        for average, weight in self._pairs():
+        for average, weight in self._iterate_pairs():
             average.copy_(weight)
 
     @torch.no_grad()
     def update(self, bad: Tensor) -> None:
         """Add the weights after a step, unless the step was `bad` and left them as they were."""
         share: Tensor | None = None
-        for average, weight in self._pairs():
+        for average, weight in self._iterate_pairs():
             if share is None or share.device != average.device:
                 share = ((~bad).float() * (1 - self.decay)).to(average.device)
             average.lerp_(weight.float(), share)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Replace the weights by their average while the block runs; all ranks call it together."""
-        with replaced(self.train_step, [average for average, _ in self._pairs()]):
+        with replace_weights(self.train_step, [average for average, _ in self._iterate_pairs()]):
             yield
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _iterate_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return this rank's shards of the average and of the weights that are evaluated."""
-        averages = (local(self.train_step.optimizer.state[p][AVERAGE]) for p in _parameters(self.train_step))
-        return zip(averages, _evaluated(self.train_step), strict=True)
+        averages = (local(self.train_step.optimizer.state[p][AVERAGE]) for p in _list_parameters(self.train_step))
+        return zip(averages, _iterate_evaluation_weights(self.train_step), strict=True)
 
 
-def evaluated(train_step: TrainStep) -> AbstractContextManager[None]:
+def use_evaluation_weights(train_step: TrainStep) -> AbstractContextManager[None]:
     """Replace the weights by those that the optimizer evaluates, where it has others; all ranks call it together."""
     if not isinstance(train_step.optimizer, HasEvaluationWeights):
         return nullcontext()
-    return replaced(train_step, list(_evaluated(train_step)))
+    return replace_weights(train_step, list(_iterate_evaluation_weights(train_step)))
 
 
 @contextmanager
-def replaced(train_step: TrainStep, values: Sequence[Tensor]) -> Iterator[None]:
+def replace_weights(train_step: TrainStep, values: Sequence[Tensor]) -> Iterator[None]:
     """Replace this rank's shards of the weights while the block runs; all ranks call it together."""
-    before = [weight.clone() for weight in _weights(train_step)]
-    _set(train_step, values)
+    original_weights = [weight.clone() for weight in _list_weights(train_step)]
+    _set_weights(train_step, values)
     try:
         yield
     finally:
-        _set(train_step, before)
+        _set_weights(train_step, original_weights)
 
 
 @torch.no_grad()
-def mean_over(train_step: TrainStep, loads: Sequence[Callable[[], None]]) -> None:
+def average_weights(train_step: TrainStep, loads: Sequence[Callable[[], None]]) -> None:
     """Set the weights to the mean of those to evaluate after each of `loads`, summed in float32."""
     sums: list[Tensor] = []
     for load in loads:
         load()
-        weights = [weight.float() for weight in _evaluated(train_step)]
+        weights = [weight.float() for weight in _iterate_evaluation_weights(train_step)]
         sums = [a.add_(b) for a, b in zip(sums, weights, strict=True)] if sums else [w.clone() for w in weights]
-    _set(train_step, [total.div_(len(loads)) for total in sums])
+    _set_weights(train_step, [total.div_(len(loads)) for total in sums])
 
 
 @torch.no_grad()
-def _set(train_step: TrainStep, values: Sequence[Tensor]) -> None:
+def _set_weights(train_step: TrainStep, values: Sequence[Tensor]) -> None:
     for stage in train_step.stages:
         data.reshard(stage)  # or the next forward pass would use weights that are still gathered
-    for weight, value in zip(_weights(train_step), values, strict=True):
+    for weight, value in zip(_list_weights(train_step), values, strict=True):
         weight.copy_(value)
     if train_step.scales is not None:
         train_step.scales.update()
 
 
-def _weights(train_step: TrainStep) -> list[Tensor]:
-    return [local(plain_tensor(parameter)) for parameter in _parameters(train_step)]
+def _list_weights(train_step: TrainStep) -> list[Tensor]:
+    return [local(plain_tensor(parameter)) for parameter in _list_parameters(train_step)]
 
 
-def _evaluated(train_step: TrainStep) -> Iterator[Tensor]:
+def _iterate_evaluation_weights(train_step: TrainStep) -> Iterator[Tensor]:
     """Return this rank's shards of the weights that are evaluated, one after the other."""
     optimizer = train_step.optimizer
     if not isinstance(optimizer, HasEvaluationWeights):
-        return iter(_weights(train_step))
-    return (local(plain_tensor(evaluation_weights(optimizer, p))) for p in _parameters(train_step))
+        return iter(_list_weights(train_step))
+    return (local(plain_tensor(evaluation_weights(optimizer, p))) for p in _list_parameters(train_step))
 
 
-def _parameters(train_step: TrainStep) -> list[nn.Parameter]:
+def _list_parameters(train_step: TrainStep) -> list[nn.Parameter]:
     """Return the parameters as the optimizer has them: sharded, also where a forward pass left them gathered."""
     return [parameter for group in train_step.optimizer.param_groups for parameter in group["params"]]

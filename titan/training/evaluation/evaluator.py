@@ -13,9 +13,9 @@ from titan.evaluation.items import Item
 from titan.evaluation.requests import Request, requests_of
 from titan.evaluation.scores import Figure, figures
 from titan.run.run import Run
-from titan.training.evaluation.averages import MovingAverage, evaluated
-from titan.training.evaluation.likelihoods import loglikelihoods
-from titan.training.evaluation.sets import eval_sets, evaluate, evaluate_files, file_sets
+from titan.training.evaluation.averages import MovingAverage, use_evaluation_weights
+from titan.training.evaluation.likelihoods import compute_loglikelihoods
+from titan.training.evaluation.sets import build_eval_sets, build_file_sets, evaluate_files, evaluate_sets
 from titan.training.train_step import TrainStep
 
 
@@ -45,18 +45,18 @@ class Evaluator:
             run: says what is measured.
             train_step: the model.
             mix: the sources.
-            show, stopped: see `eval_sets`.
+            show, stopped: see `build_eval_sets`.
             tokenizer: the argument of `load_tokenizer`; None: that of the data.
 
         Raises:
             ConfigError: when a file can't be read, or the data have no tokenizer.
-            StopRequested, RunError: see `eval_sets`.
+            StopRequestedError, RunError: see `build_eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
-        known = _given(tokenizer, run) if tokenizer else _tokenizer(run, mix)
-        self.sets = eval_sets(run, self.world, mix, show, stopped)
-        self.files = file_sets(run, self.world, known)
-        self.tasks = _tasks(run, known)
+        text_tokenizer = _load_given_tokenizer(tokenizer, run) if tokenizer else _load_data_tokenizer(run, mix)
+        self.sets = build_eval_sets(run, self.world, mix, show, stopped)
+        self.files = build_file_sets(run, self.world, text_tokenizer)
+        self.tasks = _build_tasks(run, text_tokenizer)
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -64,22 +64,22 @@ class Evaluator:
 
     def measure(self, average: MovingAverage | None = None) -> dict[str, float]:
         """Return all figures of what is evaluated, and of its average where there is one, by keys of metrics.jsonl."""
-        with evaluated(self.train_step):
-            found = self.measure_parameters()
+        with use_evaluation_weights(self.train_step):
+            metrics = self.measure_parameters()
         if average is not None:
-            with average.in_place():
-                found |= {f"ema/{key}": value for key, value in self.measure_parameters().items()}
-        return found
+            with average.swap_in():
+                metrics |= {f"ema/{key}": value for key, value in self.measure_parameters().items()}
+        return metrics
 
     def measure_parameters(self) -> dict[str, float]:
         """Return all figures of the parameters as they are."""
-        found = evaluate(self.train_step, self.world, self.sets) if self.sets else {}
-        found |= evaluate_files(self.train_step, self.world, self.files)
-        for task, by_name in self.measure_tasks().items():
-            for name, figure in by_name.items():
+        metrics = evaluate_sets(self.train_step, self.world, self.sets) if self.sets else {}
+        metrics |= evaluate_files(self.train_step, self.world, self.files)
+        for task, task_figures in self.measure_tasks().items():
+            for name, figure in task_figures.items():
                 key = f"evaluation/{task}/{name}"
-                found |= {key: figure.value, f"{key}_low": figure.low, f"{key}_high": figure.high}
-        return found
+                metrics |= {key: figure.value, f"{key}_low": figure.low, f"{key}_high": figure.high}
+        return metrics
 
     def measure_tasks(self) -> dict[str, dict[str, Figure]]:
         """Return the figures of each task."""
@@ -88,27 +88,27 @@ class Evaluator:
         return {
             name: figures(
                 task.items,
-                loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
+                compute_loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
             )
             for name, task in self.tasks.items()
         }
 
 
-def _given(name: str, run: Run) -> Tokenizer:
+def _load_given_tokenizer(name: str, run: Run) -> Tokenizer:
     """Return a tokenizer that is not that of the data.
 
     Raises:
         ConfigError: when it has more ids than the model.
     """
-    found = load_tokenizer(name)
-    if found.vocab_size > run.model.vocab:
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > run.model.vocab:
         raise ConfigError(
-            f"tokenizer={name}: has {found.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
+            f"tokenizer={name}: has {tokenizer.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
         )
-    return found
+    return tokenizer
 
 
-def _tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
+def _load_data_tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
     """Return the data's tokenizer, where something needs it.
 
     Raises:
@@ -125,13 +125,13 @@ def _tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
     return load_tokenizer(corpus.tokenizer_path)
 
 
-def _tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequests]:
-    found: dict[str, TaskRequests] = {}
+def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequests]:
+    tasks: dict[str, TaskRequests] = {}
     if tokenizer is None:
-        return found
+        return tasks
     for name, task in (run.evaluation.tasks or {}).items():
-        where = f"evaluation.tasks.{name}"
-        items = task.build(where)
-        requests = requests_of(items, tokenizer, run.training.seq_len, bos=task.bos, where=where)
-        found[name] = TaskRequests(items, requests)
-    return found
+        setting_name = f"evaluation.tasks.{name}"
+        items = task.build(setting_name)
+        requests = requests_of(items, tokenizer, run.training.seq_len, bos=task.bos, where=setting_name)
+        tasks[name] = TaskRequests(items, requests)
+    return tasks

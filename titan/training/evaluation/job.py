@@ -16,7 +16,7 @@ RESULT = "evaluated.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class EvaluationJob:
     """The input of the ranks.
 
     Attributes:
@@ -32,12 +32,12 @@ class Job:
     tokenizer: str | None = None
 
 
-def write_result(job: Job, found: Mapping[str, Any]) -> None:
+def write_result(job: EvaluationJob, results: Mapping[str, Any]) -> None:
     """Write what rank 0 has measured."""
-    write_atomic(Path(job.run.directory) / RESULT, json.dumps(found))
+    write_atomic(Path(job.run.directory) / RESULT, json.dumps(results))
 
 
-def read_result(job: Job) -> dict[str, Any]:
+def read_result(job: EvaluationJob) -> dict[str, Any]:
     """Return what rank 0 has measured."""
-    found: dict[str, Any] = json.loads((Path(job.run.directory) / RESULT).read_text())
-    return found
+    results: dict[str, Any] = json.loads((Path(job.run.directory) / RESULT).read_text())
+    return results

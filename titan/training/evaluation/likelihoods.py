@@ -18,15 +18,15 @@ from titan.debug.hooks import Call, Hooks, eagerly
 from titan.evaluation.requests import Request
 from titan.model.layers import IGNORED
 from titan.parallelism.microbatches import Microbatches
-from titan.training.observe import logits_in_chunks
+from titan.training.observe import iterate_logit_chunks
 from titan.training.train_step import TrainStep
 
-SHORTEST = 32
+MIN_ROW_TOKENS = 32
 """Tokens of the shortest rows."""
 
 
 @torch.no_grad()
-def loglikelihoods(
+def compute_loglikelihoods(
     train_step: TrainStep, requests: Sequence[Request], window: int, tokens: int, *, compiled: bool = False
 ) -> NDArray[np.float64]:
     """Return the log-likelihood of each continuation in nats, and 1 where greedy decoding gives it; [requests, 2].
@@ -42,22 +42,24 @@ def loglikelihoods(
     """
     sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=train_step.device)
     with eagerly(compiled):
-        for length, numbers in _by_length(requests, train_step.seq_len_multiple, window).items():
-            _score(train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums)
-    losses, wrong = train_step.world.sum(sums).cpu().numpy().T
-    return np.stack([-losses, wrong == 0], axis=1).astype(np.float64)
+        for length, numbers in _group_by_length(requests, train_step.seq_len_multiple, window).items():
+            _score_requests(
+                train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums
+            )
+    losses, mismatches = train_step.world.sum(sums).cpu().numpy().T
+    return np.stack([-losses, mismatches == 0], axis=1).astype(np.float64)
 
 
-def _by_length(requests: Sequence[Request], multiple: int, window: int) -> dict[int, list[int]]:
+def _group_by_length(requests: Sequence[Request], multiple: int, window: int) -> dict[int, list[int]]:
     """Return the numbers of the requests by the length of their rows: powers of two, or multiples of `multiple`."""
-    found: dict[int, list[int]] = {}
+    numbers_by_length: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
-        power = 1 << max(SHORTEST - 1, len(request.tokens) - 2).bit_length()
-        found.setdefault(min(window, -(-power // multiple) * multiple), []).append(number)
-    return found
+        power = 1 << max(MIN_ROW_TOKENS - 1, len(request.tokens) - 2).bit_length()
+        numbers_by_length.setdefault(min(window, -(-power // multiple) * multiple), []).append(number)
+    return numbers_by_length
 
 
-def _score(
+def _score_requests(
     train_step: TrainStep, requests: Sequence[Request], numbers: Sequence[int], shape: tuple[int, int], sums: Tensor
 ) -> None:
     """Add the losses and the number of tokens that are not greedy of some requests to their lines of `sums`.
@@ -70,37 +72,37 @@ def _score(
         sums: [all requests, 2].
     """
     shard, (rows, length) = train_step.world.data_shard, shape
-    own, slots = shard.rows(len(requests)), shard.slots(len(requests))
+    rank_requests, slots = shard.rows(len(requests)), shard.slots(len(requests))
     count = -(-slots // rows)
     tokens = torch.zeros(count * rows, length, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORED)
-    for row, number in enumerate(own):
+    for row, number in enumerate(rank_requests):
         ids, size = torch.tensor(requests[number].tokens), len(requests[number].tokens) - 1
         tokens[row, :size] = ids[:-1]
         targets[row, size - requests[number].scored : size] = ids[-requests[number].scored :]
-    lines = torch.split(torch.tensor([numbers[i] for i in own], dtype=torch.int64, device=sums.device), rows)
+    lines = torch.split(torch.tensor([numbers[i] for i in rank_requests], dtype=torch.int64, device=sums.device), rows)
 
-    def before(call: Call, head: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found = _row_sums(head, *args)
+    def add_scores(call: Call, head: nn.Module, args: tuple[Tensor, ...]) -> None:
+        row_sums = _compute_row_sums(head, *args)
         if train_step.world.counts_loss and call.microbatch < len(lines):
             line = lines[call.microbatch]
-            sums[line] += found[: len(line)]
+            sums[line] += row_sums[: len(line)]
 
     with Hooks(train_step.stages) as hooks:
         for index, stage in enumerate(train_step.stages):
             if stage.model.head is not None:
-                hooks.before(index, stage.model.head, before)
-        device, whole = train_step.device, (count, rows, length)
-        train_step.evaluate(Microbatches(tokens.view(whole).to(device), targets.view(whole).to(device)))
+                hooks.before(index, stage.model.head, add_scores)
+        device, batch_shape = train_step.device, (count, rows, length)
+        train_step.evaluate(Microbatches(tokens.view(batch_shape).to(device), targets.view(batch_shape).to(device)))
 
 
-def _row_sums(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _compute_row_sums(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of each row's losses, and its number of tokens that are not greedy; float64 [rows, 2]."""
-    found = torch.zeros(len(targets), 2, dtype=torch.float64, device=hidden.device)
-    for logits, part in logits_in_chunks(head, hidden, targets):
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64, device=hidden.device)
+    for logits, part in iterate_logit_chunks(head, hidden, targets):
         valid = part != IGNORED
         index = part.where(valid, 0)[..., None]
         losses = logits.logsumexp(-1) - logits.gather(-1, index)[..., 0]
-        found[:, 0] += losses.double().where(valid, 0).sum(1)
-        found[:, 1] += ((logits.argmax(-1) != part) & valid).sum(1)
-    return found
+        sums[:, 0] += losses.double().where(valid, 0).sum(1)
+        sums[:, 1] += ((logits.argmax(-1) != part) & valid).sum(1)
+    return sums

@@ -27,15 +27,15 @@ from titan.run.attempts import Attempt
 from titan.run.directory import RUN
 from titan.run.lineage import parent, rows_read
 from titan.run.run import Run
-from titan.training.evaluation.job import Job
-from titan.training.replay.request import Compose, attempts_of, check_science, command_of
+from titan.training.evaluation.job import EvaluationJob
+from titan.training.replay.request import Compose, build_command, check_science, read_run_attempts
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
 
-LEFT_OUT = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics")
+EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics")
 """Overrides of the run that say where it writes, by their beginnings."""
-LONGEST = 2048
+MAX_ROW_TOKENS = 2048
 """Tokens of a row for exported weights, where the user gives no `training.seq_len`."""
 
 
@@ -58,14 +58,16 @@ class Settings:
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command line that are settings, and the overrides of the run."""
-    known = {field.name.rstrip("_") for field in fields(Settings)}
-    own = [word for word in words if "=" not in word or word.partition("=")[0] in known]
-    return own, [word for word in words if word not in own]
+    setting_names = {field.name.rstrip("_") for field in fields(Settings)}
+    settings_words = [word for word in words if "=" not in word or word.partition("=")[0] in setting_names]
+    return settings_words, [word for word in words if word not in settings_words]
 
 
-def plan(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose, weights: Open) -> Job:
+def plan_evaluation(
+    settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose, weights: OpenWeights
+) -> EvaluationJob:
     """Return the job of the ranks.
 
     Args:
@@ -79,37 +81,43 @@ def plan(settings: Settings, overrides: Sequence[str], scratch: Path, compose: C
         ConfigError: when there is no such checkpoint or file, or the run can't work here.
     """
     if (Path(settings.from_).expanduser() / RUN).is_file():
-        return _of_run(settings, overrides, scratch, compose)
-    return _of_weights(settings, overrides, scratch, compose, weights(settings.from_, "from"))
+        return _plan_run(settings, overrides, scratch, compose)
+    return _plan_weights(settings, overrides, scratch, compose, weights(settings.from_, "from"))
 
 
-Open = Callable[[str, str], "Weights"]
+OpenWeights = Callable[[str, str], "Weights"]
 
 
-def _of_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> Job:
+def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> EvaluationJob:
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
-    name, documents = settings.from_, attempts_of(settings.from_)
+    name, documents = settings.from_, read_run_attempts(settings.from_)
     document = documents[-1]
-    command, _ = command_of(document, overrides, LEFT_OUT)
+    command, _ = build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = compose(overrides, command)
-    run = _quiet(run, _chosen(settings, run.evaluation), scratch)
+    run = _disable_outputs(run, _choose_evaluation(settings, run.evaluation), scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    begins = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.data_digest(mix), begins.id)
-    free = [override for override in overrides if not override.lstrip("+").startswith("model")]
-    check_science(name, document, science, free)
-    elsewhere = document["config"].get("checkpoint", {}).get("path")
-    saved = select.complete(Path(name).expanduser(), elsewhere, str(documents[0]["run_id"]))
-    chosen = _checkpoints(settings, {step: (each.path, each.about) for step, each in saved.items()})
-    step, (path, about) = chosen[-1]
+    lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
+    science = identity.science_of(run, corpora.data_digest(mix), lineage_parent.id)
+    user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
+    check_science(name, document, science, user_overrides)
+    copy_path = document["config"].get("checkpoint", {}).get("path")
+    saved = select.complete(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
+    selected = _select_checkpoints(
+        settings, {step: (checkpoint.path, checkpoint.about) for step, checkpoint in saved.items()}
+    )
+    step, (path, manifest) = selected[-1]
     ids = identity.ids(run, science)
-    attempt = Attempt(1, "evaluate", ids, folders, path, step, rows_read(run, mix, about), "resume", begins.id, None)
-    return Job(run, attempt, tuple((step, path) for step, (path, _) in chosen) if len(chosen) > 1 else ())
+    attempt = Attempt(
+        1, "evaluate", ids, folders, path, step, rows_read(run, mix, manifest), "resume", lineage_parent.id, None
+    )
+    return EvaluationJob(run, attempt, tuple((step, path) for step, (path, _) in selected) if len(selected) > 1 else ())
 
 
-def _of_weights(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose, weights: Weights) -> Job:
+def _plan_weights(
+    settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose, weights: Weights
+) -> EvaluationJob:
     """Return the job for weights of no run; the data are a placeholder that is not read."""
     for key, default in (("step", None), ("average", 1)):
         if getattr(settings, key) != default:
@@ -119,17 +127,17 @@ def _of_weights(settings: Settings, overrides: Sequence[str], scratch: Path, com
     tokenizer = settings.tokenizer or weights.tokenizer
     if tokenizer is None:
         raise ConfigError(f"from={settings.from_}: has no tokenizer to read text with; give tokenizer=FILE.")
-    run = compose(overrides, _command(weights))
-    evaluation = replace(_chosen(settings, Evaluation()), tokens=0)
-    run = _quiet(run, evaluation, scratch)
+    run = compose(overrides, _build_command(weights))
+    evaluation = replace(_choose_evaluation(settings, Evaluation()), tokens=0)
+    run = _disable_outputs(run, evaluation, scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     ids = identity.ids(run, identity.science_of(run, corpora.data_digest(mix), None))
     attempt = Attempt(1, "evaluate", ids, folders, None, 0, 0, "start", None, weights.path)
-    return Job(run, attempt, (), tokenizer)
+    return EvaluationJob(run, attempt, (), tokenizer)
 
 
-def _command(weights: Weights) -> list[str]:
+def _build_command(weights: Weights) -> list[str]:
     """Return the command line of a run with the model of some weights.
 
     Raises:
@@ -144,82 +152,90 @@ def _command(weights: Weights) -> list[str]:
     }
     if type(weights.model) not in choices:
         raise ConfigError(f"from={weights.path}: is a model of another package; give from=RUN, the run that made it.")
-    longest = int(getattr(weights, "config", {}).get("max_position_embeddings") or LONGEST)
-    rows = min(LONGEST, longest)
+    max_positions = int(getattr(weights, "config", {}).get("max_position_embeddings") or MAX_ROW_TOKENS)
+    rows = min(MAX_ROW_TOKENS, max_positions)
     model = [f"model.{key}={show(value)}" for key, value in plain(weights.model).items()]
     data = ["dataset=synthetic", "dataset.tokens=65536", "dataset.vocab=16", "checkpoint=off"]
     sizes = [f"training.seq_len={rows}", f"training.global_batch={rows * 8}", "training.steps=1", "schedule.warmup=0"]
     return [f"model={choices[type(weights.model)]}", *model, *data, *sizes]
 
 
-def _chosen(settings: Settings, own: Evaluation) -> Evaluation:
+def _choose_evaluation(settings: Settings, run_evaluation: Evaluation) -> Evaluation:
     """Return what is measured: what the settings name, or what the run itself measures."""
-    tasks = own.tasks or {} if settings.tasks is None else dict(_task(text, own) for text in settings.tasks)
+    tasks = (
+        run_evaluation.tasks or {}
+        if settings.tasks is None
+        else dict(_parse_task(text, run_evaluation) for text in settings.tasks)
+    )
     sets = (
-        own.sets or {}
+        run_evaluation.sets or {}
         if settings.sets is None
         else {Path(file).stem: ValidationSet(path=file) for file in settings.sets}
     )
     if settings.limit is not None:
         tasks = {name: replace(task, limit=settings.limit) for name, task in tasks.items()}
     if settings.tokens:
-        sets = {name: replace(one, tokens=settings.tokens) for name, one in sets.items()}
-    tokens = own.tokens if settings.tokens is None else settings.tokens
-    chosen = replace(own, every=0, tokens=tokens, sets=sets or None, tasks=tasks or None)
-    _check(settings, chosen)
-    return chosen
+        sets = {name: replace(validation_set, tokens=settings.tokens) for name, validation_set in sets.items()}
+    tokens = run_evaluation.tokens if settings.tokens is None else settings.tokens
+    evaluation = replace(run_evaluation, every=0, tokens=tokens, sets=sets or None, tasks=tasks or None)
+    _check_evaluation(settings, evaluation)
+    return evaluation
 
 
-def _check(settings: Settings, chosen: Evaluation) -> None:
+def _check_evaluation(settings: Settings, evaluation: Evaluation) -> None:
     """Raise ConfigError for files that can't be read, and where there is nothing to measure."""
-    for given, named in ((settings.tasks, chosen.tasks), (settings.sets, chosen.sets)):
-        if given is not None and len(given) != len(named or {}):
-            raise ConfigError(f"{show(given)}: two files have the same name without their endings; rename one.")
-    chosen.check()
-    if not (chosen.tokens or chosen.sets or chosen.tasks):
+    for requested, measured in ((settings.tasks, evaluation.tasks), (settings.sets, evaluation.sets)):
+        if requested is not None and len(requested) != len(measured or {}):
+            raise ConfigError(f"{show(requested)}: two files have the same name without their endings; rename one.")
+    evaluation.check()
+    if not (evaluation.tokens or evaluation.sets or evaluation.tasks):
         raise ConfigError(f"from={settings.from_}: there is nothing to measure; give tasks, sets or tokens.")
 
 
-def _task(text: str, own: Evaluation) -> tuple[str, Task]:
+def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
     """Return the name and the task of a word of `tasks`."""
     kind, colon, path = text.partition(":")
-    if not colon and text in (own.tasks or {}):
-        return text, (own.tasks or {})[text]
+    if not colon and text in (run_evaluation.tasks or {}):
+        return text, (run_evaluation.tasks or {})[text]
     if kind not in FORMATS or not path:
-        known = f", or one of the run's own: {', '.join(own.tasks)}" if own.tasks else ""
-        raise ConfigError(f"tasks=[{text}]: give FORMAT:FILE with one of {', '.join(FORMATS)}{known}.")
+        alternatives = f", or one of the run's own: {', '.join(run_evaluation.tasks)}" if run_evaluation.tasks else ""
+        raise ConfigError(f"tasks=[{text}]: give FORMAT:FILE with one of {', '.join(FORMATS)}{alternatives}.")
     return Path(path).stem, Task(path=path, format=kind)  # type: ignore[arg-type]
 
 
-def _quiet(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
+def _disable_outputs(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
     """Return the run with what is measured, another directory, and without what it writes."""
     checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
     metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
     return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
-def _checkpoints(
-    settings: Settings, found: Mapping[int, tuple[str, Manifest]]
+def _select_checkpoints(
+    settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
 ) -> list[tuple[int, tuple[str, Manifest]]]:
     """Return the checkpoints to measure, the last of them as it is; of those of the run by their steps.
 
     Raises:
         ConfigError: when there is no such checkpoint, or too few for an average.
     """
-    steps = sorted(step for step in found if settings.step is None or step <= settings.step)
+    steps = sorted(step for step in checkpoints if settings.step is None or step <= settings.step)
     if not steps or settings.step not in (None, steps[-1]):
-        known = f"give one of {', '.join(map(str, sorted(found)))}" if found else "train it with checkpoint=sync"
-        what = f"step={settings.step}" if settings.step else f"from={settings.from_}"
-        raise ConfigError(f"{what}: the run has no such complete checkpoint; {known}.")
+        advice = (
+            f"give one of {', '.join(map(str, sorted(checkpoints)))}"
+            if checkpoints
+            else "train it with checkpoint=sync"
+        )
+        setting_text = f"step={settings.step}" if settings.step else f"from={settings.from_}"
+        raise ConfigError(f"{setting_text}: the run has no such complete checkpoint; {advice}.")
     if settings.average > len(steps):
         raise ConfigError(
             f"average={settings.average}: the run has {len(steps)} complete checkpoints up to step {steps[-1]}; give "
             "at most as many, or train it with a larger checkpoint.keep."
         )
-    return [(step, found[step]) for step in steps[-settings.average :]]
+    return [(step, checkpoints[step]) for step in steps[-settings.average :]]
 
 
-def about(job: Job) -> dict[str, Any]:
+def describe_job(job: EvaluationJob) -> dict[str, Any]:
     """Return what was measured, for the result."""
     steps = [step for step, _ in job.checkpoints]
     return {"step": job.attempt.step, **({"steps": steps} if steps else {}), "layout": str(job.run.layout)}

@@ -41,7 +41,7 @@ class EvalSet:
     bytes: int
 
 
-def eval_sets(
+def build_eval_sets(
     run: Run, world: World, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> dict[str, EvalSet]:
     """Return the evaluation set of each source that has one: `evaluation.tokens` of each.
@@ -56,93 +56,95 @@ def eval_sets(
         stopped: whether a signal asks to stop waiting.
 
     Raises:
-        StopRequested: when a signal came while it waited.
+        StopRequestedError: when a signal came while it waited.
         RunError: when the rows are not prepared within `cluster.timeout`.
     """
-    count, found = run.evaluation.tokens // run.training.seq_len, {}
+    count, sets = run.evaluation.tokens // run.training.seq_len, {}
     for source in mix.sources if count else ():
-        _wait(source, count, run.cluster.timeout, show, stopped)
+        _wait_for_rows(source, count, run.cluster.timeout, show, stopped)
         corpus = source.corpus
         fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
-            found[source.name] = _eval_set(run, world, fields, corpus.token_bytes)
+            sets[source.name] = _build_eval_set(run, world, fields, corpus.token_bytes)
         elif run.dataset.validation:
             share = f"dataset.validation={run.dataset.validation}"
             show(f"{source.name}: no validation loss: {share} of its documents are none; give more, or 0.")
     if run.evaluation.tokens and not count:
         show(f"evaluation.tokens={run.evaluation.tokens}: no validation loss: it is less than training.seq_len.")
-    return found
+    return sets
 
 
-def file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
+def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
     """Return the sets of `evaluation.sets` by their names.
 
     Raises:
         ConfigError: when a file can't be read.
     """
-    found: dict[str, EvalSet] = {}
+    sets: dict[str, EvalSet] = {}
     if tokenizer is None:
-        return found
-    for name, chosen in (run.evaluation.sets or {}).items():
-        split = read_set(chosen, tokenizer, f"evaluation.sets.{name}")
+        return sets
+    for name, validation_set in (run.evaluation.sets or {}).items():
+        split = read_set(validation_set, tokenizer, f"evaluation.sets.{name}")
         seq_len = run.training.seq_len
         fields = fixed_rows(split, seq_len, split.rows(seq_len), run.dataset.mask_documents, masked=True)
-        found[name] = _eval_set(run, world, fields, tokenizer.token_bytes())
-    return found
+        sets[name] = _build_eval_set(run, world, fields, tokenizer.token_bytes())
+    return sets
 
 
-def _eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
+def _build_eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
     """Return the set of whole rows, which all ranks have read."""
     targets = fields[TARGETS][fields[TARGETS] != IGNORED]
-    rows = Microbatches(*torch.from_numpy(_local_rows(run, world, fields)).to(world.device).long())
+    rows = Microbatches(*torch.from_numpy(_select_local_rows(run, world, fields)).to(world.device).long())
     return EvalSet(rows, targets.size, int(token_bytes[targets].sum()))
 
 
-def evaluate(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
     """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
 
     All ranks call it together.
     """
-    losses = {name: world.sum(train_step.evaluate(part.rows).double()).item() for name, part in sets.items()}
-    found = _metrics("", sum(losses.values()), list(sets.values()))
-    for name, part in sets.items() if len(sets) > 1 else ():
-        found |= _metrics(f"/{name}", losses[name], [part])
-    return found
+    losses = {name: world.sum(train_step.evaluate(eval_set.rows).double()).item() for name, eval_set in sets.items()}
+    metrics = _compute_metrics("", sum(losses.values()), list(sets.values()))
+    for name, eval_set in sets.items() if len(sets) > 1 else ():
+        metrics |= _compute_metrics(f"/{name}", losses[name], [eval_set])
+    return metrics
 
 
 def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
     """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
-    found: dict[str, float] = {}
-    for name, part in sets.items():
-        loss = world.sum(train_step.evaluate(part.rows).double()).item()
-        mean = loss / part.count
-        found |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
-        if part.bytes:
-            found[f"evaluation/{name}/bits_per_byte"] = loss / math.log(2) / part.bytes
-    return found
+    metrics: dict[str, float] = {}
+    for name, eval_set in sets.items():
+        loss = world.sum(train_step.evaluate(eval_set.rows).double()).item()
+        mean = loss / eval_set.count
+        metrics |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
+        if eval_set.bytes:
+            metrics[f"evaluation/{name}/bits_per_byte"] = loss / math.log(2) / eval_set.bytes
+    return metrics
 
 
-def _metrics(suffix: str, loss: float, sets: list[EvalSet]) -> dict[str, float]:
-    metrics = {f"validation_loss{suffix}": loss / sum(part.count for part in sets)}
-    if text_bytes := sum(part.bytes for part in sets):
+def _compute_metrics(suffix: str, loss: float, sets: list[EvalSet]) -> dict[str, float]:
+    metrics = {f"validation_loss{suffix}": loss / sum(eval_set.count for eval_set in sets)}
+    if text_bytes := sum(eval_set.bytes for eval_set in sets):
         metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
     return metrics
 
 
-class StopRequested(Exception):
+class StopRequestedError(Exception):
     """A signal came before training had begun."""
 
 
-def _wait(source: Source, count: int, timeout: float, show: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+def _wait_for_rows(
+    source: Source, count: int, timeout: float, show: Callable[[str], None], stopped: Callable[[], bool]
+) -> None:
     """Wait until the evaluation rows of a source are prepared."""
-    polls, began = 0, time.monotonic()
+    polls, start = 0, time.monotonic()
     while _is_missing(source, count):
         if stopped():
-            raise StopRequested
-        done, units = source.corpus.shard_jobs
-        line = f"the evaluation set of {source.name}: {done} of {units} shard jobs are done"
-        if time.monotonic() - began > timeout:
+            raise StopRequestedError
+        done_jobs, all_jobs = source.corpus.shard_jobs
+        line = f"the evaluation set of {source.name}: {done_jobs} of {all_jobs} shard jobs are done"
+        if time.monotonic() - start > timeout:
             raise RunError(f"waited {timeout:.0f} s for {line}; prepare more data first, or raise cluster.timeout.")
         if polls % _POLLS_PER_MESSAGE == 1:
             show(f"waiting for {line}")
@@ -157,12 +159,12 @@ def _is_missing(source: Source, count: int) -> bool:
     return corpus.has_validation and not corpus.complete and corpus.validation.rows(source.seq_len) < count
 
 
-def _local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
+def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return this rank's rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
     total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
-    own = shard.rows(total)
+    rank_rows = shard.rows(total)
     shape = (math.ceil(shard.slots(total) / size), size, run.training.seq_len)
     reader = Reader(run.training.seq_len, run.dataset.mask_documents)
     out = reader.blank(reader.room(shape))
-    out.reshape(len(out), -1, shape[-1])[:, : len(own)] = fields[:, own.start : own.stop]
+    out.reshape(len(out), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
     return out

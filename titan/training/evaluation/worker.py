@@ -12,18 +12,18 @@ from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import World
-from titan.training.build import build
-from titan.training.evaluation.averages import mean_over
+from titan.training.build import build_train_step
+from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
-from titan.training.evaluation.job import Job, write_result
-from titan.training.replay.worker import checked
-from titan.training.side_job import joined
+from titan.training.evaluation.job import EvaluationJob, write_result
+from titan.training.replay.worker import fetch_verified
+from titan.training.side_job import join_ranks
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")
 
 
-def work(job: Job, rank_info: RankInfo) -> int:
+def work(job: EvaluationJob, rank_info: RankInfo) -> int:
     """Evaluate as one of the job's ranks; rank 0 writes the result.
 
     Raises:
@@ -31,47 +31,47 @@ def work(job: Job, rank_info: RankInfo) -> int:
         RunError: when the evaluation can't continue.
     """
     run = job.run
-    with joined(run, rank_info) as (world, stop):
-        folders = [checked(run, path, step, world, "step") for step, path in _checkpoints(job)]
+    with join_ranks(run, rank_info) as (world, stop):
+        folders = [fetch_verified(run, path, step, world, "step") for step, path in _list_checkpoints(job)]
         attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
-        trainer = Evaluated(run, attempt, world, build(run, world, log.info), stop)
-        found = trainer.evaluate(job, folders[:-1])
+        trainer = CheckpointEvaluator(run, attempt, world, build_train_step(run, world, log.info), stop)
+        results = trainer.evaluate(job, folders[:-1])
         trainer.close()
         if world.is_rank0:
-            write_result(job, found)
+            write_result(job, results)
     return 0
 
 
-def _checkpoints(job: Job) -> tuple[tuple[int, str], ...]:
+def _list_checkpoints(job: EvaluationJob) -> tuple[tuple[int, str], ...]:
     path = job.attempt.checkpoint
     return job.checkpoints or (() if path is None else ((job.attempt.step, path),))
 
 
-class Evaluated(Trainer):
+class CheckpointEvaluator(Trainer):
     """Has the state of a checkpoint, or weights, and measures it."""
 
-    def evaluate(self, job: Job, earlier: list[str]) -> dict[str, dict[str, float]]:
+    def evaluate(self, job: EvaluationJob, earlier: list[str]) -> dict[str, dict[str, float]]:
         """Return the figures by keys of metrics.jsonl: of the weights, and of averages; all ranks call it together.
 
         Args:
             job: what to measure.
             earlier: the checkpoints before the attempt's, for an average over all of them.
         """
-        self._restore()
+        self._restore_state()
         evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: False, job.tokenizer)
-        found = {"weights": evaluator.measure()}
+        results = {"weights": evaluator.measure()}
         if self.average is not None:
-            with self.average.in_place():
-                found["ema"] = evaluator.measure_parameters()
+            with self.average.swap_in():
+                results["ema"] = evaluator.measure_parameters()
         if earlier:
-            mean_over(self.train_step, [*map(self._loading, earlier), lambda: self._restore()])
-            found[f"average of {len(earlier) + 1}"] = evaluator.measure_parameters()
-        return found
+            average_weights(self.train_step, [*map(self._build_restore, earlier), lambda: self._restore_state()])
+            results[f"average of {len(earlier) + 1}"] = evaluator.measure_parameters()
+        return results
 
-    def _loading(self, folder: str) -> Any:
-        coordinator = _coordinator(self.world)
+    def _build_restore(self, folder: str) -> Any:
+        coordinator = _build_coordinator(self.world)
         return partial(restore, self.train_step, Path(folder), coordinator)
 
 
-def _coordinator(world: World) -> Coordinator:
+def _build_coordinator(world: World) -> Coordinator:
     return Coordinator.of(world)

@@ -16,7 +16,7 @@ from titan.run.run import Run
 
 
 @dataclass(frozen=True)
-class Job:
+class ReplayJob:
     """The input of the ranks.
 
     Attributes:
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Totals:
+class ActivationTotals:
     """Sums over some elements: of squares, of values, the largest absolute value, and their number."""
 
     squares: float
@@ -61,7 +61,7 @@ Samples = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Part:
+class RankReplay:
     """What one rank saw of the step.
 
     Attributes:
@@ -72,20 +72,20 @@ class Part:
     """
 
     record: Mapping[str, Any]
-    totals: Mapping[Key, Totals]
+    totals: Mapping[Key, ActivationTotals]
     samples: Mapping[Key, Samples]
     losses: tuple[TokenLoss, ...]
     notes: tuple[str, ...] = ()
 
     def write(self, directory: Path, rank: int) -> None:
         """Write it into the replay's directory."""
-        _file(directory, rank).write_bytes(pickle.dumps(self))
+        _get_rank_file(directory, rank).write_bytes(pickle.dumps(self))
 
 
-def read_parts(directory: Path, ranks: int) -> list[Part]:
+def read_rank_replays(directory: Path, ranks: int) -> list[RankReplay]:
     """Return what all ranks of a replay in a directory of ours have written."""
-    return [pickle.loads(_file(directory, rank).read_bytes()) for rank in range(ranks)]
+    return [pickle.loads(_get_rank_file(directory, rank).read_bytes()) for rank in range(ranks)]
 
 
-def _file(directory: Path, rank: int) -> Path:
+def _get_rank_file(directory: Path, rank: int) -> Path:
     return directory / f"replayed-{rank}.pickle"

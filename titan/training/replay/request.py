@@ -30,10 +30,10 @@ from titan.run.run import Run
 
 CPU_RANKS = 16
 """Ranks that a replay starts on a CPU without being asked for them."""
-NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
+EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
 """Overrides of the run that say where it writes, by their beginnings."""
-KEPT = ("checkpoint.resume=", "checkpoint.weights=", "checkpoint.verify=")
-LAYOUT = ("cluster", "parallelism", "memory.offload")
+INCLUDED_OVERRIDES = ("checkpoint.resume=", "checkpoint.weights=", "checkpoint.verify=")
+LAYOUT_OVERRIDES = ("cluster", "parallelism", "memory.offload")
 """Overrides that another machine may not be able to follow."""
 
 Compose = Callable[[Sequence[str], Sequence[str]], Run]
@@ -57,7 +57,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """A replay that can start.
 
     Attributes:
@@ -75,27 +75,27 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def attempts_of(name: str) -> list[dict[str, Any]]:
+def read_run_attempts(name: str) -> list[dict[str, Any]]:
     """Return the documents of a run's run.yaml.
 
     Raises:
         ConfigError: when there is no run.
     """
     directory = Path(name).expanduser()
-    found = read_attempts(directory) if (directory / RUN).is_file() else []
-    if not found:
+    attempts = read_attempts(directory) if (directory / RUN).is_file() else []
+    if not attempts:
         raise ConfigError(f"{name}: there is no run in this directory; give one such as runs/NAME.")
-    return found
+    return attempts
 
 
-def plan(
+def plan_replay(
     name: str,
     settings: Settings,
     overrides: Sequence[str],
     scratch: Path,
     compose: Compose,
     recorded: Mapping[str, Any],
-) -> Plan:
+) -> ReplayPlan:
     """Return the replay of a run's step.
 
     Args:
@@ -104,88 +104,98 @@ def plan(
         overrides: of the user.
         scratch: where the ranks write.
         compose: composes command lines.
-        recorded: see `Plan`.
+        recorded: see `ReplayPlan`.
 
     Raises:
         ConfigError: when the step, the checkpoint or the data are not there, or the run can't work here.
     """
-    documents = attempts_of(name)
+    documents = read_run_attempts(name)
     document = next((d for d in reversed(documents) if int(d.get("from_step") or 0) < settings.step), documents[0])
     steps = int(document["config"]["training"]["steps"])
     if settings.step > steps:
         raise ConfigError(f"step={settings.step}: the run in {name} has {steps} steps; give one of them.")
-    command, notes = command_of(document, overrides)
-    run = _quiet(compose(overrides, command), scratch)
+    command, notes = build_command(document, overrides)
+    run = _disable_outputs(compose(overrides, command), scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    begins = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.data_digest(mix), begins.id)
+    lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
+    science = identity.science_of(run, corpora.data_digest(mix), lineage_parent.id)
     check_science(name, document, science, overrides)
     if settings.start == 0 or (settings.start is None and settings.step == 1):
-        found = None if begins.checkpoint is None else (begins.checkpoint.path, begins.checkpoint.about)
+        checkpoint = (
+            None
+            if lineage_parent.checkpoint is None
+            else (lineage_parent.checkpoint.path, lineage_parent.checkpoint.about)
+        )
     else:
-        elsewhere = document["config"].get("checkpoint", {}).get("path")
-        saved = select.complete(Path(name).expanduser(), elsewhere, str(documents[0]["run_id"]))
-        found = _checkpoint(name, settings, {step: (each.path, each.about) for step, each in saved.items()})
-    path, about = found or (None, None)
-    step, rows = (about.step, rows_read(run, mix, about)) if about else (0, 0)
-    weights = None if path else begins.weights
+        copy_path = document["config"].get("checkpoint", {}).get("path")
+        saved = select.complete(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
+        checkpoint = _select_checkpoint(
+            name,
+            settings,
+            {step: (saved_checkpoint.path, saved_checkpoint.about) for step, saved_checkpoint in saved.items()},
+        )
+    path, manifest = checkpoint or (None, None)
+    step, rows = (manifest.step, rows_read(run, mix, manifest)) if manifest else (0, 0)
+    weights = None if path else lineage_parent.weights
     ids = identity.ids(run, science)
-    attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", begins.id, weights)
-    return Plan(run, attempt, mix, recorded, tuple(notes))
+    attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
+    return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
 
 
-def command_of(
-    document: Mapping[str, Any], overrides: Sequence[str], left_out: tuple[str, ...] = NOT_COPIED
+def build_command(
+    document: Mapping[str, Any], overrides: Sequence[str], excluded: tuple[str, ...] = EXCLUDED_OVERRIDES
 ) -> tuple[list[str], list[str]]:
     """Return the command line that repeats an attempt on this machine, and notes on what differs.
 
     Args:
         document: the attempt's in run.yaml.
         overrides: the user's, which come after it.
-        left_out: beginnings of the attempt's own overrides that are not repeated.
+        excluded: beginnings of the attempt's own overrides that are not repeated.
     """
-    given = [o.lstrip("+") for o in overrides]
-    own = present(document.get("overrides") or (), warn=False)
-    kept = [o for o in own if not o.lstrip("+").startswith(left_out) or o.startswith(KEPT)]
-    same = _fits(document) and not any(o.startswith(("parallelism=", "cluster")) for o in given)
+    user_overrides = [o.lstrip("+") for o in overrides]
+    run_overrides = present(document.get("overrides") or (), warn=False)
+    repeated = [o for o in run_overrides if not o.lstrip("+").startswith(excluded) or o.startswith(INCLUDED_OVERRIDES)]
+    same_layout = _fits_machine(document) and not any(o.startswith(("parallelism=", "cluster")) for o in user_overrides)
     notes = []
-    if not same:
-        kept = [o for o in kept if not o.startswith(LAYOUT)]
-        if not any(o.startswith("parallelism") for o in given):
-            kept.append("parallelism=single")
-            notes.append(f"one device, where the run had {_ranks(document)}")
+    if not same_layout:
+        repeated = [o for o in repeated if not o.startswith(LAYOUT_OVERRIDES)]
+        if not any(o.startswith("parallelism") for o in user_overrides):
+            repeated.append("parallelism=single")
+            notes.append(f"one device, where the run had {_format_ranks(document)}")
     config, pins = document["config"], {"precision.compute": document["config"]["precision"]["compute"]}
-    if same:
+    if same_layout:
         pins |= {"parallelism.microbatches": document.get("microbatches") or "auto"}
         pins |= {"compile.scope": config.get("compile", {}).get("scope", "auto")}
-    free = {key.partition(".")[0] for key in pins if any(o.startswith(key.partition(".")[0]) for o in given)}
-    kept += [f"{key}={value}" for key, value in pins.items() if key.partition(".")[0] not in free]
-    return [*(document.get("options") or ()), *kept], notes
+    overridden_axes = {
+        key.partition(".")[0] for key in pins if any(o.startswith(key.partition(".")[0]) for o in user_overrides)
+    }
+    repeated += [f"{key}={value}" for key, value in pins.items() if key.partition(".")[0] not in overridden_axes]
+    return [*(document.get("options") or ()), *repeated], notes
 
 
-def _fits(document: Mapping[str, Any]) -> bool:
+def _fits_machine(document: Mapping[str, Any]) -> bool:
     """Whether this machine can start the ranks of an attempt."""
     try:
         machine = devices.detect(document["config"].get("cluster", {}).get("device", "auto"))
     except ConfigError:
         return False
-    return _ranks_of(document) <= (machine.count if machine.device == "cuda" else CPU_RANKS)
+    return _count_ranks(document) <= (machine.count if machine.device == "cuda" else CPU_RANKS)
 
 
-def _ranks_of(document: Mapping[str, Any]) -> int:
+def _count_ranks(document: Mapping[str, Any]) -> int:
     ranks = 1
     for degree in (document.get("layout") or {}).values():
         ranks *= int(degree)
     return ranks
 
 
-def _ranks(document: Mapping[str, Any]) -> str:
-    count = _ranks_of(document)
+def _format_ranks(document: Mapping[str, Any]) -> str:
+    count = _count_ranks(document)
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _quiet(run: Run, scratch: Path) -> Run:
+def _disable_outputs(run: Run, scratch: Path) -> Run:
     """Return the run with another directory, and without what it writes beside a checkpoint that is asked for."""
     checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
     metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
@@ -193,44 +203,46 @@ def _quiet(run: Run, scratch: Path) -> Run:
     return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
-def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
+def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Raise ConfigError when data or settings differ from the run's, other than by the user's overrides."""
-    keys = tuple(o.lstrip("+").partition("=")[0] for o in given)
-    before = document["science"]
-    for key in sorted(before.keys() | science.keys()):
-        if before.get(key) == science.get(key) or key.startswith((*keys, "training.steps")):
+    keys = tuple(o.lstrip("+").partition("=")[0] for o in overrides)
+    run_science = document["science"]
+    for key in sorted(run_science.keys() | science.keys()):
+        if run_science.get(key) == science.get(key) or key.startswith((*keys, "training.steps")):
             continue
         if key == "data":
             raise ConfigError(
                 f"{name}: the data here are not those of the run (digest {science.get(key, '')[:12]} instead of "
-                f"{before.get(key, '')[:12]}); give dataset.path=DIR or what else names the run's data."
+                f"{run_science.get(key, '')[:12]}); give dataset.path=DIR or what else names the run's data."
             )
         raise ConfigError(
-            f"{name}: {key} was {before.get(key, 'the default')}, and its command gives "
+            f"{name}: {key} was {run_science.get(key, 'the default')}, and its command gives "
             f"{science.get(key, 'the default')} here; give {key} as it was."
         )
 
 
-def _checkpoint(name: str, settings: Settings, found: Mapping[int, tuple[str, Manifest]]) -> tuple[str, Manifest]:
+def _select_checkpoint(
+    name: str, settings: Settings, checkpoints: Mapping[int, tuple[str, Manifest]]
+) -> tuple[str, Manifest]:
     """Return the checkpoint to begin at, of those of the run by their steps.
 
     Raises:
         ConfigError: when there is none before the step.
     """
-    before = [step for step in found if step < settings.step]
-    if settings.start is not None and settings.start not in before:
+    earlier_steps = [step for step in checkpoints if step < settings.step]
+    if settings.start is not None and settings.start not in earlier_steps:
         raise ConfigError(
             f"start={settings.start}: the run has no complete checkpoint of this step before step {settings.step}; "
-            f"give {_listed(before)}."
+            f"give {_format_steps(earlier_steps)}."
         )
-    if not before:
+    if not earlier_steps:
         raise ConfigError(
             f"step={settings.step}: the run in {name} has no complete checkpoint before this step"
-            f"{f', the first is of step {min(found)}' if found else ''}; give a later step, or start=0 to begin at the "
+            f"{f', the first is of step {min(checkpoints)}' if checkpoints else ''}; give a later step, or start=0 to begin at the "
             "initial weights."
         )
-    return found[max(before) if settings.start is None else settings.start]
+    return checkpoints[max(earlier_steps) if settings.start is None else settings.start]
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     return f"one of {', '.join(map(str, sorted(steps)))}, or 0" if steps else "0, the initial weights"

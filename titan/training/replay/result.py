@@ -12,13 +12,13 @@ import numpy as np
 from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.training.replay.job import Key, Part, Samples, TokenLoss, Totals
+from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples, TokenLoss
 
-CONTEXT = 24
+CONTEXT_TOKENS = 24
 """Tokens of text before a token that is shown."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.01}
 """Relative differences of activations and their gradients that are rounding, by compute type."""
-EIGHT_BITS = 0.2
+EIGHT_BIT_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReplayedStep:
     """What a replay saw of a step, over all ranks.
 
     Attributes:
@@ -59,14 +59,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ModuleDifference:
     """How far a module's output or gradient is from the other replay's, relative to its size."""
 
     key: Key
     relative: float
 
 
-def put_together(parts: Sequence[Part], mix: RowMixture, first: int, tokens: int) -> Seen:
+def merge_ranks(parts: Sequence[RankReplay], mix: RowMixture, first: int, tokens: int) -> ReplayedStep:
     """Return what all ranks saw.
 
     Args:
@@ -75,68 +75,74 @@ def put_together(parts: Sequence[Part], mix: RowMixture, first: int, tokens: int
         first: rows read before the step.
         tokens: how many tokens to show.
     """
-    order = in_order({key for part in parts for key in part.totals}, [list(part.totals) for part in parts])
+    order = sort_keys({key for part in parts for key in part.totals}, [list(part.totals) for part in parts])
     totals = {key: [part.totals[key] for part in parts if key in part.totals] for key in order}
-    samples = {key: _joined(part.samples[key] for part in parts if key in part.samples) for key in order}
-    losses = sorted((loss for part in parts for loss in part.losses), key=_badness)[:tokens]
-    shown = tuple(_token(loss, mix, first) for loss in losses)
-    statistics = {key: _statistics(found) for key, found in totals.items()}
-    return Seen(parts[0].record, statistics, samples, shown, parts[0].notes)
+    samples = {key: _join_samples(part.samples[key] for part in parts if key in part.samples) for key in order}
+    losses = sorted((loss for part in parts for loss in part.losses), key=_build_loss_key)[:tokens]
+    shown_tokens = tuple(_build_token(loss, mix, first) for loss in losses)
+    statistics = {key: _compute_statistics(rank_totals) for key, rank_totals in totals.items()}
+    return ReplayedStep(parts[0].record, statistics, samples, shown_tokens, parts[0].notes)
 
 
-def _badness(token: TokenLoss) -> tuple[float, int, int]:
+def _build_loss_key(token: TokenLoss) -> tuple[float, int, int]:
     return -math.inf if math.isnan(token.loss) else -token.loss, token.row, token.position
 
 
-def in_order(keys: Iterable[Key], seen: Sequence[Sequence[Key]]) -> list[Key]:
+def sort_keys(keys: Iterable[Key], rank_keys: Sequence[Sequence[Key]]) -> list[Key]:
     """Return keys in the order of the forward pass, then of the backward pass.
 
     Args:
         keys: to sort.
-        seen: the keys of each rank, in the order in which it saw those of the forward pass.
+        rank_keys: the keys of each rank, in the order in which it saw those of the forward pass.
     """
-    places = {name: i for part in seen for i, (direction, name) in enumerate(part) if direction == "forward"}
+    positions = {name: i for part in rank_keys for i, (direction, name) in enumerate(part) if direction == "forward"}
 
-    def place(name: str) -> tuple[int, int, int]:
+    def build_sort_key(name: str) -> tuple[int, int, int]:
         parts = name.split(".")
-        inside = parts[0] == "layers"
-        return (1 if inside else 2 if name == "norm" else 0, int(parts[1]) if inside else 0, places.get(name, 0))
+        in_block = parts[0] == "layers"
+        return (1 if in_block else 2 if name == "norm" else 0, int(parts[1]) if in_block else 0, positions.get(name, 0))
 
-    forward = sorted((key for key in keys if key[0] == "forward"), key=lambda key: place(key[1]))
-    backward = sorted((key for key in keys if key[0] == "backward"), key=lambda key: place(key[1]), reverse=True)
+    forward = sorted((key for key in keys if key[0] == "forward"), key=lambda key: build_sort_key(key[1]))
+    backward = sorted(
+        (key for key in keys if key[0] == "backward"), key=lambda key: build_sort_key(key[1]), reverse=True
+    )
     return forward + backward
 
 
-def _statistics(totals: Sequence[Totals]) -> Statistics:
+def _compute_statistics(totals: Sequence[ActivationTotals]) -> Statistics:
     count = max(1, sum(t.count for t in totals))
     squares, values = math.fsum(t.squares for t in totals), math.fsum(t.values for t in totals)
     return Statistics(math.sqrt(squares / count), values / count, max((t.largest for t in totals), default=0.0))
 
 
-def _joined(parts: Iterable[Samples]) -> Samples:
+def _join_samples(parts: Iterable[Samples]) -> Samples:
     """Return the samples of all ranks by token."""
-    found = list(parts)
-    if not found:
+    rank_samples = list(parts)
+    if not rank_samples:
         return np.zeros(0, np.int64), np.zeros((0, 1), np.float32)
-    tokens, values = (np.concatenate(column) for column in zip(*found, strict=True))
+    tokens, values = (np.concatenate(column) for column in zip(*rank_samples, strict=True))
     tokens, order = np.unique(tokens, return_index=True)
     return tokens, values[order]
 
 
-def _token(found: TokenLoss, mix: RowMixture, first: int) -> Token:
+def _build_token(token_loss: TokenLoss, mix: RowMixture, first: int) -> Token:
     """Return a token with its text."""
-    numbers = mix.numbers(np.array([first + found.row]))
-    which, rows = mix.locate(numbers)
-    source = mix.sources[int(which[0])]
-    stored = source.corpus.train.read(int(rows[0]) * source.seq_len, source.seq_len + 1)
-    at = found.position + 1
-    before, text = (
-        _text(source.corpus, ids.tolist()) for ids in (stored[max(0, at - CONTEXT) : at], stored[at : at + 1])
+    numbers = mix.numbers(np.array([first + token_loss.row]))
+    source_indices, rows = mix.locate(numbers)
+    source = mix.sources[int(source_indices[0])]
+    row_ids = source.corpus.train.read(int(rows[0]) * source.seq_len, source.seq_len + 1)
+    target_index = token_loss.position + 1
+    text_before, text = (
+        _decode_text(source.corpus, ids.tolist())
+        for ids in (
+            row_ids[max(0, target_index - CONTEXT_TOKENS) : target_index],
+            row_ids[target_index : target_index + 1],
+        )
     )
-    return Token(found.loss, int(numbers[0]), found.position, text, before)
+    return Token(token_loss.loss, int(numbers[0]), token_loss.position, text, text_before)
 
 
-def _text(corpus: Any, ids: list[int]) -> str:
+def _decode_text(corpus: Any, ids: list[int]) -> str:
     """Return the text of tokens; their ids where there is no tokenizer."""
     try:
         if corpus.tokenizer["fingerprint"] != "none":
@@ -146,22 +152,26 @@ def _text(corpus: Any, ids: list[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def differences(a: Seen, b: Seen) -> list[Difference]:
+def compare_replays(a: ReplayedStep, b: ReplayedStep) -> list[ModuleDifference]:
     """Return how far each module's output, and then gradient, is from that of `b`, in the order of computation."""
-    return [Difference(key, _relative(a.samples[key], b.samples[key])) for key in a.samples if key in b.samples]
+    return [
+        ModuleDifference(key, _compute_distance(a.samples[key], b.samples[key]))
+        for key in a.samples
+        if key in b.samples
+    ]
 
 
-def _relative(a: Samples, b: Samples) -> float:
+def _compute_distance(a: Samples, b: Samples) -> float:
     """Return the relative distance of samples; infinite where only one of them is finite."""
-    _, here, there = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
-    x, y = a[1][here].astype(np.float64), b[1][there].astype(np.float64)
-    odd = ~np.isfinite(x) | ~np.isfinite(y)
-    if odd.any():
+    _, a_indices, b_indices = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
+    x, y = a[1][a_indices].astype(np.float64), b[1][b_indices].astype(np.float64)
+    not_finite = ~np.isfinite(x) | ~np.isfinite(y)
+    if not_finite.any():
         return 0.0 if np.array_equal(x, y, equal_nan=True) else math.inf
     size = float(np.linalg.norm(y)) or float(np.linalg.norm(x))
     return float(np.linalg.norm(x - y)) / size if size else 0.0
 
 
-def tolerance(*precisions: Any) -> float:
+def choose_tolerance(*precisions: Any) -> float:
     """Return the relative difference that is rounding between runs with these precisions."""
-    return max(EIGHT_BITS if p.eight_bit else TOLERANCE.get(p.compute, 0.03) for p in precisions)
+    return max(EIGHT_BIT_TOLERANCE if p.eight_bit else TOLERANCE.get(p.compute, 0.03) for p in precisions)

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.text import safe
-from titan.training.replay.result import Difference, Seen, Statistics
+from titan.training.replay.result import ModuleDifference, ReplayedStep, Statistics
 
-LAYER = {
+LAYER_COLUMNS = {
     "layer_grad_norm": "grad norm",
     "layer_weight_norm": "weight norm",
     "layer_update_ratio": "update/weight",
@@ -18,125 +18,130 @@ LAYER = {
     "layer_attention_logit": "max logit",
 }
 """Keys of a layer's metrics, and their columns."""
-TEXT = 60
+TEXT_CHARACTERS = 60
 """Characters of text before a token."""
 
 
-def seen_lines(seen: Seen, recorded: Mapping[str, Any]) -> Iterator[str]:
+def format_replay(replay: ReplayedStep, recorded: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a replay saw, beside what the run has recorded of the step."""
-    record = seen.record
+    record = replay.record
     first, last = record["rows"]
     yield f"step {record['step']}: rows {first} to {last}, learning rate {record['lr']:.3g}"
     for key in ("loss", "grad_norm"):
-        yield f"  {key:<9}  {_number(record[key])}{_compared(record[key], recorded.get(key))}"
+        yield f"  {key:<9}  {_format_number(record[key])}{_compare_values(record[key], recorded.get(key))}"
     if recorded and recorded.get("batch_hash") != record["batch_hash"]:
         yield f"  batch hash {record['batch_hash']}, the run recorded {recorded.get('batch_hash')}: other rows"
     yield ""
-    yield from _layers(record)
+    yield from _format_layers(record)
     yield ""
-    yield from _modules(seen)
+    yield from _format_modules(replay)
     yield ""
     yield "tokens with the largest losses:"
-    for token in seen.tokens:
-        text = f"...{safe(token.before[-TEXT:])}>>>{safe(token.text)}<<<"
-        yield f"  {_number(token.loss):>10}  row {token.row}, token {token.position}: {text}"
+    for token in replay.tokens:
+        text = f"...{safe(token.before[-TEXT_CHARACTERS:])}>>>{safe(token.text)}<<<"
+        yield f"  {_format_number(token.loss):>10}  row {token.row}, token {token.position}: {text}"
 
 
-def _compared(here: float, there: Any) -> str:
-    if there is None:
-        return "" if here == here else "  (the run recorded no finite value)"
-    if here == there:
+def _compare_values(value: float, recorded: Any) -> str:
+    if recorded is None:
+        return "" if value == value else "  (the run recorded no finite value)"
+    if value == recorded:
         return "  (as recorded, bitwise)"
-    return f"  (recorded {_number(there)}, relative difference {abs(here - there) / max(abs(there), 1e-30):.1e})"
+    return f"  (recorded {_format_number(recorded)}, relative difference {abs(value - recorded) / max(abs(recorded), 1e-30):.1e})"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _layers(record: Mapping[str, Any]) -> Iterator[str]:
+def _format_layers(record: Mapping[str, Any]) -> Iterator[str]:
     names = list(dict.fromkeys(key.partition("/")[2] for key in record if key.startswith("layer_")))
-    yield _row("layer", LAYER.values())
+    yield _format_row("layer", LAYER_COLUMNS.values())
     for name in names:
-        values = [record.get(f"{key}/{name}") for key in LAYER]
-        yield _row(name, ["" if value is None else f"{value:.4g}" for value in values])
+        values = [record.get(f"{key}/{name}") for key in LAYER_COLUMNS]
+        yield _format_row(name, ["" if value is None else f"{value:.4g}" for value in values])
 
 
-def _modules(seen: Seen) -> Iterator[str]:
-    yield _row("output of", ("rms", "mean", "largest", "grad rms", "grad largest"))
-    for (direction, name), found in seen.statistics.items():
+def _format_modules(replay: ReplayedStep) -> Iterator[str]:
+    yield _format_row("output of", ("rms", "mean", "largest", "grad rms", "grad largest"))
+    for (direction, name), statistics in replay.statistics.items():
         if direction == "forward":
-            gradient = seen.statistics.get(("backward", name))
-            yield _row(name, [*_cells(found), *(_cells(gradient)[::2] if gradient else ("", ""))])
+            gradient = replay.statistics.get(("backward", name))
+            yield _format_row(
+                name, [*_format_cells(statistics), *(_format_cells(gradient)[::2] if gradient else ("", ""))]
+            )
 
 
-def _cells(found: Statistics) -> tuple[str, str, str]:
-    return f"{found.rms:.4g}", f"{found.mean:.2g}", f"{found.largest:.4g}"
+def _format_cells(statistics: Statistics) -> tuple[str, str, str]:
+    return f"{statistics.rms:.4g}", f"{statistics.mean:.2g}", f"{statistics.largest:.4g}"
 
 
-def _row(name: str, cells: Any) -> str:
+def _format_row(name: str, cells: Any) -> str:
     return f"  {name:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-def difference_lines(
-    labels: tuple[str, str], a: Seen, b: Seen, found: Sequence[Difference], limit: float
+def format_differences(
+    labels: tuple[str, str], a: ReplayedStep, b: ReplayedStep, differences: Sequence[ModuleDifference], limit: float
 ) -> Iterator[str]:
     """Yield two replays side by side, and the first module that differs."""
     yield f"{'':<30}{labels[0]:>24}{labels[1]:>24}"
     for key in ("loss", "grad_norm"):
-        yield f"  {key:<28}{_number(a.record[key]):>24}{_number(b.record[key]):>24}"
+        yield f"  {key:<28}{_format_number(a.record[key]):>24}{_format_number(b.record[key]):>24}"
     for key in sorted(a.record.keys() & b.record.keys(), key=list(a.record).index):
         if key.startswith("layer_grad_norm/"):
             yield f"  {'grad norm ' + key.partition('/')[2]:<28}{a.record[key]:>24.6g}{b.record[key]:>24.6g}"
     yield ""
-    yield _row("relative difference of", ("output", "gradient"))
-    backward = {d.key[1]: d.relative for d in found if d.key[0] == "backward"}
-    for difference in (d for d in found if d.key[0] == "forward"):
+    yield _format_row("relative difference of", ("output", "gradient"))
+    backward = {d.key[1]: d.relative for d in differences if d.key[0] == "backward"}
+    for difference in (d for d in differences if d.key[0] == "forward"):
         name = difference.key[1]
-        yield _row(name, (f"{difference.relative:.1e}", f"{backward[name]:.1e}" if name in backward else ""))
+        yield _format_row(name, (f"{difference.relative:.1e}", f"{backward[name]:.1e}" if name in backward else ""))
     yield ""
-    yield verdict(found, limit)
+    yield format_verdict(differences, limit)
 
 
-def verdict(found: Sequence[Difference], limit: float) -> str:
+def format_verdict(differences: Sequence[ModuleDifference], limit: float) -> str:
     """Return the sentence on the first module that differs."""
-    first = next((d for d in found if d.relative > 0), None)
-    beyond = next((d for d in found if d.relative > limit), None)
+    first = next((d for d in differences if d.relative > 0), None)
+    beyond = next((d for d in differences if d.relative > limit), None)
     if first is None:
         return "both are the same, bitwise, in all sampled activations and gradients"
-    at_all = f"the first difference at all, {first.relative:.1e}, is in the {_name(first)}"
+    at_all = f"the first difference at all, {first.relative:.1e}, is in the {_name_difference(first)}"
     if beyond is None:
         return f"no layer differs by more than rounding ({limit:g}); {at_all}"
     return (
-        f"the first layer that differs by more than rounding ({limit:g}) is the {_name(beyond)}: {beyond.relative:.1e}"
+        f"the first layer that differs by more than rounding ({limit:g}) is the {_name_difference(beyond)}: {beyond.relative:.1e}"
         + ("" if beyond is first else f"; {at_all}")
     )
 
 
-def _name(difference: Difference) -> str:
+def _name_difference(difference: ModuleDifference) -> str:
     direction, name = difference.key
     return f"{direction} pass of {name}" if direction == "forward" else f"backward pass, gradient of {name}'s output"
 
 
-def as_json(seen: Seen, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(replay: ReplayedStep, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a replay saw as plain containers."""
-    statistics = {f"{direction}/{name}": asdict(found) for (direction, name), found in seen.statistics.items()}
+    statistics = {
+        f"{direction}/{name}": asdict(module_statistics)
+        for (direction, name), module_statistics in replay.statistics.items()
+    }
     return {
-        "record": dict(seen.record),
+        "record": dict(replay.record),
         "recorded": dict(recorded),
         "statistics": statistics,
-        "tokens": [asdict(token) for token in seen.tokens],
+        "tokens": [asdict(token) for token in replay.tokens],
     }
 
 
 def to_text(content: Mapping[str, Any]) -> str:
     """Return JSON, in which numbers that are not finite are null."""
-    return json.dumps(_finite(content), indent=1)
+    return json.dumps(_replace_non_finite(content), indent=1)
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value

@@ -23,19 +23,19 @@ from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training import step_metrics
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.training.layer_metrics import LayerMetrics
-from titan.training.observe import Observer, Rows, Totals
-from titan.training.replay import job as described
-from titan.training.replay.job import Job, Part
-from titan.training.side_job import joined
-from titan.training.signals import exit_code_of_stop
+from titan.training.observe import Observer, RunningTotals, StepRows
+from titan.training.replay import job as replay_job
+from titan.training.replay.job import RankReplay, ReplayJob
+from titan.training.side_job import join_ranks
+from titan.training.signals import choose_stop_exit_code
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")
 
 
-def work(job: Job, rank_info: RankInfo) -> int:
+def work(job: ReplayJob, rank_info: RankInfo) -> int:
     """Replay as one of the job's ranks.
 
     Returns:
@@ -46,20 +46,20 @@ def work(job: Job, rank_info: RankInfo) -> int:
         RunError: when the replay can't continue.
     """
     run = job.run
-    with joined(run, rank_info) as (world, stop):
-        attempt = replace(job.attempt, checkpoint=_checked(job, world))
-        replayer = Replayer(run, attempt, world, build(run, world, log.info), stop)
-        code = replayer.replay(job)
+    with join_ranks(run, rank_info) as (world, stop):
+        attempt = replace(job.attempt, checkpoint=_verify_checkpoint(job, world))
+        replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop)
+        exit_code = replayer.replay(job)
         replayer.close()
-    return code
+    return exit_code
 
 
-def _checked(job: Job, world: World) -> str | None:
+def _verify_checkpoint(job: ReplayJob, world: World) -> str | None:
     path = job.attempt.checkpoint
-    return None if path is None else checked(job.run, path, job.attempt.step, world, "start")
+    return None if path is None else fetch_verified(job.run, path, job.attempt.step, world, "start")
 
 
-def checked(run: Run, path: str, step: int, world: World, setting: str) -> str:
+def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> str:
     """Return the folder of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
 
     Args:
@@ -75,13 +75,13 @@ def checked(run: Run, path: str, step: int, world: World, setting: str) -> str:
     """
     coordinator = Coordinator.of(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
-        path = _fetched(path, step, Path(run.directory), coordinator)
-    if wrong := corruption(Path(path), coordinator, run.checkpoint.verify):
-        raise ConfigError(f"{setting}={step}: {path} is damaged: {wrong}; give an earlier one's step.")
+        path = _fetch_copy(path, step, Path(run.directory), coordinator)
+    if difference := corruption(Path(path), coordinator, run.checkpoint.verify):
+        raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
     return path
 
 
-def _fetched(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
+def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
     try:
         return str(fetched(Remote(url.rpartition("/")[0]), step, directory, coordinator))
     except CoordinationError as error:
@@ -91,55 +91,57 @@ def _fetched(url: str, step: int, directory: Path, coordinator: Coordinator) -> 
 class Replayer(Trainer):
     """Trains to a step, and looks at it; what it saw is written to a file of this rank."""
 
-    def replay(self, job: Job) -> int:
+    def replay(self, job: ReplayJob) -> int:
         """Replay the job's step; all ranks call it together."""
-        self._restore()
+        self._restore_state()
         with Progress(self.step, job.step, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
-            self.loop(job.step - 1 - self.step)
+            self.run_steps(job.step - 1 - self.step)
             if self.stopping:
-                return exit_code_of_stop(self.requeue)
+                return choose_stop_exit_code(self.requeue)
             if job.save:
-                self.saving.finish(self.step, self.rows)
+                self.saving.finish_saving(self.step, self.rows)
             self._set_timeout(self.run.cluster.timeout)
-            self._look(job).write(Path(self.run.directory), self.world.rank_info.rank)
+            self._replay_step(job).write(Path(self.run.directory), self.world.rank_info.rank)
         self.progress = None
         return 0
 
-    def _look(self, job: Job) -> Part:
+    def _replay_step(self, job: ReplayJob) -> RankReplay:
         """Take the step with metrics of all layers, after forward and backward passes with hooks."""
         batch, self.step = next(self.loader), job.step
-        seen = self._observe(self._to_device(batch), job)
-        self.layers = LayerMetrics(self.run, self.train_step, 1)
+        observer = self._observe_step(self._to_device(batch), job)
+        self.layer_metrics = LayerMetrics(self.run, self.train_step, 1)
         current = self._step(batch=batch)
         values, norm = current.read()
-        metrics, *_ = step_metrics.split(values, self.rank_times.count, self.load.size if self.load else 0)
+        metrics, *_ = step_metrics.split_metrics(
+            values, self.rank_times.num_slots, self.expert_load.num_counts if self.expert_load else 0
+        )
         loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
-        record = self._record(current, loss, norm, current.timer.seconds(), metrics)
-        samples = {key: _arrays(sample.tokens, sample.values) for key, sample in seen.samples.items()}
-        return Part(record, _totals(seen), samples, tuple(seen.losses), self.applied)
+        record = self._build_record(current, loss, norm, current.timer.compute_seconds(), metrics)
+        samples = {key: _join_arrays(sample.tokens, sample.values) for key, sample in observer.samples.items()}
+        return RankReplay(record, _convert_totals(observer), samples, tuple(observer.losses), self.notes)
 
-    def _observe(self, rows: Microbatches, job: Job) -> Observer:
+    def _observe_step(self, rows: Microbatches, job: ReplayJob) -> Observer:
         run, counts = self.run, rows.tokens.shape
-        of_step = run.training.phase(job.step).rows
-        observer = Observer(self.train_step, Rows(self.train_step, of_step, *counts[1:]))
+        step_rows = run.training.find_phase(job.step).rows
+        observer = Observer(self.train_step, StepRows(self.train_step, step_rows, *counts[1:]))
         with observer, eagerly(run.compile.scope != "off"):
             observer.watch_hidden(sample=True)
             observer.watch_losses(job.tokens)
-            self.train_step.backward(rows, 1 / (of_step * run.training.seq_len))
+            self.train_step.backward(rows, 1 / (step_rows * run.training.seq_len))
         self.train_step.optimizer.zero_grad(set_to_none=True)
         return observer
 
 
-def _totals(seen: Observer) -> dict[described.Key, described.Totals]:
-    forward = {("forward", name): _numbers(totals) for name, totals in seen.forward.items()}
-    return forward | {("backward", name): _numbers(totals) for name, totals in seen.backward.items()}
+def _convert_totals(observer: Observer) -> dict[replay_job.Key, replay_job.ActivationTotals]:
+    forward = {("forward", name): _read_totals(totals) for name, totals in observer.forward.items()}
+    return forward | {("backward", name): _read_totals(totals) for name, totals in observer.backward.items()}
 
 
-def _numbers(totals: Totals) -> described.Totals:
+def _read_totals(totals: RunningTotals) -> replay_job.ActivationTotals:
     values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
-    return described.Totals(values[0], values[1], values[2], totals.count)
+    return replay_job.ActivationTotals(values[0], values[1], values[2], totals.count)
 
 
-def _arrays(tokens: list[Tensor], values: list[Tensor]) -> Any:
+def _join_arrays(tokens: list[Tensor], values: list[Tensor]) -> Any:
     return torch.cat(tokens).numpy(), torch.cat(values).numpy()

@@ -29,21 +29,21 @@ from titan.estimate.traced.events import NONE, Region, Trace
 from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.build import build
+from titan.training.build import build_train_step
 from titan.training.evaluation.averages import MovingAverage
-from titan.training.trace.recorder import Recorder
-from titan.training.trace.regions import followed
-from titan.training.trace.streams import recorded
+from titan.training.trace.recorder import EventRecorder
+from titan.training.trace.regions import follow_regions
+from titan.training.trace.streams import record_streams
 from titan.training.train_step import TrainStep
 
 UPDATE = Region("U", 0, -1, NONE)
 DEVICE = torch.device("cpu")
 """Where traced tensors would be; they have no memory."""
-BUCKET = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that DDP sums at once (torch's default)."""
 
 
-def trace(run: Run, rank: int, device: str) -> Trace:
+def trace_rank(run: Run, rank: int, device: str) -> Trace:
     """Trace the step of a rank after the first one, when the optimizer's state exists.
 
     Args:
@@ -55,38 +55,38 @@ def trace(run: Run, rank: int, device: str) -> Trace:
         ConfigError: when code of the step asks for the value of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = dataclasses.replace(_world(run, rank), memory=lambda: fake)
-    recorder = Recorder(_streams(world))
+    world = dataclasses.replace(_build_world(run, rank), memory=lambda: fake)
+    recorder = EventRecorder(_map_streams(world))
     try:
         with ExitStack() as stack:
             if device == "cuda":
-                stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
+                stack.enter_context(mock.patch.object(F, "rms_norm", _apply_fused_norm))
             stack.enter_context(mock.patch.object(data, "replicate", lambda stage, mesh: stage))
             block_of: dict[int, int] = {}
-            stack.enter_context(recorded(recorder, block_of))
-            train_step = build(run, world)
-            block_of.update(_blocks(train_step))
-            _step(run, train_step, recorder, fake, rank)
+            stack.enter_context(record_streams(recorder, block_of))
+            train_step = build_train_step(run, world)
+            block_of.update(_map_blocks(train_step))
+            _record_step(run, train_step, recorder, fake, rank)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"plan.trace=true: {_place(error)} needs the value of a tensor ({error.func}), and tensors of a trace have "
+            f"plan.trace=true: {_find_location(error)} needs the value of a tensor ({error.func}), and tensors of a trace have "
             "none; compute it on the device, or give plan.trace=false."
         ) from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     numbers = run.staging.stages_of(world.coordinate("pipeline"))
-    return Trace(rank, recorder.finished(), {number: run.staging.layers[number] for number in numbers})
+    return Trace(rank, recorder.list_events(), {number: run.staging.layers[number] for number in numbers})
 
 
-def _place(error: Exception) -> str:
+def _find_location(error: Exception) -> str:
     """Return the file and line where code outside of torch raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}"
+    user_frames = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or frames
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
 
 
-def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorMode, rank: int) -> None:
+def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake: FakeTensorMode, rank: int) -> None:
     """Run the update once for the optimizer's state, then record a whole step."""
     numbers = run.staging.stages_of(train_step.world.coordinate("pipeline"))
     stages = dict(zip(numbers, train_step.stages, strict=True))
@@ -97,11 +97,11 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
         gc.collect()
         gc.disable()  # it would free what is in reference cycles at any moment
         stack.callback(gc.enable)
-        stack.enter_context(followed(recorder, stages, run.staging.splits_backward))
+        stack.enter_context(follow_regions(recorder, stages, run.staging.splits_backward))
         stack.enter_context(fake)
         stack.enter_context(recorder)
         recorder.active = True
-        _hold(train_step, recorder)
+        _record_initial_tensors(train_step, recorder)
         if train_step.world.layout.only_replicated and train_step.world.layout.devices > 1:
             _sum_replicas(train_step, recorder)
         shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
@@ -111,9 +111,9 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
         train_step.backward(Microbatches(tokens, targets, documents=documents), 1.0)
         for parameter in train_step.parameters():
             if parameter.grad is not None:
-                recorder.label(parameter.grad, "gradients")
+                recorder.label_tensor(parameter.grad, "gradients")
         recorder.region = UPDATE
-        train_step.norm()
+        train_step.compute_norm()
         train_step.optimizer.step()
         if average is not None:
             average.update(torch.zeros((), dtype=torch.bool, device=device))
@@ -128,23 +128,23 @@ def _create_states(train_step: TrainStep) -> None:
     train_step.optimizer.zero_grad(set_to_none=True)
 
 
-def _hold(train_step: TrainStep, recorder: Recorder) -> None:
+def _record_initial_tensors(train_step: TrainStep, recorder: EventRecorder) -> None:
     """Record weights and optimizer state as what is in memory before the step."""
-    named = list(train_step.named_parameters())
-    blocks = {id(parameter): _block(name) for name, parameter in named}
-    recorder.hold(((parameter, blocks[id(parameter)]) for _, parameter in named), "weights")
+    named_parameters = list(train_step.named_parameters())
+    blocks = {id(parameter): _find_block(name) for name, parameter in named_parameters}
+    recorder.hold_tensors(((parameter, blocks[id(parameter)]) for _, parameter in named_parameters), "weights")
     for parameter, state in train_step.optimizer.state.items():
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        recorder.hold(((value, blocks.get(id(parameter), NONE)) for value in tensors), "optimizer")
+        recorder.hold_tensors(((value, blocks.get(id(parameter), NONE)) for value in tensors), "optimizer")
 
 
-def _block(name: str) -> int:
+def _find_block(name: str) -> int:
     """Return the block of a parameter by its name in the whole model."""
     first, _, rest = name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else NONE
 
 
-def _blocks(train_step: TrainStep) -> dict[int, int]:
+def _map_blocks(train_step: TrainStep) -> dict[int, int]:
     """Return the block of each module, by the module's id."""
     return {
         id(module): int(name)
@@ -154,42 +154,42 @@ def _blocks(train_step: TrainStep) -> dict[int, int]:
     }
 
 
-def _sum_replicas(train_step: TrainStep, recorder: Recorder) -> None:
+def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
     """Do what DDP, which is not Python, does: keep gradients in buckets, and sum each while backward continues."""
     group = train_step.world.group("replicate")
     ranks = dist.get_process_group_ranks(group)
-    waiting: list[float] = []
+    bucket: list[float] = []
 
-    def ready(parameter: Tensor) -> None:
-        waiting.append(parameter.numel() * parameter.element_size())
-        if sum(waiting) >= BUCKET or parameter is last:
-            issued = recorder.next_key()
-            recorder.add("record", key=issued)
-            recorder.add("wait", key=issued, stream="reduce-scatter")
+    def sum_bucket(parameter: Tensor) -> None:
+        bucket.append(parameter.numel() * parameter.element_size())
+        if sum(bucket) >= BUCKET_BYTES or parameter is last:
+            start_key = recorder.next_key()
+            recorder.add_event("record", key=start_key)
+            recorder.add_event("wait", key=start_key, stream="reduce-scatter")
             shape = (len(ranks), ranks[1] - ranks[0])
-            recorder.add("collective", name="all-reduce", size=sum(waiting), shape=shape, stream="reduce-scatter")
-            waiting.clear()
+            recorder.add_event("collective", name="all-reduce", size=sum(bucket), shape=shape, stream="reduce-scatter")
+            bucket.clear()
         if parameter is last:
-            done = recorder.next_key()
-            recorder.add("record", key=done, stream="reduce-scatter")
-            recorder.add("wait", key=done)
+            end_key = recorder.next_key()
+            recorder.add_event("record", key=end_key, stream="reduce-scatter")
+            recorder.add_event("wait", key=end_key)
 
     parameters = [p for p in train_step.parameters() if p.requires_grad]
     last = parameters[0]  # the embedding, whose gradient is computed last
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-        recorder.label(parameter.grad, "gradients")
-        parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+        recorder.label_tensor(parameter.grad, "gradients")
+        parameter.register_post_accumulate_grad_hook(sum_bucket)  # type: ignore[no-untyped-call]
 
 
-def _streams(world: mesh.World) -> dict[str, str]:
+def _map_streams(world: mesh.World) -> dict[str, str]:
     """Return the stream of each dimension's group, by the list of its ranks as text."""
     groups = {name: world.group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
     groups["context"] = world.context
     return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
 
 
-def _world(run: Run, rank: int) -> mesh.World:
+def _build_world(run: Run, rank: int) -> mesh.World:
     size = run.layout.devices
     rank_info = RankInfo(rank, size, rank % 8, "")
     if size == 1:
@@ -212,6 +212,6 @@ class _FusedNorm(torch.autograd.Function):
         return grads[0] * 1.0, weight * 1.0
 
 
-def _fused_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _apply_fused_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     out: Tensor = _FusedNorm.apply(x, x.new_ones(shape) if weight is None else weight)  # type: ignore[no-untyped-call]
     return out

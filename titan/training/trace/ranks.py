@@ -15,41 +15,41 @@ from titan.estimate.traced.events import Trace
 from titan.estimate.traced.result import RankResult, Traced, rank_result, result
 from titan.parallelism.strategy import blocks_are_alike
 from titan.run.run import Run
-from titan.training.trace.rank import trace
+from titan.training.trace.rank import trace_rank
 
 
-def traced(run: Run, speeds: Speeds, *, whole: bool = False) -> Traced:
+def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> Traced:
     """Trace a step of the first rank of each pipeline rank.
 
     Args:
         run: on any number of ranks.
         speeds: of its devices.
-        whole: trace all blocks and micro-batches instead of composing them from a few.
+        full: trace all blocks and micro-batches instead of composing them from a few.
     """
     start = time.perf_counter()
     ranks = [number * run.layout.devices // run.layout.pipeline for number in range(run.layout.pipeline)]
     context, workers = multiprocessing.get_context("fork"), min(len(ranks), os.cpu_count() or 1)
     # one task for each process: process groups of a second trace would have other names, which DTensor's caches lack
     with context.Pool(workers, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
-        found = pool.starmap(_result, [(run, speeds, rank, whole) for rank in ranks], chunksize=1)
-    return result(run, run.layout, run.microbatches, speeds, found, time.perf_counter() - start)
+        rank_results = pool.starmap(_build_rank_result, [(run, speeds, rank, full) for rank in ranks], chunksize=1)
+    return result(run, run.layout, run.microbatches, speeds, rank_results, time.perf_counter() - start)
 
 
-def _result(run: Run, speeds: Speeds, rank: int, whole: bool) -> RankResult:
-    return rank_result(run, run.layout, speeds, rank_trace(run, rank, whole=whole), run.machine.device)
+def _build_rank_result(run: Run, speeds: Speeds, rank: int, full: bool) -> RankResult:
+    return rank_result(run, run.layout, speeds, build_rank_trace(run, rank, full=full), run.machine.device)
 
 
-def rank_trace(run: Run, rank: int, *, whole: bool = False) -> Trace:
-    """Return the trace of a rank, composed from a short one where its blocks allow it; see `traced`."""
-    given, device = eager(run), run.machine.device
-    if whole or not _repeats(run):
-        return trace(given, rank, device)
-    short = trace(shortened(given), rank, device)
+def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> Trace:
+    """Return the trace of a rank, composed from a short one where its blocks allow it; see `trace_run`."""
+    eager_run, device = make_eager(run), run.machine.device
+    if full or not _blocks_repeat(run):
+        return trace_rank(eager_run, rank, device)
+    short = trace_rank(shorten_run(eager_run), rank, device)
     blocks = {stage: run.staging.layers[stage] for stage in short.blocks}
-    return composed(short, blocks, _period(run), run.microbatches)
+    return composed(short, blocks, _find_period(run), run.microbatches)
 
 
-def _repeats(run: Run) -> bool:
+def _blocks_repeat(run: Run) -> bool:
     """Whether blocks do the same one after another.
 
     They do not where they are of several kinds, where weights are gathered further ahead than the next block's, where
@@ -61,27 +61,29 @@ def _repeats(run: Run) -> bool:
     return alike and not differ
 
 
-def eager(run: Run) -> Run:
+def make_eager(run: Run) -> Run:
     """Return the run without what a trace can't execute: compilation, matmuls in eight bits, FlexAttention.
 
     Its masks are dense instead.
     """
-    how = dataclasses.replace(run.parallelism, async_tensor=False)
+    parallelism = dataclasses.replace(run.parallelism, async_tensor=False)
     precision = dataclasses.replace(run.precision, matmuls="compute").plain()
-    compiling = dataclasses.replace(run.compile, scope="off")
+    compile_settings = dataclasses.replace(run.compile, scope="off")
     training = run.training
     if training.attention == "flex":
         training = dataclasses.replace(training, attention="auto")
-    return dataclasses.replace(run, compile=compiling, parallelism=how, precision=precision, training=training)
+    return dataclasses.replace(
+        run, compile=compile_settings, parallelism=parallelism, precision=precision, training=training
+    )
 
 
-def shortened(run: Run) -> Run:
+def shorten_run(run: Run) -> Run:
     """Return the run with as few blocks and micro-batches as their composition needs."""
     layers, start = [], 0
     for first, end in run.staging.layers:
         count = end - first
-        if count // _period(run) > UNITS:
-            count = UNITS * _period(run) + count % _period(run)
+        if count // _find_period(run) > UNITS:
+            count = UNITS * _find_period(run) + count % _find_period(run)
         layers.append((start, start + count))
         start += count
     staging = dataclasses.replace(run.staging, layers=tuple(layers))
@@ -93,6 +95,6 @@ def shortened(run: Run) -> Run:
     return dataclasses.replace(short, microbatches=MICROBATCHES, training=training)
 
 
-def _period(run: Run) -> int:
+def _find_period(run: Run) -> int:
     """Return the number of blocks after which what a block does repeats."""
     return run.memory.every if run.memory.checkpointing == "every_n" else 1

@@ -13,10 +13,10 @@ from torch.utils import checkpoint
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
 from titan.parallelism.pipeline import runtime
 from titan.training.trace.recorder import OUTSIDE
-from titan.training.train_step import GradAccumulation, Stage
+from titan.training.train_step import GradAccumulation, ModelStage
 
 
-class Follower(Protocol):
+class RegionListener(Protocol):
     """What learns where a step is.
 
     Attributes:
@@ -28,91 +28,93 @@ class Follower(Protocol):
     recomputing: bool
 
 
-class Regions:
+class StageRegions:
     """Follows one stage through its micro-batches."""
 
-    def __init__(self, recorder: Follower, stage: Stage, number: int, split: bool) -> None:
+    def __init__(self, listener: RegionListener, stage: ModelStage, number: int, split_backward: bool) -> None:
         """Set hooks on a stage.
 
         Args:
-            recorder: whose region is set.
+            listener: whose region is set.
             stage: of this rank.
             number: of the stage.
-            split: whether the schedule separates backward for inputs and for weights.
+            split_backward: whether the schedule separates backward for inputs and for weights.
         """
-        self.recorder, self.number, self.split = recorder, number, split
+        self.listener, self.number, self.split_backward = listener, number, split_backward
         self.microbatch = -1
-        self.undo = ExitStack()
-        self._around(stage, self._begins, self._ends)
+        self.exit_stack = ExitStack()
+        self._wrap_module(stage, self._begin_stage, self._end_stage)
         if stage._compiled_call_impl is None:  # else what is inside is compiled with it, hooks too
             self._follow_blocks(stage)
 
-    def _follow_blocks(self, stage: Stage) -> None:
+    def _follow_blocks(self, stage: ModelStage) -> None:
         """Set hooks on the blocks and the head."""
         first = int(next(iter(stage.model.layers)))
         for index, block in enumerate(stage.model.blocks(), first):
-            self._around(block, self._enters(index, first), self._leaves(index))
+            self._wrap_module(block, self._build_enter_hook(index, first), self._build_leave_hook(index))
         if stage.model.head is not None:
-            self._around(stage.model.head, self._head)
+            self._wrap_module(stage.model.head, self._enter_head)
 
-    def _around(self, module: Any, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+    def _wrap_module(
+        self, module: Any, pre_hook: Callable[..., None], post_hook: Callable[..., None] | None = None
+    ) -> None:
         """Call functions before and after a module; of a compiled one outside of its compiled code."""
         compiled = module._compiled_call_impl
         if compiled is None:
-            self.undo.callback(module.register_forward_pre_hook(before).remove)
-            if after is not None:
-                self.undo.callback(module.register_forward_hook(after).remove)
+            self.exit_stack.callback(module.register_forward_pre_hook(pre_hook).remove)
+            if post_hook is not None:
+                self.exit_stack.callback(module.register_forward_hook(post_hook).remove)
             return
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before(module, args)
+        def call_compiled(*args: Any, **kwargs: Any) -> Any:
+            pre_hook(module, args)
             out = compiled(*args, **kwargs)
-            if after is not None:
-                after(module, args, out)
+            if post_hook is not None:
+                post_hook(module, args, out)
             return out
 
-        self.undo.enter_context(mock.patch.object(module, "_compiled_call_impl", call))
+        self.exit_stack.enter_context(mock.patch.object(module, "_compiled_call_impl", call_compiled))
 
     def remove(self) -> None:
         """Remove the hooks."""
-        self.undo.close()
+        self.exit_stack.close()
 
-    def _set(self, action: str, microbatch: int, block: int) -> None:
-        self.recorder.region = Region(action, self.number, microbatch, block)
+    def _set_region(self, action: str, microbatch: int, block: int) -> None:
+        self.listener.region = Region(action, self.number, microbatch, block)
 
-    def _backward(self, microbatch: int, block: int) -> Callable[[Tensor], None]:
-        def reached(grad: Tensor) -> None:
-            if not self.split:
-                self._set("B", microbatch, block)
+    def _build_gradient_hook(self, microbatch: int, block: int) -> Callable[[Tensor], None]:
+        def enter_backward(grad: Tensor) -> None:
+            if not self.split_backward:
+                self._set_region("B", microbatch, block)
 
-        return reached
+        return enter_backward
 
-    def _begins(self, *_: Any) -> None:
+    def _begin_stage(self, *_: Any) -> None:
         self.microbatch += 1
-        self._set("F", self.microbatch, BEFORE)
+        self._set_region("F", self.microbatch, BEFORE)
 
-    def _enters(self, index: int, first: int) -> Callable[..., None]:
-        def enter(_: Any, args: Any) -> None:
-            self._set("F", self.microbatch, index)
+    def _build_enter_hook(self, index: int, first: int) -> Callable[..., None]:
+        def enter_block(_: Any, args: Any) -> None:
+            self._set_region("F", self.microbatch, index)
             if index == first and args[0].requires_grad:
-                _on_gradient(args[0], self._backward(self.microbatch, BEFORE))
+                _on_gradient(args[0], self._build_gradient_hook(self.microbatch, BEFORE))
 
-        return enter
+        return enter_block
 
-    def _leaves(self, index: int) -> Callable[..., None]:
-        def leave(_: Any, __: Any, out: Any) -> None:
+    def _build_leave_hook(self, index: int) -> Callable[..., None]:
+        def leave_block(_: Any, __: Any, out: Any) -> None:
             hidden: Tensor = out[0] if isinstance(out, tuple) else out  # without loss terms
             if hidden.requires_grad:
-                _on_gradient(hidden, self._backward(self.microbatch, index))
+                _on_gradient(hidden, self._build_gradient_hook(self.microbatch, index))
 
-        return leave
+        return leave_block
 
-    def _head(self, *_: Any) -> None:
-        self._set("F", self.microbatch, AFTER)
+    def _enter_head(self, *_: Any) -> None:
+        self._set_region("F", self.microbatch, AFTER)
 
-    def _ends(self, _: Any, __: Any, out: Any) -> None:
+    def _end_stage(self, _: Any, __: Any, out: Any) -> None:
         if isinstance(out, Tensor) and out.requires_grad and out.dim() < 2:
-            _on_gradient(out, self._backward(self.microbatch, AFTER))
+            _on_gradient(out, self._build_gradient_hook(self.microbatch, AFTER))
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -121,64 +123,64 @@ def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 @contextmanager
-def followed(recorder: Follower, stages: dict[int, Stage], split: bool) -> Iterator[None]:
+def follow_regions(listener: RegionListener, stages: dict[int, ModelStage], split_backward: bool) -> Iterator[None]:
     """Set the region while a step runs.
 
     Args:
-        recorder: whose region is set.
+        listener: whose region is set.
         stages: of this rank, by their number.
-        split: see `Regions`.
+        split_backward: see `StageRegions`.
     """
 
-    def action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
-        def run(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            recorder.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
+    def wrap_action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
+        def run_action(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            listener.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
             try:
                 return function(stage, chunk, *args, **kwargs)
             finally:
-                recorder.region = OUTSIDE
+                listener.region = OUTSIDE
 
-        return run
+        return run_action
 
     kinds: dict[str, Callable[[dict[str, Any]], str]] = {
-        "forward_one_chunk": lambda given: "F",
-        "backward_one_chunk": lambda given: "B" if given.get("full_backward", True) else "I",
-        "backward_weight_one_chunk": lambda given: "W",
+        "forward_one_chunk": lambda arguments: "F",
+        "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
+        "backward_weight_one_chunk": lambda arguments: "W",
     }
     with ExitStack() as stack:
         for number, stage in stages.items():
-            stack.callback(Regions(recorder, stage, number, split).remove)
+            stack.callback(StageRegions(listener, stage, number, split_backward).remove)
         runner = GradAccumulation.backward
-        stack.enter_context(mock.patch.object(GradAccumulation, "backward", _then_outside(recorder, runner)))
-        stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _recomputing(recorder)))
+        stack.enter_context(mock.patch.object(GradAccumulation, "backward", _leave_region_after(listener, runner)))
+        stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _build_recomputation_hook(listener)))
         for name, kind in kinds.items():
             original = getattr(runtime._Stage, name)
-            stack.enter_context(mock.patch.object(runtime._Stage, name, action(kind, original)))
+            stack.enter_context(mock.patch.object(runtime._Stage, name, wrap_action(kind, original)))
         yield
 
 
-def _then_outside(recorder: Follower, function: Any) -> Any:
+def _leave_region_after(listener: RegionListener, function: Any) -> Any:
     """Return a function after which the region is that of no block: gradients of all blocks are summed then."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_function(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        recorder.region = OUTSIDE
+        listener.region = OUTSIDE
         return result
 
-    return run
+    return run_function
 
 
-def _recomputing(recorder: Follower) -> type:
+def _build_recomputation_hook(listener: RegionListener) -> type:
     """Return the context in which torch computes a checkpointed block again, which says so to the recorder."""
     original: Any = checkpoint._recomputation_hook
 
     class Recomputing(original):  # type: ignore[misc]
         def __enter__(self) -> Any:
-            recorder.recomputing = True
+            listener.recomputing = True
             return super().__enter__()
 
         def __exit__(self, *args: Any) -> Any:
-            recorder.recomputing = False
+            listener.recomputing = False
             return super().__exit__(*args)
 
     return Recomputing

@@ -10,8 +10,8 @@ from titan.parallelism.mesh import World
 from titan.run.run import Run
 
 
-def loader(
-    run: Run, mix: RowMixture, world: World, step: int, tell: Callable[[str], None], stopped: Callable[[], bool]
+def build_loader(
+    run: Run, mix: RowMixture, world: World, step: int, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> Loader:
     """Return what yields the batches of the steps after `step`; see `Loader` for the arguments."""
     return Loader(
@@ -24,6 +24,6 @@ def loader(
         documents=run.dataset.mask_documents,
         read=world.reads_data,
         patience=run.cluster.timeout,
-        tell=tell,
+        tell=show,
         stopped=stopped,
     )

@@ -12,9 +12,9 @@ import torch
 
 from tests.checkpoint.test_manager import stop_at
 from tests.support.runs import same, saved, steps, tiny, train
-from titan.schedule.rates import Rates
+from titan.schedule.optimizer_schedule import OptimizerSchedule
 from titan.schedule.schema import Constant, Linear, Schedule
-from titan.training import recording
+from titan.training import metrics_setup
 from titan.training.trainer import Trainer
 
 
@@ -35,9 +35,9 @@ def test_groups_keep_their_own_factors() -> None:
         {"params": [torch.zeros(1)], "weight_decay": 0.1, "factor": 0.5}, {"params": [torch.zeros(1)]},
     ]  # fmt: skip
     optimizer = torch.optim.SGD(groups, lr=1.0, weight_decay=0.4)
-    rates = Rates(optimizer, 0.1, Linear(warmup=0, weight_decay_shape="linear").build(4))
+    rates = OptimizerSchedule(optimizer, 0.1, Linear(warmup=0, weight_decay_shape="linear").build(4))
     for step, factor in ((3, 0.5), (1, 1.0)):
-        assert rates.set(step) == pytest.approx(0.1 * factor)
+        assert rates.set_rates(step) == pytest.approx(0.1 * factor)
         first, second = optimizer.param_groups
         assert (first["lr"], second["lr"]) == (pytest.approx(0.05 * factor), pytest.approx(0.1 * factor))
         assert (first["weight_decay"], second["weight_decay"]) == (0.1 * factor, 0.4 * factor)
@@ -56,7 +56,7 @@ def test_weight_decay_is_recorded_where_the_schedule_changes_it(
     schedule: Schedule, weight_decay: float, recorded: dict[str, float]
 ) -> None:
     run: Any = Namespace(schedule=schedule, optimizer=Namespace(weight_decay=weight_decay), training=Namespace(steps=5))
-    assert recording.weight_decay(run, schedule.build(5), 2) == pytest.approx(recorded)
+    assert metrics_setup.build_weight_decay_record(run, schedule.build(5), 2) == pytest.approx(recorded)
 
 
 def watch(trainer: Trainer) -> list[tuple[float, ...]]:

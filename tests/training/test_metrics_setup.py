@@ -16,7 +16,7 @@ from titan.metrics.recorder import Recorder
 from titan.metrics.trackers import Trackers
 from titan.run import attempts, identity
 from titan.run.attempts import Attempt
-from titan.training import recording
+from titan.training import metrics_setup
 
 
 class FakeWandb(types.ModuleType):
@@ -60,7 +60,7 @@ class FakeWandb(types.ModuleType):
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("titan.metrics.trackers._installed", lambda package: True)
+    monkeypatch.setattr("titan.metrics.trackers._is_installed", lambda package: True)
     return fake
 
 
@@ -77,7 +77,7 @@ def test_wandb_receives_what_identifies_a_run(
     )  # fmt: skip
     attempt, mix = attempts.begin_attempt(run), mix_of(run)
     assert isinstance(attempt, Attempt)
-    recorder = recording.recorder(run, attempt, print, mix)
+    recorder = metrics_setup.build_recorder(run, attempt, print, mix)
     recorder.log({"step": 1, "loss": 2.0})
     recorder.finish({"finished": True, "last_loss": 2.0})
     config, started = wandb.started["config"], wandb.started
@@ -99,7 +99,7 @@ def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: 
     run = tiny(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
     attempt = attempts.begin_attempt(run)
     assert isinstance(attempt, Attempt)
-    recording.recorder(run, attempt, print, mix_of(run)).finish({"finished": True})
+    metrics_setup.build_recorder(run, attempt, print, mix_of(run)).finish({"finished": True})
     assert (wandb.started["group"], wandb.started["tags"]) == ("mine", [])
     assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
 

@@ -11,9 +11,9 @@ from titan.cluster.known_devices import peak_tflops
 from titan.config.kinds import kind
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
-from titan.metrics.recorder import Recorder, Speed
+from titan.metrics.recorder import Recorder, StepSpeed
 from titan.metrics.spikes import SpikeDetector
-from titan.metrics.trackers import About, open_trackers
+from titan.metrics.trackers import RunDescription, open_trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
@@ -23,16 +23,20 @@ from titan.run.sweep_of import sweep_of
 from titan.schedule.schema import Factors
 
 
-def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
+def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
     """Return what writes this attempt's records to metrics.jsonl and to the trackers; they name the data of `mix`."""
     directory = Path(run.directory)
-    wanted = run.metrics.tensorboard or run.metrics.wandb
-    about = about_run(run, attempt, mix) if wanted else About(run_id="", group_id="", name=run.name, config={})
-    trackers = open_trackers(run.metrics, directory=directory, about=about, warn=warn)
+    has_trackers = run.metrics.tensorboard or run.metrics.wandb
+    description = (
+        describe_run(run, attempt, mix)
+        if has_trackers
+        else RunDescription(run_id="", group_id="", name=run.name, config={})
+    )
+    trackers = open_trackers(run.metrics, directory=directory, description=description, warn=warn)
     return Recorder(directory, attempt.number, trackers, warn)
 
 
-def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
+def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescription:
     """Return what trackers show of a run beside its records."""
     code, sweep = identity.code(), sweep_of(run)
     facts = {
@@ -48,7 +52,7 @@ def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
         "sweep": sweep.name if sweep else None,
         "variant": sweep.variant if sweep else None,
     }
-    return About(
+    return RunDescription(
         run_id=attempt.run_id,
         group_id=attempt.ids.group,
         name=run.name,
@@ -58,7 +62,7 @@ def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
     )
 
 
-def weight_decay(run: Run, factors: Callable[[int], Factors], step: int) -> dict[str, float]:
+def build_weight_decay_record(run: Run, factors: Callable[[int], Factors], step: int) -> dict[str, float]:
     """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it.
 
     Args:
@@ -71,15 +75,15 @@ def weight_decay(run: Run, factors: Callable[[int], Factors], step: int) -> dict
     return {"weight_decay": run.optimizer.weight_decay * factors(step).weight_decay}
 
 
-def spikes(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
+def build_spike_detector(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
     """Return what marks loss spikes; on the rank that records, its window begins with the losses before the attempt."""
-    last = read_last_steps(Path(run.directory)) if records else ()
-    before = (line["loss"] for line in last if line["step"] <= attempt.step)
-    latest = list(islice(before, run.metrics.spike_window))
-    return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(latest))
+    last_steps = read_last_steps(Path(run.directory)) if records else ()
+    previous_losses = (line["loss"] for line in last_steps if line["step"] <= attempt.step)
+    window_losses = list(islice(previous_losses, run.metrics.spike_window))
+    return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(window_losses))
 
 
-def speed(run: Run) -> Speed:
+def build_step_speed(run: Run) -> StepSpeed:
     """Return what turns the seconds of a step into throughput and MFU."""
-    known = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
-    return Speed(run.model, run.layout.devices, run.cluster.peak_tflops or known)
+    device_peak = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
+    return StepSpeed(run.model, run.layout.devices, run.cluster.peak_tflops or device_peak)

@@ -30,7 +30,7 @@ def sample_text(run: Run, train_step: TrainStep, mix: RowMixture) -> dict[str, s
     tokenizer = load_tokenizer(corpus.tokenizer_path)
     start = [int(t) for t in split.read(0, min(_PROMPT_TOKENS, seq_len // 2))]
     vocab, seed = min(tokenizer.vocab_size, run.model.vocab), run.training.seed
-    tokens = sample_continuation(train_step.logits, start, count, window=seq_len, vocab=vocab, seed=seed)
+    tokens = sample_continuation(train_step.compute_logits, start, count, window=seq_len, vocab=vocab, seed=seed)
     return {"start": tokenizer.decode(start), "text": tokenizer.decode(tokens)}
 
 

@@ -49,8 +49,8 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
     """The same from the plain definition: the mixture's numbers, one by one."""
     mix, out = mix_of(run), []
     for step in range(1, run.training.steps + 1):
-        before = run.training.rows_before(step)
-        numbers = mix.numbers(np.arange(before, before + run.training.phase(step).rows))
+        before = run.training.count_rows_before(step)
+        numbers = mix.numbers(np.arange(before, before + run.training.find_phase(step).rows))
         total = 0
         for number in numbers.tolist():
             (k,), (row,) = mix.locate(np.array([number]))

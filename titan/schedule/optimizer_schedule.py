@@ -9,20 +9,20 @@ import torch
 from titan.schedule.schema import Factors
 
 
-class Rates:
+class OptimizerSchedule:
     """The learning rate and weight decay of every parameter group; checkpoints hold neither."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, lr: float, factors: Callable[[int], Factors]) -> None:
         """Take the optimizer with the weight decay of its settings, the peak learning rate, and a built schedule."""
         self.optimizer, self.lr, self.factors = optimizer, lr, factors
-        self.decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        self.weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
 
-    def set(self, step: int) -> float:
+    def set_rates(self, step: int) -> float:
         """Set those of `step` (1 is the first), and return the learning rate without the groups' factors."""
         factors = self.factors(step)
         lr = self.lr * factors.lr
-        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
+        for group, weight_decay in zip(self.optimizer.param_groups, self.weight_decays, strict=True):
             group["lr"] = lr * group.get("factor", 1.0)
-            if decay is not None:
-                group["weight_decay"] = decay * factors.weight_decay
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * factors.weight_decay
         return lr

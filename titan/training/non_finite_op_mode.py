@@ -16,7 +16,7 @@ UNWRITTEN = ("empty", "new_empty", "resize", "set_", "as_strided")
 """Beginnings of names of operations whose result has no value yet."""
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NonFiniteOpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first operation with finite arguments and a result that is NaN or infinite.
 
     Minus infinity is no such result: attention masks have it.
@@ -28,28 +28,32 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._first: str | None = None
 
-    def take(self) -> str | None:
+    def take_first(self) -> str | None:
         """Return the name of the first such operation since the last call, such as "mul"; None when there is none."""
         first, self._first = self._first, None
         return first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(getattr(func, "_opname", None) or func.__name__)
-        known = self._first is not None or not _writes(func, name)
-        given = [] if known else list(_tensors((args, kwargs)))
-        finite = name.endswith("_") and all(map(_is_finite, given))  # asked before it changes one of them
+        skips_check = self._first is not None or not _completes_result(func, name)
+        inputs = [] if skips_check else list(_iterate_tensors((args, kwargs)))
+        inputs_finite = name.endswith("_") and all(map(_is_finite, inputs))  # asked before it changes one of them
         out = func(*args, **(kwargs or {}))
-        if given and not all(map(_is_finite, _tensors(out))) and (finite or all(map(_is_finite, given))):
+        if (
+            inputs
+            and not all(map(_is_finite, _iterate_tensors(out)))
+            and (inputs_finite or all(map(_is_finite, inputs)))
+        ):
             self._first = name
         return out
 
 
-def _writes(func: Any, name: str) -> bool:
+def _completes_result(func: Any, name: str) -> bool:
     """Whether the result is complete when an operation returns; that of a collective may not be."""
     return "c10d" not in str(getattr(func, "namespace", "")) and not name.startswith(UNWRITTEN)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[Tensor]:
     return (x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point())
 
 
