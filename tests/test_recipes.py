@@ -206,7 +206,7 @@ def test_a_recipe_for_training(
     assert dataclasses.asdict(run.training) == dataclasses.asdict(training)
     assert run.schedule == schedule
     assert [run.choices["memory"], run.choices["compile"]] == axes
-    assert run.parallelism.reshards(run.layout) is (name not in ("train_1b", "train_405b"))
+    assert run.parallelism.resolve_reshard(run.layout) is (name not in ("train_1b", "train_405b"))
     saved = run.checkpoint
     assert (saved.mode, saved.every, saved.minutes, saved.keep, saved.keep_tokens) == ("async", 0, minutes, 2, 10**11)
 

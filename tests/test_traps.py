@@ -28,7 +28,7 @@ from titan.model.schema import Llama
 from titan.parallelism import collectives, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
-from titan.parallelism.tensor_norms import holders
+from titan.parallelism.tensor_norms import count_replicas
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -37,7 +37,7 @@ def test_weights_stay_gathered_between_two_backward_passes(schedule: str, tmp_pa
     settings = ["model.layers=4", f"parallelism.schedule={schedule}", "parallelism.pipeline=2", "parallelism.shard=2"]
     run = tiny(tmp_path, *settings, "parallelism.microbatches=4")
     assert run.staging.splits_backward
-    assert run.parallelism.reshards(run.layout) is False
+    assert run.parallelism.resolve_reshard(run.layout) is False
     for reshard in ("always", "2"):
         with pytest.raises(ConfigError, match="reshard"):
             tiny(tmp_path, *settings, "parallelism.microbatches=4", f"parallelism.reshard={reshard}")
@@ -70,8 +70,8 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
     both = distribute_tensor(values, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     whole = distribute_tensor(values, mesh["shard"], [Replicate()], src_data_rank=None)
     all_ranks = World(RankInfo(rank, world, rank), Layout(shard=2, tensor=2), torch.device("cpu"))
-    gradients = ((gradient, holders(gradient, all_ranks)) for gradient in (cut, values, both, whole))
-    total = all_ranks.sum(grad_norm.sum_squares(gradients, torch.device("cpu"))).sqrt()
+    gradients = ((gradient, count_replicas(gradient, all_ranks)) for gradient in (cut, values, both, whole))
+    total = all_ranks.all_reduce(grad_norm.sum_squares(gradients, torch.device("cpu"))).sqrt()
     return total.item(), (4 * values.square().sum()).sqrt().item()
 
 
@@ -87,11 +87,11 @@ def coordinator(rank: int, world: int) -> list[tuple[type, bool]]:
     assert group is not None
     found = []
     for collective in (
-        lambda x: collectives.gather(x, 1, group),
-        lambda x: collectives.scatter(x, 1, group),
-        lambda x: collectives.join(x, 1, group),
-        lambda x: collectives.copy(x, group),
-        lambda x: collectives.total(x, group),
+        lambda x: collectives.all_gather_autograd(x, 1, group),
+        lambda x: collectives.reduce_scatter_autograd(x, 1, group),
+        lambda x: collectives.gather_from_region(x, 1, group),
+        lambda x: collectives.copy_to_region(x, group),
+        lambda x: collectives.reduce_from_region(x, group),
     ):
         x = torch.ones(1, 4, requires_grad=True)
         out = collective(x)
@@ -113,7 +113,7 @@ def losses(rank: int, world: int) -> tuple[Tensor, Tensor, float, float]:
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     model: Any = Llama(dim=8, layers=1, heads=2, kv_heads=2, ffn=8, vocab=6).build()
     model.keep([], first=False, last=True)
-    tensor.apply(model, mesh, sequence=False, loss=True)
+    tensor.apply_tensor_plan(model, mesh, sequence_parallel=False, loss_parallel=True)
     head: Head = model.head
     head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
     x, other = hidden[None].clone().requires_grad_(), hidden[None].clone().requires_grad_()
@@ -141,7 +141,7 @@ def large(rank: int, world: int) -> tuple[float, bool]:
     assert group is not None
     logits = 200 * torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     mine, targets = logits.chunk(world, -1)[rank].clone().requires_grad_(), torch.tensor([1, -100, 5])
-    loss = tensor._split_loss(mine, targets, group)
+    loss = tensor._compute_split_loss(mine, targets, group)
     loss.backward()
     return (loss - cross_entropy(logits, targets)).item(), mine.grad is not None and bool(mine.grad.isfinite().all())
 

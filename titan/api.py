@@ -301,7 +301,7 @@ class SavedRun:
     @cached_property
     def checkpoints(self) -> tuple[SavedCheckpoint, ...]:
         """The complete checkpoints in the directory, oldest first."""
-        found = [(folder, manifest.read(folder)) for folder in manifest.steps(self.directory)]
+        found = [(folder, manifest.read(folder)) for folder in manifest.list_folders(self.directory)]
         return tuple(SavedCheckpoint(m.step, m.tokens, m.layout, folder) for folder, m in found if m)
 
     @cached_property

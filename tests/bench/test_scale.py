@@ -14,8 +14,8 @@ from tests.support.process_groups import fake_rank
 from titan.bench import command, scale
 from titan.bench.simulated_save import SimulatedSave, parameters
 from titan.checkpoint import reader
-from titan.checkpoint.assignment import describe
-from titan.checkpoint.plans import local_items
+from titan.checkpoint.assignment import describe_items
+from titan.checkpoint.plans import create_write_items
 from titan.errors import RunError
 
 SMALL = ("model=llama1b", "model.layers=4", "cluster=h100", "parallelism=fsdp", "parallelism.tensor=2", "name=scale")
@@ -54,12 +54,12 @@ def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
     run = scale.compose(16)
     save, last = SimulatedSave(run, parameters(run)), run.layout.sharded * run.layout.tensor - 1
     with fake_rank(last, 16):
-        items = local_items(save.tensors())
+        items = create_write_items(save.tensors())
     names = [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in items]
     assert names == [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in save.templates[-1][0]]
     of_last = save.holdings(run.layout.devices - 1)
-    assert run.layout.coordinates(run.layout.devices - 1)["shard"] == run.layout.shard - 1
-    assert describe(items).boxes == of_last.boxes
+    assert run.layout.compute_coordinates(run.layout.devices - 1)["shard"] == run.layout.shard - 1
+    assert describe_items(items).boxes == of_last.boxes
 
 
 def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
         save.conclude(first, tmp_path)
         contents.append((tmp_path / reader.METADATA).read_bytes())
     assert run.layout.pipeline == run.layout.tensor == 2 and run.layout.shard == 4
-    metadata = reader.parse(contents[0])
+    metadata = reader.parse_metadata(contents[0])
     assert metadata.state_dict_metadata.keys() == {
         key
         for name in sizes
@@ -84,7 +84,7 @@ def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
         assert isinstance(tensor, TensorStorageMetadata)
         assert sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
     assert {place.relative_path for place in metadata.storage_data.values()} == {f"__{r}_0.distcp" for r in range(16)}
-    again = reader.parse(contents[1])
+    again = reader.parse_metadata(contents[1])
     assert (again.state_dict_metadata, again.storage_data) == (metadata.state_dict_metadata, metadata.storage_data)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from titan.checkpoint import assignment, metadata_file, reader
 from titan.checkpoint.metadata_file import Positions
 from titan.checkpoint.plans import Plans, Written
-from titan.checkpoint.writer import Writer
+from titan.checkpoint.writer import CheckpointWriter
 
 Box = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 """A tensor's name and size, and the offsets and sizes of a rank's part."""
@@ -65,7 +65,7 @@ CASES = {
 def assigned(ranks: Sequence[Sequence[Box]]) -> tuple[assignment.Assignment, list[list[WriteItem]]]:
     """The assignment of the ranks' boxes, and the items that each rank writes."""
     items = [[item(box) for box in boxes] for boxes in ranks]
-    found = assignment.assign([assignment.describe(of_rank) for of_rank in items])
+    found = assignment.assign_boxes([assignment.describe_items(of_rank) for of_rank in items])
     pairs = [zip(of_rank, part, strict=True) for of_rank, part in zip(items, found.parts, strict=True)]
     return found, [[one for one, chosen in pair if chosen] for pair in pairs]
 
@@ -78,13 +78,13 @@ def test_the_metadata_are_those_of_torchs_planner(ranks: Sequence[Sequence[Box]]
     ]
     files = [f"__{rank}_0.distcp" for rank in range(len(ranks))]
     meta = StorageMeta(save_id="one")
-    content = b"".join(metadata_file.encode(found, Positions(files, np.array(positions)), meta))
+    content = b"".join(metadata_file.encode_metadata(found, Positions(files, np.array(positions)), meta))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({}, is_coordinator=True)
     _, expected = planner.create_global_plan([SavePlan(items) for items in written])
     places = [_StorageInfo(files[file], at, length) for file, at, length in positions]
     storage = {one.index: place for one, place in zip((i for items in written for i in items), places, strict=True)}
-    for metadata in (pickle.loads(content), reader.parse(content)):
+    for metadata in (pickle.loads(content), reader.parse_metadata(content)):
         for name, tensor in expected.state_dict_metadata.items():
             read = metadata.state_dict_metadata[name]
             assert (read.size, read.properties.dtype) == (tensor.size, tensor.properties.dtype)
@@ -143,7 +143,7 @@ def test_ranks_that_plan_differently_are_an_error(ranks: Sequence[Sequence[Box]]
 def test_ranks_with_other_dtypes_are_an_error() -> None:
     items = [[item(("a", [2], [0], [2]), dtype)] for dtype in (torch.float32, torch.bfloat16)]
     with pytest.raises(ValueError, match=r"a is .* torch.bfloat16 on rank 1, and .* torch.float32 on rank 0"):
-        assignment.assign([assignment.describe(of_rank) for of_rank in items])
+        assignment.assign_boxes([assignment.describe_items(of_rank) for of_rank in items])
 
 
 class Ranks:
@@ -154,15 +154,15 @@ class Ranks:
 
     def save(self, states: Sequence[dict[str, torch.Tensor]], folder: Path, late: Callable[[], None] = bool) -> None:
         """Save, and call `late` between the plan and the writing."""
-        writers = [Writer(folder) for _ in self.plans]
+        writers = [CheckpointWriter(folder) for _ in self.plans]
         folder.mkdir()
-        parts = self.plans[0].settle([p.propose(state) for p, state in zip(self.plans, states, strict=True)])
+        parts = self.plans[0].global_plan([p.local_plan(state) for p, state in zip(self.plans, states, strict=True)])
         for plans, part in zip(self.plans, parts, strict=True):
-            plans.accept(part)
+            plans.set_plan(part)
         late()
-        written = [plans.write(writer) for plans, writer in zip(self.plans, writers, strict=True)]
+        written = [plans.write_data(writer) for plans, writer in zip(self.plans, writers, strict=True)]
         assert all(isinstance(of_rank, Written) for of_rank in written)
-        self.plans[0].conclude(writers[0], written)
+        self.plans[0].finish(writers[0], written)
 
 
 def states(value: float, **more: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -191,8 +191,8 @@ def test_later_saves_use_the_plan_and_another_state_makes_a_new_one(tmp_path: Pa
 def test_a_rank_that_did_not_forget_its_plan_fails_the_save(rank: int, tmp_path: Path) -> None:
     ranks = Ranks(2)
     ranks.save(states(1.0), tmp_path / "0")
-    ranks.plans[0].shared = type(ranks.plans[0].shared)()
-    ranks.plans[rank].cuts = None
+    ranks.plans[0].rank0_plan = type(ranks.plans[0].rank0_plan)()
+    ranks.plans[rank].tensor_keys = None
     with pytest.raises(ValueError, match=f"rank {1 - rank} has another plan of the checkpoint than rank 0"):
         ranks.save(states(1.0), tmp_path / "1")
 
@@ -201,7 +201,7 @@ def test_a_rank_that_writes_something_else_fails_the_save(tmp_path: Path) -> Non
     ranks = Ranks(2)
 
     def other() -> None:
-        ranks.plans[1].accept(bytes(3))
+        ranks.plans[1].set_plan(bytes(3))
 
     with pytest.raises(ValueError, match="rank 1 has written by another plan"):
         ranks.save(states(1.0), tmp_path / "0", other)

@@ -36,7 +36,7 @@ def heard(trainer: Trainer) -> list[SaveOutcome]:
 
 
 def words(outcomes: list[SaveOutcome]) -> list[tuple[int, str | None, str | None]]:
-    return [(outcome.step, outcome.error, outcome.after) for outcome in outcomes]
+    return [(outcome.step, outcome.error, outcome.post_save_error) for outcome in outcomes]
 
 
 def fails_at(step: int, error: Exception, rank: int = 1) -> Callable[[Trainer], Callable[[Path, Manifest], None]]:
@@ -59,7 +59,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
     prune = retention.prune
 
     def unpruned(directory: Path, *how: Any) -> None:
-        if len(manifest.complete(directory)) == 1:
+        if len(manifest.list_complete(directory)) == 1:
             raise OSError(13, "Permission denied", "old")
         prune(directory, *how)
 
@@ -72,7 +72,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
         def note(folder: Path, about: Manifest) -> None:
             manager.coordinator.run_all(lambda: (folder / "note").touch())
 
-        manager.after = (
+        manager.post_save_hooks = (
             fails_at(2, ConfigError("x=1: no."))(trainer),
             fails_at(2, OSError(5, "I/O error"))(trainer),
             note,
@@ -95,7 +95,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
     def block(trainer: Trainer) -> list[SaveOutcome]:
         manager = trainer.saving.manager
         assert manager is not None
-        copy, write = manager.after
+        copy, write = manager.post_save_hooks
 
         def copied(folder: Path, about: Manifest) -> None:
             assert not (folder / "hf").exists()
@@ -103,12 +103,12 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
                 raise OSError(28, "No space left on device")
             copy(folder, about)
 
-        manager.after = (copied, write)
+        manager.post_save_hooks = (copied, write)
         return heard(trainer)
 
     (seen,) = train(run, block)
     assert words(seen.extra) == [(2, None, "No space left on device"), (3, None, None)]
-    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / select.COUNTS["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / select.EXPORT_MARKERS["hf"]).is_file()
     assert (tmp_path / "there" / "run" / "step-3" / manifest.NAME).is_file()
 
 
@@ -129,7 +129,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
         told = f"{what}: rank 1: checkpoint.weights=x: can't be read."
         assert words(rank.extra) == [(2, None, told), (3, None, None)]
     assert not (manifest.folder_of(tmp_path, 2) / "hf").exists()
-    assert (manifest.folder_of(tmp_path, 3) / "hf" / select.COUNTS["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path, 3) / "hf" / select.EXPORT_MARKERS["hf"]).is_file()
 
 
 @pytest.mark.parametrize("when", [full("start"), "ready"])
@@ -176,8 +176,8 @@ def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
     for rank in seen:
         assert "could not be saved in 3 attempts" in str(rank.failure)
         assert [outcome.error for outcome in rank.extra] == [f"{said}, {tmp_path}/run"] * 3
-    assert manifest.steps(tmp_path / "run") == []
-    assert manifest.steps(tmp_path / "other") == []
+    assert manifest.list_folders(tmp_path / "run") == []
+    assert manifest.list_folders(tmp_path / "other") == []
 
 
 class TestFailuresHeardLate:

@@ -19,7 +19,7 @@ from tests.support.ranks import RankFailed
 from tests.support.runs import same, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
-from titan.checkpoint.remote import Remote, of
+from titan.checkpoint.remote import Remote, open_remote
 from titan.errors import ConfigError
 from titan.run import attempts
 from titan.run.attempts import FinishedRun
@@ -31,7 +31,7 @@ from titan.weights.formats import open_weights
 def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "training.steps=6", layout=layout)
     train(run, stop_at(2))
-    (folder,) = manifest.complete(tmp_path)
+    (folder,) = manifest.list_complete(tmp_path)
     flip(folder / "__0_0.distcp")
     with pytest.raises(RankFailed, match=r"ConfigError: hydra.run.dir=.*step-3 is damaged .*and there is no other"):
         train(run)
@@ -50,10 +50,12 @@ class TestErrorsThatPass:
         train(run, stop_at(3))
         shutil.rmtree(tmp_path / "runs")
         with monkeypatch.context() as broken:
-            broken.setattr(Remote, "_copy", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            broken.setattr(
+                Remote, "_copy_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            )
             seen = train(run)
         assert all("step-4 could not be fetched (rank 0: No space left on device); fix" in str(r.failure) for r in seen)
-        assert Remote(f"file://{tmp_path}/copies/x").index().keys() == {2, 4}
+        assert Remote(f"file://{tmp_path}/copies/x").list_steps().keys() == {2, 4}
         assert train(run)[0].code == 0
         assert [line["step"] for line in steps(run)] == [5, 6]
 
@@ -62,32 +64,34 @@ class TestErrorsThatPass:
         run = tiny(tmp_path, "training.steps=6", layout="fsdp2")
         train(run, stop_at(2))
         with monkeypatch.context() as broken:
-            broken.setattr(manifest, "checksum", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            broken.setattr(
+                manifest, "checksum_stream", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+            )
             seen = train(run)
         assert all("can't be read by rank 0 (" in str(rank.failure) for rank in seen)
         assert all("Nothing was changed" in str(rank.failure) for rank in seen)
-        assert [f.name for f in manifest.complete(tmp_path)] == ["step-3"]
+        assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-3"]
 
     def test_a_damaged_checkpoint_that_can_not_be_set_aside_is_no_endless_loop(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run = tiny(tmp_path, "training.steps=6")
         train(run, stop_at(2))
-        (folder,) = manifest.complete(tmp_path)
+        (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
-        monkeypatch.setattr(manifest, "set_aside", lambda folder: None)
+        monkeypatch.setattr(manifest, "mark_damaged", lambda folder: None)
         with pytest.raises(RankFailed, match="and can't be set aside; remove it or move it away"):
             train(run)
 
 
 class TestRunsOfTheSameName:
     def test_each_has_copies_of_its_own_below_runs(self, tmp_path: Path) -> None:
-        places = {of("s3://b/x", f"/a/runs/{name}").url for name in ("one/0", "two/0", "0")}
+        places = {open_remote("s3://b/x", f"/a/runs/{name}").url for name in ("one/0", "two/0", "0")}
         assert places == {"s3://b/x/one/0", "s3://b/x/two/0", "s3://b/x/0"}
-        assert of("s3://b/x/", "/a/runs/b/runs/c").url == "s3://b/x/c"
-        assert of("s3://b/x", "/scratch/one").url == "s3://b/x/one"
-        assert of("copies", "/scratch/one").url == f"{Path.cwd()}/copies/one"
-        assert of("~/copies", "/scratch/one").url == f"{Path.home()}/copies/one"
+        assert open_remote("s3://b/x/", "/a/runs/b/runs/c").url == "s3://b/x/c"
+        assert open_remote("s3://b/x", "/scratch/one").url == "s3://b/x/one"
+        assert open_remote("copies", "/scratch/one").url == f"{Path.cwd()}/copies/one"
+        assert open_remote("~/copies", "/scratch/one").url == f"{Path.home()}/copies/one"
 
     def test_copies_of_another_run_are_neither_taken_nor_overwritten(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -121,7 +125,7 @@ def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) 
     owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "evaluation.tokens=64"]
     run = tiny(tmp_path / "runs" / "x", *owing)
     assert train(run)[0].code == 0
-    assert Remote(f"{tmp_path}/copies/x").index().keys() == {3}
+    assert Remote(f"{tmp_path}/copies/x").list_steps().keys() == {3}
     assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
     assert isinstance(attempts.begin_attempt(run), FinishedRun)
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
@@ -157,7 +161,7 @@ class TestParentsThatGoOn:
 
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
         train(tiny(tmp_path / "parent"))
-        (folder,) = manifest.complete(tmp_path / "parent")
+        (folder,) = manifest.list_complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
         with pytest.raises(
             RankFailed, match=r"ConfigError: checkpoint.weights=.*: is corrupt: __0_0.distcp has the check"
@@ -212,7 +216,7 @@ class TestWhatAUserDoes:
         train(run)
         shutil.rmtree(tmp_path / "runs")
         assert train(run)[0].code == 0
-        assert [f.name for f in manifest.complete(tmp_path / "runs" / "x")] == ["step-3"]
+        assert [f.name for f in manifest.list_complete(tmp_path / "runs" / "x")] == ["step-3"]
 
     @pytest.mark.parametrize("setting", ["resume", full("weights")])
     def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ class TestWhatAUserDoes:
 
     def test_a_life_that_is_refused_is_not_recorded(self, tmp_path: Path) -> None:
         train(tiny(tmp_path))
-        (folder,) = manifest.complete(tmp_path)
+        (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
         with pytest.raises(ConfigError, match="and there is no other"):
             start.run_local(tiny(tmp_path, "training.steps=5"))
@@ -264,6 +268,6 @@ class TestWhatAUserDoes:
         (manifest.folder_of(tmp_path, 3) / "__0_0.distcp").write_bytes(b"")
         assert open_weights(tmp_path).path.endswith("step-2")
         assert "checkpoint step-3 is damaged and not used: __0_0.distcp has 0 bytes" in capsys.readouterr().err
-        manifest.set_aside(manifest.folder_of(tmp_path, 3))
+        manifest.mark_damaged(manifest.folder_of(tmp_path, 3))
         with pytest.raises(ConfigError, match="step-3: is corrupt; give another checkpoint"):
             open_weights(manifest.folder_of(tmp_path, 3))

@@ -122,12 +122,12 @@ def test_a_kill_costs_what_came_after_the_last_complete_checkpoint(tmp_path: Pat
         train(run, lambda trainer: setattr(trainer, "save", _dies_at(trainer, 4)))
     (manifest.folder_of(tmp_path / "killed", 4)).mkdir()  # what a killed save leaves
     (manifest.folder_of(tmp_path / "killed", 4) / "__0_0.distcp").write_text("half")
-    assert [f.name for f in manifest.complete(tmp_path / "killed")] == ["step-2"]
+    assert [f.name for f in manifest.list_complete(tmp_path / "killed")] == ["step-2"]
     seen = train(run)[0]
     assert same(seen.last, expected)
     assert learned(run) == learned(whole)
     assert [line["attempt"] for line in steps(run)] == [1, 1, 2, 2, 2, 2]
-    assert [f.name for f in manifest.complete(tmp_path / "killed")] == ["step-4", "step-6"]
+    assert [f.name for f in manifest.list_complete(tmp_path / "killed")] == ["step-4", "step-6"]
 
 
 def _dies_at(trainer: Trainer, step: int) -> Any:
@@ -159,13 +159,13 @@ def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], fold
         assert {"step-1", "step-2"} & set(found)
     else:
         assert found == folders
-    assert [f.name for f in manifest.complete(tmp_path)] == found
+    assert [f.name for f in manifest.list_complete(tmp_path)] == found
 
 
 def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
     run = tiny(tmp_path, "checkpoint.on_stop=false", "training.steps=9")
     assert train(run, stop_at(2))[0].code == 130
-    assert manifest.complete(tmp_path) == []
+    assert manifest.list_complete(tmp_path) == []
     assert not json.loads((tmp_path / "result.json").read_text())["finished"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.made_weights import FILES, about, checkpoint
 from titan.checkpoint import manifest, retention, select
-from titan.checkpoint.manifest import Corrupt
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     read = manifest.read(folder)
     assert read is not None
     assert {**vars(read), "files": {}} == vars(about(1))
-    assert read.files["a.distcp"] == manifest.File(9, "cbf43926")  # CRC-32's published check value
+    assert read.files["a.distcp"] == manifest.ManifestFile(9, "cbf43926")  # CRC-32's published check value
     assert read.files[".metadata"].bytes == 10
     assert not list(folder.glob(".manifest*")), "nothing temporary is left"
 
@@ -82,14 +82,14 @@ HARMS = [
 @pytest.mark.parametrize(("harm", "said"), HARMS)
 def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, tmp_path: Path) -> None:
     good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
-    assert manifest.complete(tmp_path) == [good, bad]
+    assert manifest.list_complete(tmp_path) == [good, bad]
     harm(bad)
-    with pytest.raises(Corrupt, match=said):
+    with pytest.raises(CorruptCheckpointError, match=said):
         manifest.inspect(bad)
-    assert manifest.complete(tmp_path) == [good]
-    found, (note,) = select.latest(tmp_path)
+    assert manifest.list_complete(tmp_path) == [good]
+    found, (note,) = select.find_latest(tmp_path)
     assert found is not None
-    assert (found.path, found.about.step) == (str(good), 9)
+    assert (found.path, found.manifest.step) == (str(good), 9)
     assert note.startswith("checkpoint step-10 is damaged and not used: ")
     with pytest.raises(ConfigError, match=f"checkpoint.resume=.*step-10: the checkpoint is damaged: .*{said}"):
         select.load_named(str(bad))
@@ -98,15 +98,15 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, 
 
 @pytest.mark.parametrize(
     "undo",
-    [lambda f: (f / manifest.NAME).unlink(), manifest.retire, manifest.set_aside, shutil.rmtree],
+    [lambda f: (f / manifest.NAME).unlink(), manifest.retire, manifest.mark_damaged, shutil.rmtree],
     ids=["save-not-ended", "retired", "set-aside", "gone"],
 )
 def test_what_does_not_count_is_passed_over(undo: Any, tmp_path: Path) -> None:
     good, other = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
     undo(other)
-    assert manifest.complete(tmp_path) == [good]
-    notes = ("checkpoint step-10 was found damaged, and is not used",) if undo is manifest.set_aside else ()
-    assert select.latest(tmp_path)[1] == notes
+    assert manifest.list_complete(tmp_path) == [good]
+    notes = ("checkpoint step-10 was found damaged, and is not used",) if undo is manifest.mark_damaged else ()
+    assert select.find_latest(tmp_path)[1] == notes
     with pytest.raises(ConfigError, match=r"holds no complete checkpoint|no such directory"):
         select.load_named(str(other))
 
@@ -115,20 +115,20 @@ def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(
     folders = [checkpoint(tmp_path, step) for step in (2, 10, 100)]
     (tmp_path / "checkpoints/step-7.tmp").mkdir()
     (tmp_path / "checkpoints/step-").mkdir()
-    assert manifest.complete(tmp_path) == folders
-    assert manifest.complete(tmp_path / "nowhere") == []
-    assert select.latest(tmp_path / "nowhere") == (None, ())
+    assert manifest.list_complete(tmp_path) == folders
+    assert manifest.list_complete(tmp_path / "nowhere") == []
+    assert select.find_latest(tmp_path / "nowhere") == (None, ())
 
 
 def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 1)
     read = manifest.read(folder)
     assert read is not None
-    manifest.verify(folder, read.files)
+    manifest.verify_checksums(folder, read.files)
     (folder / "a.distcp").write_bytes(b"123456780")
     assert manifest.read(folder) is not None, "of the right size"
-    with pytest.raises(Corrupt, match=r"a.distcp has the checksum .* instead of cbf43926"):
-        manifest.verify(folder, read.files)
+    with pytest.raises(CorruptCheckpointError, match=r"a.distcp has the checksum .* instead of cbf43926"):
+        manifest.verify_checksums(folder, read.files)
 
 
 class TestRetention:
@@ -143,7 +143,7 @@ class TestRetention:
         there: list[tuple[int, int]] = []
         for step in steps:  # as they are saved, one after the other
             there.append((step, step * 10))
-            stay = retention.kept(there, keep, keep_tokens)
+            stay = retention.select_kept(there, keep, keep_tokens)
             there = [pair for pair in there if pair[0] in stay]
         last = set(steps[-keep:])
         firsts = {}
@@ -155,7 +155,7 @@ class TestRetention:
     def test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace(self, tmp_path: Path) -> None:
         folders = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=3600)
-        assert manifest.complete(tmp_path) == folders[2:]
+        assert manifest.list_complete(tmp_path) == folders[2:]
         assert all((folders[0] / name).read_bytes() == content for name, content in FILES.items())
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
         assert list((tmp_path / "checkpoints").iterdir()) == folders[2:]
@@ -164,7 +164,7 @@ class TestRetention:
         _, second, third = (checkpoint(tmp_path, step) for step in (1, 2, 3))
         (third / "a.distcp").unlink()
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
-        assert manifest.complete(tmp_path) == [second]
+        assert manifest.list_complete(tmp_path) == [second]
         assert (third / manifest.NAME).exists(), "a damaged one that is newer stays, to be looked into"
 
     @pytest.mark.parametrize(("keep", "left"), [(2, [2, 3, 4]), (1, [4])])
@@ -175,14 +175,14 @@ class TestRetention:
         for folder in (folders[0], folders[2]):
             (folder / "a.distcp").unlink()
         retention.prune(tmp_path, keep=keep, keep_tokens=0, grace=0)
-        assert [int(folder.name[5:]) for folder in manifest.steps(tmp_path)] == left
+        assert [int(folder.name[5:]) for folder in manifest.list_folders(tmp_path)] == left
 
     def test_a_sweep_takes_what_killed_saves_left_and_nothing_else(self, tmp_path: Path) -> None:
         _, retired, broken, half = (checkpoint(tmp_path, step) for step in (1, 2, 3, 4))
         manifest.retire(retired)
-        manifest.set_aside(broken)
+        manifest.mark_damaged(broken)
         (half / manifest.NAME).unlink()
-        retention.sweep(tmp_path, grace=3600)
+        retention.remove_leftovers(tmp_path, grace=3600)
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2", "step-3"]
-        retention.sweep(tmp_path, grace=0)
+        retention.remove_leftovers(tmp_path, grace=0)
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-3"]

@@ -21,12 +21,12 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import same, saved, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest, plans, restore
-from titan.checkpoint.assignment import Holdings, describe
+from titan.checkpoint.assignment import Holdings, describe_items
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.plans import Plans
 from titan.checkpoint.staging import Staging
-from titan.checkpoint.writer import Writer
-from titan.parallelism.exchange import Exchange
+from titan.checkpoint.writer import CheckpointWriter
+from titan.parallelism.exchange import StoreExchange
 from titan.training.trainer import Trainer
 
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
@@ -42,7 +42,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
     seen: dict[str, Any] = {"calls": [], "saves": [], "planned": []}
     manager = trainer.saving.manager
     assert manager is not None
-    work = manager._work
+    work = manager._run_save
 
     def saving(*args: Any) -> None:
         seen["saves"].append([])
@@ -52,7 +52,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
         plain = getattr(owner, name)
         setattr(owner, name, lambda *args, **more: (note(args), plain(*args, **more))[1])
 
-    manager._work = saving  # type: ignore[method-assign]
+    manager._run_save = saving  # type: ignore[method-assign]
     for name in OBJECTS:
         watch(dist, name, lambda args, name=name: seen["calls"].append(name))
     for name in ("gather", "broadcast", "scatter"):
@@ -61,7 +61,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
             if seen["saves"] and threading.current_thread().name.startswith("titan-checkpoint"):
                 seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
 
-        watch(Exchange, name, note)
+        watch(StoreExchange, name, note)
     for owner, name in ((plans, "local_items"), (plans, "assign")):
         watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
     return seen
@@ -80,7 +80,7 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
         planned = [name for name, _ in found["planned"]]
         assert planned == ["local_items", *(["assign"] if rank == 0 else [])]
         assert all(thread.startswith("titan-checkpoint") for _, thread in found["planned"])
-    assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-4", "step-6"]
+    assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-4", "step-6"]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -113,14 +113,14 @@ def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     def broken(trainer: Trainer) -> dict[str, Any]:
-        write = Plans.write
+        write = Plans.write_data
 
-        def fails(own: Plans, writer: Writer) -> Any:
+        def fails(own: Plans, writer: CheckpointWriter) -> Any:
             if "step-4" in str(writer.path) and trainer.world.rank_info.rank == 1:
                 raise OSError(28, "No space left on device")
             return write(own, writer)
 
-        Plans.write = fails  # type: ignore[method-assign]  # in a rank's process
+        Plans.write_data = fails  # type: ignore[method-assign]  # in a rank's process
         return counted(trainer)
 
     how = ("checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
@@ -128,7 +128,7 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     for rank, found in enumerate((first.extra, second.extra)):
         names = [name for name, _ in found["planned"]]
         assert names == ["local_items", *(["assign"] if rank == 0 else [])] * 2
-    assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-6"]
+    assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-2", "step-6"]
     whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
     train(whole)
     assert same(saved(tiny(tmp_path / "run", *how, layout="fsdp2"), 6), saved(whole, 6))
@@ -138,31 +138,31 @@ class TestPlans:
     @staticmethod
     def proposed(*names: str) -> Any:
         """What a rank that has whole tensors of these names proposes; of as many elements as the name's number says."""
-        return Plans(0).propose({name: torch.zeros(int(name[1:])) for name in names})
+        return Plans(0).local_plan({name: torch.zeros(int(name[1:])) for name in names})
 
     def test_only_who_has_something_else_is_asked_again(self) -> None:
         found = Plans(0)
         first, second, more = self.proposed("a8"), self.proposed("b8"), self.proposed("b8", "c8")
-        assert found.settle([first, second]) == [b"\1", b"\1"]
-        assert found.settle([first.digest(), second.digest()]) == [None, None]
-        assert found.settle([first.digest(), more]) == [b"\1", b"\1\1"]
-        assert found.shared.assignment is not None
-        assert sorted(info.name for info in found.shared.assignment.tensors) == ["a8", "b8", "c8"]
+        assert found.global_plan([first, second]) == [b"\1", b"\1"]
+        assert found.global_plan([first.digest(), second.digest()]) == [None, None]
+        assert found.global_plan([first.digest(), more]) == [b"\1", b"\1\1"]
+        assert found.rank0_plan.assignment is not None
+        assert sorted(info.name for info in found.rank0_plan.assignment.tensors) == ["a8", "b8", "c8"]
 
     def test_tensors_of_which_no_rank_has_a_part_are_no_plan(self) -> None:
-        holdings = describe(save_messages.items(0))
+        holdings = describe_items(save_messages.items(0))
         with pytest.raises(ValueError, match="don't make up the tensor"):
-            Plans(0).settle([holdings, holdings])
+            Plans(0).global_plan([holdings, holdings])
 
     @pytest.mark.parametrize("change", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {"a": torch.zeros(2).double()}])
     def test_another_state_is_proposed_anew(self, change: dict[str, torch.Tensor]) -> None:
         found = Plans(0)
-        first = found.propose({"a": torch.zeros(2)})
+        first = found.local_plan({"a": torch.zeros(2)})
         assert isinstance(first, Holdings)
-        assert found.propose({"a": torch.ones(2)}) == first.digest()
-        assert isinstance(found.propose(change), Holdings)
-        found.forget()
-        assert isinstance(found.propose(change), Holdings)
+        assert found.local_plan({"a": torch.ones(2)}) == first.compute_digest()
+        assert isinstance(found.local_plan(change), Holdings)
+        found.forget_plan()
+        assert isinstance(found.local_plan(change), Holdings)
 
 
 def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwise() -> None:
@@ -172,8 +172,8 @@ def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwi
         states = [{"a": DTensor.from_local(torch.ones(2) * i, mesh, [cut])} for i, cut in enumerate(CUTS)]
         copies = []
         for state in states:
-            copies.append(staging.start(state)["a"])
-            staging.ready()
+            copies.append(staging.start_copy(state)["a"])
+            staging.wait_for_copies()
         first, second, third = copies
         staging.close()
         return first is second, second is third, third.to_local().tolist()  # type: ignore[attr-defined]
@@ -201,26 +201,26 @@ def looked_at() -> Iterator[list[str]]:
 def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path) -> None:
     run = tiny(tmp_path)
     train(run)
-    (folder,) = manifest.complete(tmp_path)
+    (folder,) = manifest.list_complete(tmp_path)
     about = manifest.read(folder)
     assert about is not None
     for name in ("__1_0.distcp", "__2_0.distcp"):
         (folder / name).write_bytes(b"x")
-    more = {name: manifest.checksum_of(folder / name) for name in ("__1_0.distcp", "__2_0.distcp")}
+    more = {name: manifest.checksum_file(folder / name) for name in ("__1_0.distcp", "__2_0.distcp")}
     manifest.write(folder, replace(about, files=about.files | more))
     seen = []
     for rank in range(4):
         coordinator = Coordinator.__new__(Coordinator)
         coordinator.rank, coordinator.world_size = rank, 4
         with looked_at() as names:
-            assert restore._check_share(folder, coordinator, checksums=False) is None
+            assert restore._check_rank_files(folder, coordinator, checksums=False) is None
         seen.append(sorted(names))
     assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
 
 
 def test_files_are_copied_by_those_that_wrote_them() -> None:
     names = [".metadata", "tokenizer.json", *(f"__{rank}_0.distcp" for rank in range(6))]
-    files = dict.fromkeys(names, manifest.File(1, "0"))
-    shares = [sorted(manifest.share(files, rank, 4)) for rank in range(4)]
+    files = dict.fromkeys(names, manifest.ManifestFile(1, "0"))
+    shares = [sorted(manifest.select_rank_files(files, rank, 4)) for rank in range(4)]
     own = [["__0_0.distcp", "__4_0.distcp", ".metadata", "tokenizer.json"], ["__1_0.distcp", "__5_0.distcp"]]
     assert [sorted(share) for share in shares] == [*map(sorted, own), ["__2_0.distcp"], ["__3_0.distcp"]]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.process_groups import fake_rank
 from titan.checkpoint import plans
-from titan.checkpoint.plans import local_items
+from titan.checkpoint.plans import create_write_items
 
 RANKS = 6
 PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
@@ -45,7 +45,7 @@ def test_items_are_those_of_torch(mesh: DeviceMesh) -> None:
     state: dict[str, Tensor] = {name: made(mesh, placements) for name, placements in PLACEMENTS.items()}
     state |= {f"{name}.moment": made(mesh, placements, torch.bfloat16) for name, placements in PLACEMENTS.items()}
     state |= {"step": torch.zeros(()), "vector": torch.zeros(3), "wanted": torch.zeros(2, requires_grad=True)}
-    assert local_items(state) == create_default_local_save_plan(state, is_coordinator=False).items
+    assert create_write_items(state) == create_default_local_save_plan(state, is_coordinator=False).items
 
 
 def test_tensors_of_a_mesh_without_this_rank_are_not_its() -> None:
@@ -54,7 +54,7 @@ def test_tensors_of_a_mesh_without_this_rank_are_not_its() -> None:
         tensor = DTensor.from_local(
             torch.zeros(0), others, [Shard(0), Shard(0)], run_check=False, shape=(8,), stride=(1,)
         )
-        assert local_items({"a": tensor}) == []
+        assert create_write_items({"a": tensor}) == []
 
 
 def test_boxes_are_computed_once_for_each_sharding() -> None:
@@ -64,5 +64,5 @@ def test_boxes_are_computed_once_for_each_sharding() -> None:
         with mock.patch.object(
             plans, "compute_local_shape_and_global_offset", wraps=compute_local_shape_and_global_offset
         ) as computed:
-            assert len(local_items(state)) == 4 * len(PLACEMENTS)
+            assert len(create_write_items(state)) == 4 * len(PLACEMENTS)
     assert computed.call_count == len(PLACEMENTS)

@@ -16,7 +16,7 @@ from tests.support.runs import steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest, transfer
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.manifest import File
+from titan.checkpoint.manifest import ManifestFile
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
 from titan.training.trainer import Trainer
@@ -55,23 +55,23 @@ class TestCopiesThatWereKilled:
         run = self.settings(tmp_path, layout=layout)
 
         def dying(trainer: Trainer) -> None:
-            upload = Remote.upload
+            upload = Remote.upload_files
 
             def late(self: Remote, folder: Path, mine: Any, *more: Any) -> None:
                 upload(self, folder, mine, *more)
                 if folder.name == f"step-{step}":
                     os._exit(9)
 
-            Remote.upload = late  # type: ignore[method-assign]
+            Remote.upload_files = late  # type: ignore[method-assign]
 
         with pytest.raises(RankFailed, match="died"):
             train(run, dying)
         place = tmp_path / "copies" / "run"
         assert f"step-{step}" in files(place)
-        assert step not in Remote(str(place)).index()
-        assert [f.name for f in manifest.complete(tmp_path / "run")][-1] == f"step-{step}"
+        assert step not in Remote(str(place)).list_steps()
+        assert [f.name for f in manifest.list_complete(tmp_path / "run")][-1] == f"step-{step}"
         assert train(run)[0].code == 0
-        assert set(Remote(str(place)).index()) == {2, 4}
+        assert set(Remote(str(place)).list_steps()) == {2, 4}
         assert files(place) == {"step-2", "step-4"}
         assert [line["step"] for line in steps(run)] == [1, 2, 3, 4]
 
@@ -80,9 +80,9 @@ class TestCopiesThatWereKilled:
         first, second = (complete(tmp_path / f"run/checkpoints/step-{s}", about(s)) for s in (1, 2))
         known = manifest.read(first)
         assert known is not None
-        place.begin(known)
-        place.upload(first, {"a.distcp": File(9, "")})
-        copy = transfer.copying(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
+        place.begin_upload(known)
+        place.upload_files(first, {"a.distcp": ManifestFile(9, "")})
+        copy = transfer.make_copy_hook(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
         said = manifest.read(second)
         assert said is not None
         copy(second, said)

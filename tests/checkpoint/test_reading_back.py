@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.run import attempts
@@ -34,7 +34,7 @@ from titan.weights.load import load_weights
 class TestMetadata:
     def test_name_no_path(self, tmp_path: Path) -> None:
         train(tiny(tmp_path))
-        (folder,) = manifest.complete(tmp_path)
+        (folder,) = manifest.list_complete(tmp_path)
         assert b"pathlib" not in (folder / ".metadata").read_bytes()
 
     @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ class TestMetadata:
             content = content.replace(text, other)
         (tmp_path / ".metadata").write_bytes(content)
         if known:
-            assert Reader(tmp_path).read_metadata().state_dict_metadata == {}
+            assert CheckpointReader(tmp_path).read_metadata().state_dict_metadata == {}
         else:
-            with pytest.raises(Foreign, match=r"names pathlib._local.Path"):
-                Reader(tmp_path).read_metadata()
+            with pytest.raises(UnknownContentError, match=r"names pathlib._local.Path"):
+                CheckpointReader(tmp_path).read_metadata()
 
     @pytest.mark.full
     def test_are_parsed_once_to_load_and_once_more_by_rank_0_to_look(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        parsed = Reader._parsed
+        parsed = CheckpointReader._parse_file
         count: list[Path] = []
 
         def counted(reader: Any) -> Metadata:
@@ -66,7 +66,7 @@ class TestMetadata:
             return parsed(reader)
 
         train(tiny(tmp_path, layout="fsdp2"))
-        monkeypatch.setattr(Reader, "_parsed", counted)
+        monkeypatch.setattr(CheckpointReader, "_parse_file", counted)
         seen = train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), lambda trainer: count)
         assert [len(rank.extra) for rank in seen] == [2, 1]
 
@@ -100,7 +100,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
     def compared(rank: int, size: int) -> str | None:
         state = {name: torch.empty(shape) for name, shape in parts[rank].items()}
         try:
-            restore._compare(state, Saved(there), Coordinator(rank, size))  # type: ignore[arg-type]
+            restore._compare_tensors(state, Saved(there), Coordinator(rank, size))  # type: ignore[arg-type]
         except ConfigError as refusal:
             return str(refusal)
         return None
@@ -113,7 +113,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
         assert re.search(differs, str(first)), first
 
 
-def copying(tokenizer: str | None) -> Callable[[Path], manager.Copied]:
+def copying(tokenizer: str | None) -> Callable[[Path], manager.TokenizerFiles]:
     return partial(tokenizer_files.copy_listed, tokenizer)
 
 
@@ -123,14 +123,14 @@ def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> Non
 
     def broken(trainer: Trainer) -> None:
         if trainer.world.rank_info.rank == 1:
-            Reader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
+            CheckpointReader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
 
     for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):
         assert "can't be read: rank 1: Foreign: its metadata are none; remove it" in str(rank.failure)
 
 
-def _fails(reader: Reader) -> Metadata:
-    raise Foreign("its metadata are none")
+def _fails(reader: CheckpointReader) -> Metadata:
+    raise UnknownContentError("its metadata are none")
 
 
 def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
@@ -151,16 +151,16 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
     there = byte_level_json(tmp_path, config)
     (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
-    files, name = manager._new_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
+    files, name = manager._create_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
     copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
     assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
-    manifest.verify(tmp_path / "checkpoints/step-1", files)
+    manifest.verify_checksums(tmp_path / "checkpoints/step-1", files)
     assert files.keys() == {file.name for file in (tmp_path / "checkpoints/step-1").iterdir()}
 
 
 @pytest.mark.parametrize("name", [None, "titan4k"])
 def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
-    assert manager._new_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
+    assert manager._create_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
 
 
 def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
     byte_level_json(tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
-    files, _ = manager._new_folder(folder, copying(str(tmp_path / "tokenizer.json")))
+    files, _ = manager._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
     assert synced == [(name, False) for name in files]
     synced.clear()
     complete(folder, said(1), {"weights": b"w"})

@@ -66,7 +66,7 @@ def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
     folder = checkpoint(directory, step)
     said = manifest.read(folder)
     assert said is not None
-    transfer.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
+    transfer.make_copy_hook(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
     return folder
 
 
@@ -84,15 +84,15 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
         "index.json", *(f"step-{s}/{n}" for s in (2, 4) for n in ("a.distcp", ".metadata", "manifest.json"))
     }  # fmt: skip
     there = Remote(f"{url}/run")
-    assert there.index() == {2: 200, 4: 400}
+    assert there.list_steps() == {2: 200, 4: 400}
     expected = manifest.read(folder)
     shutil.rmtree(run)
-    found, notes = select.latest(run, url)
+    found, notes = select.find_latest(run, url)
     assert found is not None
-    assert (found.about, notes) == (expected, ())
-    back = transfer.fetched(there, 4, run, ALONE)
+    assert (found.manifest, notes) == (expected, ())
+    back = transfer.fetch_checkpoint(there, 4, run, ALONE)
     assert manifest.read(back) == expected
-    manifest.verify(back, expected.files)  # type: ignore[union-attr]
+    manifest.verify_checksums(back, expected.files)  # type: ignore[union-attr]
 
 
 def test_copies_of_another_run_are_not_overwritten(url: str, tmp_path: Path) -> None:
@@ -100,17 +100,17 @@ def test_copies_of_another_run_are_not_overwritten(url: str, tmp_path: Path) -> 
     about = manifest.read(folder)
     assert about is not None
     with pytest.raises(OSError, match="has checkpoints of another run of the same name"):
-        Remote(f"{url}/run").begin(dataclasses.replace(about, run_id="another", step=3))
-    assert Remote(f"{url}/run").index() == {2: 200}
+        Remote(f"{url}/run").begin_upload(dataclasses.replace(about, run_id="another", step=3))
+    assert Remote(f"{url}/run").list_steps() == {2: 200}
 
 
 def test_those_that_are_not_kept_go(url: str, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         copied(url, tmp_path / "run", step, keep=1, grace=3600.0)
-    assert Remote(f"{url}/run").index() == {3: 300}
+    assert Remote(f"{url}/run").list_steps() == {3: 300}
     assert "step-1/a.distcp" in names(f"{url}/run"), "who reads it has time to"
     copied(url, tmp_path / "run", 4, keep=1, keep_tokens=300)
-    assert Remote(f"{url}/run").index() == {3: 300, 4: 400}
+    assert Remote(f"{url}/run").list_steps() == {3: 300, 4: 400}
     assert {name.partition("/")[0] for name in names(f"{url}/run")} == {"index.json", "step-3", "step-4"}
 
 
@@ -118,29 +118,29 @@ def test_a_manifest_is_written_last_so_that_half_a_copy_does_not_count(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied(url, tmp_path / "run", 2)
-    put = Remote.put
+    put = Remote.write_file
 
     def failing(self: Remote, name: str, content: bytes) -> None:
         if name.endswith(manifest.NAME):
             raise OSError(5, "Input/output error")
         put(self, name, content)
 
-    monkeypatch.setattr(Remote, "put", failing)
+    monkeypatch.setattr(Remote, "write_file", failing)
     with pytest.raises(Exception, match="Input/output error"):
         copied(url, tmp_path / "run", 4)
     shutil.rmtree(tmp_path / "run")
-    found, _ = select.latest(tmp_path / "run", url)
+    found, _ = select.find_latest(tmp_path / "run", url)
     assert found is not None
-    assert found.about.step == 2
+    assert found.manifest.step == 2
 
 
 def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_path: Path) -> None:
     copied(url, tmp_path / "run", 2)
     there = Remote(f"{url}/run")
-    there.put("step-2/a.distcp", b"123456780")
+    there.write_file("step-2/a.distcp", b"123456780")
     with pytest.raises(Exception, match=r"step-2/a.distcp has another checksum than when it was saved"):
-        transfer.fetched(there, 2, tmp_path / "other", ALONE)
-    assert manifest.complete(tmp_path / "other") == []
+        transfer.fetch_checkpoint(there, 2, tmp_path / "other", ALONE)
+    assert manifest.list_complete(tmp_path / "other") == []
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
         with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
-            select.latest(tmp_path / "run", nobody)
+            select.find_latest(tmp_path / "run", nobody)
         checkpoint(tmp_path / "run", 3)
-        found, (note,) = select.latest(tmp_path / "run", nobody)
+        found, (note,) = select.find_latest(tmp_path / "run", nobody)
     assert found is not None
-    assert found.about.step == 3
+    assert found.manifest.step == 3
     assert "can't be read" in note
 
 
@@ -183,14 +183,14 @@ class TestRuns:
         path = f"checkpoint.path={bucket}"
         first = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=5", path, "checkpoint=async", layout=layout)
         train(first)
-        assert Remote(f"{bucket}/run").index().keys() == {4, 5}
+        assert Remote(f"{bucket}/run").list_steps().keys() == {4, 5}
         shutil.rmtree(tmp_path / "run")
         again = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=8", path, layout=layout)
         seen = train(again)[0]
         assert same(seen.last, last)
         assert learned(again) == learned(whole)[5:]
         assert [document["attempt"] for document in read_attempts(tmp_path / "run")] == [1, 2]
-        assert Remote(f"{bucket}/run").index().keys() == {6, 8}
+        assert Remote(f"{bucket}/run").list_steps().keys() == {6, 8}
 
     @pytest.mark.full
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ class TestRuns:
         path = f"checkpoint.path={bucket}"
         run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4")
         train(run)
-        (folder,) = (f for f in manifest.complete(tmp_path / "run") if f.name == "step-4")
+        (folder,) = (f for f in manifest.list_complete(tmp_path / "run") if f.name == "step-4")
         flip(folder / "__0_0.distcp")
-        Remote(f"{bucket}/run").put("step-4/__0_0.distcp", (folder / "__0_0.distcp").read_bytes())
+        Remote(f"{bucket}/run").write_file("step-4/__0_0.distcp", (folder / "__0_0.distcp").read_bytes())
         shutil.rmtree(tmp_path / "run")
         capfd.readouterr()
         train(tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=5"))
@@ -221,14 +221,14 @@ class TestRuns:
     def test_a_copy_that_fails_is_told_and_the_run_goes_on(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        upload = Remote.upload
+        upload = Remote.upload_files
 
         def failing(self: Remote, folder: Path, files: Any, *more: Any) -> None:
             if folder.name == "step-2":
                 raise OSError(5, "Input/output error")
             upload(self, folder, files, *more)
 
-        monkeypatch.setattr(Remote, "upload", failing)
+        monkeypatch.setattr(Remote, "upload_files", failing)
         path = f"checkpoint.path={tmp_path}/elsewhere"
         run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4", layout="fsdp2")
         assert train(run)[0].code == 0
@@ -237,8 +237,8 @@ class TestRuns:
             f"step 2: the checkpoint is complete, but: the copy to {tmp_path}/elsewhere/run: rank 0: Input/output"
             in said
         )
-        assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-4"]
-        assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {4}
+        assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-2", "step-4"]
+        assert Remote(f"{tmp_path}/elsewhere/run").list_steps().keys() == {4}
 
     @pytest.mark.parametrize("times", [full(2), 3])
     @pytest.mark.full
@@ -246,7 +246,7 @@ class TestRuns:
         self, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)
-        upload, tried = Remote.upload, []
+        upload, tried = Remote.upload_files, []
 
         def failing(self: Remote, folder: Path, files: Any, *more: Any) -> None:
             tried.append(folder)
@@ -254,12 +254,12 @@ class TestRuns:
                 raise OSError(5, "Input/output error")
             upload(self, folder, files, *more)
 
-        monkeypatch.setattr(Remote, "upload", failing)
+        monkeypatch.setattr(Remote, "upload_files", failing)
         run = tiny(tmp_path / "run", f"checkpoint.path={tmp_path}/elsewhere", layout="fsdp2")
         seen = train(run)
         if times < 3:
             assert [rank.code for rank in seen] == [0, 0]
-            assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {3}
+            assert Remote(f"{tmp_path}/elsewhere/run").list_steps().keys() == {3}
         else:
             assert all("of step 3, is complete in" in str(r.failure) and "Input/output" in str(r.failure) for r in seen)
 
@@ -327,7 +327,7 @@ def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     (folder / "a.distcp").unlink()
     (folder / "a.distcp").symlink_to(victim)
-    transfer.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
+    transfer.fetch_checkpoint(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
     assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
 
 
@@ -351,6 +351,6 @@ def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> 
             attempts.begin_attempt(run)
         checkpoint(tmp_path / "old", 1)
         if "sftp" not in url or find_spec("paramiko"):
-            found, notes = select.latest(tmp_path / "old", place)
+            found, notes = select.find_latest(tmp_path / "old", place)
             assert found is not None
             assert re.search(r"^checkpoint.path=\S+ can't be read \(.*\)$", notes[0])

@@ -19,7 +19,7 @@ from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.restore import _check_share
+from titan.checkpoint.restore import _check_rank_files
 from titan.checkpoint.staging import Staging
 from titan.run.run import Run
 from titan.training import checkpointing
@@ -47,15 +47,15 @@ class TestAsync:
         beside = tiny(tmp_path / "async", *how, "checkpoint=async", layout=layout)
         train(waits)
         last = train(beside)[0].last
-        assert [f.name for f in manifest.complete(tmp_path / "async")] == ["step-2", "step-4", "step-5"]
+        assert [f.name for f in manifest.list_complete(tmp_path / "async")] == ["step-2", "step-4", "step-5"]
         for step in (2, 4, 5):
             assert same(saved(beside, step), saved(waits, step))
         assert same(saved(beside, 5), last)
-        for folder in manifest.complete(tmp_path / "async"):
+        for folder in manifest.list_complete(tmp_path / "async"):
             said = manifest.read(folder)
             assert said is not None
             assert said.files.keys() == {f.name for f in folder.iterdir()} - {manifest.NAME}
-            manifest.verify(folder, said.files)
+            manifest.verify_checksums(folder, said.files)
         assert learned(beside) == learned(waits)
         for record in records(beside, "checkpoint_step"):
             assert record["checkpoint_stall_seconds"] >= 0
@@ -68,14 +68,14 @@ class TestAsync:
         def held(trainer: Trainer) -> None:
             manager = trainer.saving.manager
             assert manager is not None
-            write = manager._write
+            write = manager._write_checkpoint
 
             def late(*args: Any) -> Any:
                 while trainer.step < 5:
                     time.sleep(0.01)
                 return write(*args)
 
-            manager._write = late  # type: ignore[method-assign]
+            manager._write_checkpoint = late  # type: ignore[method-assign]
 
         how = ["training.steps=6", "checkpoint.every=3"]
         beside = tiny(tmp_path / "async", *how, "checkpoint=async")
@@ -90,13 +90,13 @@ class TestAsync:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
         waits = tiny(tmp_path / "sync", *how)
         train(waits)
-        copy = staging._copy
+        copy = staging._copy_tensors
 
         def slow(pairs: Any) -> None:
             time.sleep(0.3)
             copy(pairs)
 
-        monkeypatch.setattr(staging, "_copy", slow)
+        monkeypatch.setattr(staging, "_copy_tensors", slow)
         beside = tiny(tmp_path / "async", *how, "checkpoint=async")
         train(beside)
         assert all(same(saved(beside, step), saved(waits, step)) for step in (2, 4, 5))
@@ -104,14 +104,14 @@ class TestAsync:
     def test_a_copy_waits_for_nothing_but_itself(self) -> None:
         copies_of = Staging(torch.device("cpu"))
         state = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0)}
-        copies = copies_of.start(state)
-        copies_of.done()
+        copies = copies_of.start_copy(state)
+        copies_of.wait_before_update()
         for tensor in state.values():
             tensor.zero_()
         assert torch.equal(copies["a"], torch.arange(6.0).view(2, 3))
         assert copies["step"] == 4
-        again = copies_of.start(state)
-        copies_of.ready()
+        again = copies_of.start_copy(state)
+        copies_of.wait_for_copies()
         assert again["a"].data_ptr() == copies["a"].data_ptr(), "the memory is used again"
         assert not again["a"].any()
         copies_of.close()
@@ -139,9 +139,9 @@ class TestFailedSaves:
         monkeypatch.setattr(manifest, "write", lost)
         run = tiny(tmp_path / "run", "training.steps=2", "checkpoint.every=0")
         train(run)
-        left = manifest.complete(tmp_path / "run")
+        left = manifest.list_complete(tmp_path / "run")
         assert [f.name for f in left] == (["step-2"] if when == "after" else [])
-        assert when == "before" or manifest.verify(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
+        assert when == "before" or manifest.verify_checksums(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
         assert (tmp_path / "run/checkpoints/step-2").exists() == (when == "after")
 
     @pytest.mark.parametrize(("layout", "mode"), [("fsdp2", "async"), full("single", "sync")])
@@ -169,7 +169,7 @@ class TestFailedSaves:
         assert "step 3: saving the checkpoint failed (" in said
         assert "File too large" in said
         assert "training continues, retrying in 0 s. The last complete checkpoint is of step 0." in said
-        found = [int(f.name[5:]) for f in manifest.complete(tmp_path)]
+        found = [int(f.name[5:]) for f in manifest.list_complete(tmp_path)]
         assert found[-1] == 9
         assert same(saved(run, 9), last)
         assert not manifest.folder_of(tmp_path, 3).exists(), "half a checkpoint takes no room"
@@ -252,7 +252,7 @@ class TestOnDemand:
 
         run = tiny(tmp_path, "training.steps=9", "checkpoint.every=0", layout="fsdp2")
         train(run, ask)
-        first, last = (int(f.name[5:]) for f in manifest.complete(tmp_path))
+        first, last = (int(f.name[5:]) for f in manifest.list_complete(tmp_path))
         assert 3 < first <= 5
         assert last == 9
         assert not (tmp_path / checkpointing.SAVE_FILE).exists()
@@ -280,22 +280,24 @@ class TestDamage:
         document = list(yaml.safe_load_all((tmp_path / "run" / "run.yaml").read_text()))[-1]
         assert document["from_step"] == 2
         assert "step-4 is damaged" in document["notes"][0]
-        assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-4", "step-6"], "step 4 was done again"
+        assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-4", "step-6"], (
+            "step 4 was done again"
+        )
 
     def test_ranks_share_the_files_that_they_verify(self, tmp_path: Path) -> None:
         train(tiny(tmp_path, "training.steps=1"))
-        (folder,) = manifest.complete(tmp_path)
+        (folder,) = manifest.list_complete(tmp_path)
         name = sorted(json.loads((folder / manifest.NAME).read_text())["files"])[1]
         flip(folder / name)
         unused: Any = object()
         ranks = [Coordinator(rank, 2, unused) for rank in (0, 1)]
-        first, second = (_check_share(folder, rank, checksums=True) for rank in ranks)
+        first, second = (_check_rank_files(folder, rank, checksums=True) for rank in ranks)
         assert first is None and second is not None and name in second.message
 
     @pytest.mark.full
     def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
         train(tiny(tmp_path, "checkpoint.every=2", "training.steps=3"))
-        for folder in manifest.complete(tmp_path):
+        for folder in manifest.list_complete(tmp_path):
             flip(folder / "__0_0.distcp")
         with pytest.raises(
             RankFailed, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
@@ -305,17 +307,17 @@ class TestDamage:
 
     def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
         train(tiny(tmp_path / "parent"))
-        (folder,) = manifest.complete(tmp_path / "parent")
+        (folder,) = manifest.list_complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
         fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
         with pytest.raises(RankFailed, match=r"ConfigError: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"):
             train(fork)
-        assert manifest.complete(tmp_path / "parent") == [folder], "another's is left alone"
+        assert manifest.list_complete(tmp_path / "parent") == [folder], "another's is left alone"
 
     @pytest.mark.full
     def test_sizes_only_when_asked(self, tmp_path: Path) -> None:
         train(tiny(tmp_path))
-        (folder,) = manifest.complete(tmp_path)
+        (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
         unchecked = tiny(tmp_path, "training.steps=4", "checkpoint.verify=false")
         try:
@@ -354,8 +356,8 @@ def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
     def add(trainer: Trainer) -> None:
         manager = trainer.saving.manager
         assert manager is not None
-        manager.after = (broken,)
+        manager.post_save_hooks = (broken,)
 
     assert train(run, add)[0].code == 0
-    assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-3"]
+    assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-3"]
     assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out

@@ -66,7 +66,9 @@ def test_a_copy_of_a_checkpoint_serves_too(tmp_path: Path) -> None:
 
 
 def test_copies_that_can_not_be_read_here_do_not_matter(run: Run) -> None:
-    found = select.complete(Path(run.directory), "unknown://bucket/x", read_attempts(Path(run.directory))[0]["run_id"])
+    found = select.list_candidates(
+        Path(run.directory), "unknown://bucket/x", read_attempts(Path(run.directory))[0]["run_id"]
+    )
     assert sorted(found) == [3, 6, 7]
 
 

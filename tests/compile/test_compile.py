@@ -239,11 +239,11 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
         model = SHAPE.build()
     one, initial, mesh = ModelStage(model), model.initial(), init_device_mesh("cpu", (size,))
     if kind == "tensor":
-        tensor.apply(model, mesh, sequence=True, loss=True)
+        tensor.apply_tensor_plan(model, mesh, sequence_parallel=True, loss_parallel=True)
     checkpoint_blocks(model.blocks(), kept)
     compile_stage(one, how, share=kept.share, whole=kind == "tensor")
     if kind == "fsdp":
-        data.shard(one, mesh, torch.float32, reshard=True)
+        data.shard_stage(one, mesh, torch.float32, reshard=True)
     init_weights.materialise(model, initial, 1, "cpu")
     model.init_buffers("cpu")
     x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])

@@ -95,7 +95,7 @@ def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(t
             train.send_signal(signal.SIGHUP)
         train.stdout = None
         assert ended(train)[0] == 130
-    assert manifest.complete(tmp_path / "run")
+    assert manifest.list_complete(tmp_path / "run")
 
 
 def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:

@@ -87,7 +87,7 @@ def read(
     mix: RowMixture, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
 ) -> list[Batch]:
     """The batches of one rank from `step` on."""
-    shape = Shape(microbatches, -(-share.slots(training.rows) // microbatches), SEQ_LEN)
+    shape = Shape(microbatches, -(-share.count_slots(training.rows) // microbatches), SEQ_LEN)
     with Loader(mix, training, share, shape, step=step, **more) as loader:
         return [next(loader) for _ in range(steps)]
 

@@ -33,7 +33,7 @@ def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
 
 def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
     """Bytes that are estimated for a rank, and its traced peak."""
-    stage = one.layout.coordinates(rank)["pipeline"]
+    stage = one.layout.compute_coordinates(rank)["pipeline"]
     return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device).bytes
 
 

@@ -13,7 +13,7 @@ from titan.estimate import operations
 from titan.estimate import plan as planning
 from titan.estimate.operations import collective
 from titan.estimate.step_time import CAUSES, StepTime, step_time
-from titan.parallelism.pipeline.stage_plan import stage_layers
+from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.run.run import Run
 
 BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "checkpoint=off", "cluster=h100",
@@ -76,7 +76,7 @@ def test_blocks_of_two_kinds_take_the_sum_of_their_times() -> None:
 def test_stages_have_equal_cost_where_blocks_differ() -> None:
     one = run("parallelism.pipeline=4", "parallelism.microbatches=8", "training.global_batch=1048576")
     wide = with_two_kinds(dataclasses.replace(one, model=dataclasses.replace(one.model, ffn=100_000)), 8)
-    placed = stage_layers(wide.parallelism, wide.layout, wide.model, 4096)
+    placed = assign_layers(wide.parallelism, wide.layout, wide.model, 4096)
     flops = [sum(wide.model.block_flops(4096, layer) for layer in layers) for _, layers in placed]
     assert len(placed[0][1]) < 8 and max(flops) < 1.5 * sum(flops) / 4
 

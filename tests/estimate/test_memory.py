@@ -91,7 +91,7 @@ def _traced(_: int, __: int, one: Run, rank: int, device: str) -> Live:
 
 def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Live]:
     """Bytes that are estimated for a rank, and its traced peak."""
-    stage = one.layout.coordinates(rank)["pipeline"]
+    stage = one.layout.compute_coordinates(rank)["pipeline"]
     return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device)
 
 

@@ -20,7 +20,7 @@ from titan.estimate import plan as planning
 from titan.estimate.constants import fitted
 from titan.estimate.operations import Speeds, collective
 from titan.estimate.step_time import CAUSES, StepModel, StepTime, step_time
-from titan.parallelism.pipeline.schedules import SCHEDULES, order, simulate, timetable
+from titan.parallelism.pipeline.schedules import SCHEDULES, compute_timetable, order_actions, simulate_order
 from titan.run.run import Run
 
 H100 = Hardware(
@@ -102,12 +102,12 @@ def test_more_microbatches_leave_a_pipeline_less_idle() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_timetable_without_transfers_is_the_simulation(schedule: str) -> None:
-    actions = order(schedule, 4, SCHEDULES[schedule].stages, 8)
+    actions = order_actions(schedule, 4, SCHEDULES[schedule].stages, 8)
     costs = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-    spans = timetable(actions, lambda action: costs[action.kind])
-    assert max(span.end for span in spans) == simulate(actions).makespan
-    later = timetable(actions, lambda action: costs[action.kind], hop=0.5)
-    assert max(span.end for span in later) > simulate(actions).makespan
+    spans = compute_timetable(actions, lambda action: costs[action.kind])
+    assert max(span.end for span in spans) == simulate_order(actions).makespan
+    later = compute_timetable(actions, lambda action: costs[action.kind], hop=0.5)
+    assert max(span.end for span in later) > simulate_order(actions).makespan
 
 
 def test_a_matmul_takes_whole_tiles() -> None:

@@ -79,7 +79,7 @@ def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: 
     assert (code, "Traceback" in out + err) == (130, False)
     assert not any(map(alive, ranks))
     stopped = result(folder)["step"]
-    assert [f.name for f in manifest.complete(folder)] == [f"step-{stopped}"]
+    assert [f.name for f in manifest.list_complete(folder)] == [f"step-{stopped}"]
     assert len(steps(tiny(folder))) == stopped
     if layout != "single":
         return
@@ -102,7 +102,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)
         assert ended(process)[0] == 130
-    assert manifest.complete(tmp_path / "run") == []
+    assert manifest.list_complete(tmp_path / "run") == []
 
 
 @pytest.mark.full
@@ -120,7 +120,7 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     folder = tmp_path / "run"
     more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
     with program(*arguments(folder, "ddp2", *more)) as process:
-        until(lambda: manifest.complete(folder) or process.poll() is not None, "a checkpoint")
+        until(lambda: manifest.list_complete(folder) or process.poll() is not None, "a checkpoint")
         kill(next(pid for pid in descendants(process.pid) if "/1.pickle" in command_line(pid)))
         until(lambda: attempts_of(folder) == 2 or process.poll() is not None, "the restart")
         before = lines(folder)

@@ -179,7 +179,7 @@ def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
         with torch.device("meta"):
             model = SHAPE.build()
         initial = model.initial()
-        tensor.apply(model, mesh, sequence=True, loss=True)
+        tensor.apply_tensor_plan(model, mesh, sequence_parallel=True, loss_parallel=True)
         checkpoint_blocks(model.blocks(), Memory(mode))
         init_weights.materialise(model, initial, 1, "cpu")
         model.init_buffers("cpu")

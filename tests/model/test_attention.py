@@ -281,7 +281,7 @@ def test_no_kernel_that_can_is_said() -> None:
 )
 def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, *overrides)
-    assert line in assemble(run, mesh.connect(RankInfo(), run.layout, "cpu", 30)).notes
+    assert line in assemble(run, mesh.connect_world(RankInfo(), run.layout, "cpu", 30)).notes
 
 
 RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_documents=true"]
@@ -328,7 +328,7 @@ def test_kernels_reach_ranks_that_share_rows() -> None:
     built: Any = model()
     attention.set_kernels(built, "math", CPU, blocks=False)
     assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
-    context.apply(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
+    context.replace_attention(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
     assert {block.attention.core.kernels for block in built.blocks()} == {(attention.NAMED["math"],)}
     assert {block.attention.core.kernel for block in built.blocks()} == {"math"}
 
@@ -338,7 +338,7 @@ def test_flex_reaches_ranks_that_share_rows() -> None:
 
     built: Any = model()
     attention.set_kernels(built, "flex", CPU, blocks=True)
-    context.apply(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
+    context.replace_attention(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
     cores = [block.attention.core for block in built.blocks()]
     assert {type(core) for core in cores} == {context.ContextAttention}
     assert built.mask.__func__ is context.ContextAttention.mask

@@ -143,7 +143,7 @@ def parts(rank: int, world: int, sequence: bool, backend: str | None) -> tuple[f
     mesh = init_device_mesh("cpu", (world,))
     model: Any = Llama(dim=8, layers=1, heads=2, kv_heads=2, ffn=8, vocab=12).build()
     model.keep([], first=False, last=True)
-    tensor.apply(model, mesh, sequence=sequence, loss=True, chunk=5)
+    tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True, chunk=5)
     model.head.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     if backend:
         model.head.compile(backend=backend, fullgraph=True)

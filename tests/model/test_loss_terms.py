@@ -97,7 +97,7 @@ def parts(rank: int, world: int, sequence: bool, chunk: int | None) -> tuple[flo
     model: Any = config.build()
     model.keep([], first=False, last=True)
     loss_terms.apply(model.head, (Z, SMOOTH, OWN), chunk, config.logit_cap)
-    tensor.apply(model, mesh, sequence=sequence, loss=True, chunk=chunk)
+    tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True, chunk=chunk)
     model.head.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     found = model.head(hidden.chunk(world, 1)[rank] if sequence else hidden, targets)
     found.backward(torch.ones_like(found))

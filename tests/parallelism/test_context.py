@@ -24,9 +24,9 @@ from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
 from titan.parallelism import context, context_kernels, context_ring
-from titan.parallelism.context import ContextAttention, apply
-from titan.parallelism.context_chunks import positions
-from titan.parallelism.schema import key_repeats
+from titan.parallelism.context import ContextAttention, replace_attention
+from titan.parallelism.context_chunks import compute_positions
+from titan.parallelism.schema import count_key_repeats
 
 METHODS = ("allgather", "ulysses", "ring")
 BALANCE = (False, True)
@@ -108,7 +108,7 @@ def case_error(case: Case, group: dist.ProcessGroup) -> float:
     """How far this rank's part is from attention to whole rows in float32."""
     tensors, ids = inputs(case)
     exact = attend(CausalAttention(SCALE), [x.float() for x in tensors], exact_mask(ids, case.chunk))
-    mine = positions(SEQ, group.size(), group.rank(), case.balance)
+    mine = compute_positions(SEQ, group.size(), group.rank(), case.balance)
     core = ContextAttention(case.method, group, case.balance, kernel=case.kernel, scale=SCALE)
     seen = core.mask(None if ids is None else ids[:, mine], inside(ids)[:, mine], case.dtype, case.chunk)
     seen = seen if case.chunk is None else seen.chunked
@@ -138,7 +138,7 @@ def rank_errors(rank: int, world: int, cases: list[Case], strided: bool, setting
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "math": {"titan.parallelism.context_kernels.SCORES": ROWS * HEADS * SEQ * 3},  # tiles
+    "math": {"titan.parallelism.context_kernels.MAX_SCORES": ROWS * HEADS * SEQ * 3},  # tiles
     "flex": {
         "torch.nn.attention.flex_attention._validate_device": no_guard,
         "titan.model.attention.BLOCK": 4,
@@ -172,7 +172,7 @@ def parameters(cases: list[Case]) -> list[Any]:
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_every_token_is_on_one_rank_and_balance_makes_work_even(size: int, length: int, balance: bool) -> None:
     seq = size * length * (2 if balance else 1)
-    parts = [positions(seq, size, rank, balance) for rank in range(size)]
+    parts = [compute_positions(seq, size, rank, balance) for rank in range(size)]
     assert torch.cat(parts).sort().values.tolist() == list(range(seq))
     assert {p.dtype for p in parts} == {torch.int64}
     assert {len(p) for p in parts} == {seq // size}
@@ -181,8 +181,8 @@ def test_every_token_is_on_one_rank_and_balance_makes_work_even(size: int, lengt
 
 
 def test_positions_in_local_order() -> None:
-    assert [positions(8, 2, r, True).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [positions(8, 2, r, False).tolist() for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [compute_positions(8, 2, r, True).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [compute_positions(8, 2, r, False).tolist() for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_positions_in_local_order() -> None:
 )
 def test_what_cannot_be_split(seq: int, size: int, rank: int, balance: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        positions(seq, size, rank, balance)
+        compute_positions(seq, size, rank, balance)
 
 
 def test_arguments_that_cannot_be() -> None:
@@ -211,7 +211,7 @@ def test_arguments_that_cannot_be() -> None:
     [(8, 2, 1), (2, 4, 2), (1, 8, 8), (3, 2, 2), (6, 4, 2)],
 )
 def test_key_heads_are_repeated_as_little_as_needed(heads: int, size: int, repeats: int) -> None:
-    assert key_repeats(heads, size) == repeats
+    assert count_key_repeats(heads, size) == repeats
 
 
 # --- the numbers
@@ -278,7 +278,7 @@ def test_a_message_loses_no_bit(dtype: torch.dtype, tokens: int, seed: int) -> N
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, 1, 3, tokens, 2, generator=generator).to(dtype)
     dkv = torch.randn(kv.shape, generator=generator)
-    first, second = context_ring._unpack(context_ring._pack(kv, dkv), kv)
+    first, second = context_ring._unpack_message(context_ring._pack_message(kv, dkv), kv)
     assert torch.equal(first, kv)
     assert torch.equal(second, dkv)
 
@@ -308,8 +308,8 @@ def masks(core: ContextAttention, ids: Tensor, mine: Tensor) -> tuple[Any, list[
         return mask, [(mask, whole)]
     size, rank, balance = core.group.size(), core.group.rank(), core.balance
     ring = context_ring._Ring("", rank, size, balance, "flex", None)
-    keys = [positions(SEQ, size, source, balance) for source in range(size)]
-    return mask, [(context_ring._block_mask(ring, n, len(mine), list(mask)), of) for n, of in enumerate(keys)]
+    keys = [compute_positions(SEQ, size, source, balance) for source in range(size)]
+    return mask, [(context_ring._make_block_mask(ring, n, len(mine), list(mask)), of) for n, of in enumerate(keys)]
 
 
 @pytest.mark.parametrize("balance", BALANCE)
@@ -320,13 +320,13 @@ def test_blocks_show_what_tokens_may_see(
 ) -> None:
     """On CPUs the formula reads each block's function, on GPUs kernels read the lists, too: both are right."""
     ids, size = documents(), 4
-    parts = torch.stack([ids[:, positions(SEQ, size, n, balance)] for n in range(size)])
+    parts = torch.stack([ids[:, compute_positions(SEQ, size, n, balance)] for n in range(size)])
     for module in (context, context_ring):
         monkeypatch.setattr(module, "all_gather", lambda x, dim, group: parts)
     monkeypatch.setattr(context_ring, "BLOCK", 2)
     monkeypatch.setattr(attention, "BLOCK", 2)
     core = ContextAttention(method, cast(Any, Ranks(size, rank)), balance, kernel="flex")
-    mine = positions(SEQ, size, rank, balance)
+    mine = compute_positions(SEQ, size, rank, balance)
     queries = torch.arange(SEQ) if method == "ulysses" else mine
     for mask, keys in masks(core, ids, mine)[1]:
         exact = (ids[:, queries, None] == ids[:, None, keys]) & (queries[:, None] >= keys)
@@ -348,8 +348,8 @@ def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, i
             gathers[0] += 1
             return gather(*args)
 
-        model, mine = small_model(), positions(SEQ, world, rank, True)
-        apply(model, method, cast(dist.ProcessGroup, dist.group.WORLD), True, kernel)
+        model, mine = small_model(), compute_positions(SEQ, world, rank, True)
+        replace_attention(model, method, cast(dist.ProcessGroup, dist.group.WORLD), True, kernel)
         for block in model.blocks():
             block.attention.core.register_forward_pre_hook(lambda core, args, taken=taken: taken.add(id(args[3])))
         context.all_gather = context_ring.all_gather = counted
@@ -367,7 +367,7 @@ def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
 
 @pytest.mark.parametrize("chunk", [SEQ, SEQ + 1])
 def test_rows_of_one_chunk_have_one_mask(chunk: int) -> None:
-    mine = positions(SEQ, 4, 1, True)
+    mine = compute_positions(SEQ, 4, 1, True)
     core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
     core.gather_ids = lambda part: documents()  # type: ignore[method-assign]
     found = core.mask(documents()[:, mine], inside(documents())[:, mine], torch.float32, chunk)
@@ -380,7 +380,7 @@ def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:
     core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
     ids = documents()
     core.gather_ids = lambda part: ids  # type: ignore[method-assign]
-    first, last = core.mask(ids[:, positions(SEQ, 4, 1, True)], torch.arange(8)[None], torch.bfloat16)
+    first, last = core.mask(ids[:, compute_positions(SEQ, 4, 1, True)], torch.arange(8)[None], torch.bfloat16)
     assert (first.shape, last.shape) == ((ROWS, 1, 4, 8), (ROWS, 1, 4, 28))
     whole = document_mask(ids, torch.bfloat16)
     assert torch.equal(first, whole[:, :, 4:8, :8])
@@ -404,11 +404,11 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
 
         return call
 
-    context_ring._hop = noted("hop", context_ring._hop)
+    context_ring._send_to_next = noted("hop", context_ring._send_to_next)
     context_kernels.forward = noted("block", context_kernels.forward)
     context_ring.wait = noted("wait", context_ring.wait)
     (q, k, v, _), _ = inputs(Case("ring", balance, 2, False))
-    mine = positions(SEQ, world, rank, balance)
+    mine = compute_positions(SEQ, world, rank, balance)
     group = cast(dist.ProcessGroup, dist.group.WORLD)
     ContextAttention("ring", group, balance)(q[:, :, mine], k[:, :, mine], v[:, :, mine], None)
     return events, pairs
@@ -447,8 +447,8 @@ def rank_model_errors(rank: int, world: int) -> dict[str, float]:
     found = {}
     for method, balance, ids in itertools.product(METHODS, BALANCE, (None, documents())):
         whole, *exact = train(small_model(), tokens, targets, document_ids=ids)
-        model, mine = small_model(), positions(SEQ, world, rank, balance)
-        apply(model, method, cast(dist.ProcessGroup, dist.group.WORLD), balance)
+        model, mine = small_model(), compute_positions(SEQ, world, rank, balance)
+        replace_attention(model, method, cast(dist.ProcessGroup, dist.group.WORLD), balance)
         local = None if ids is None else ids[:, mine]
         hidden, *ours = train(model, tokens[:, mine], targets[:, mine], positions=mine, document_ids=local)
         for gradient in ours:
@@ -506,12 +506,14 @@ def block_results(rank: int, world: int, method: str, balance: bool, masked: boo
     """The output and the gradients of input and weights of a block."""
     torch.manual_seed(3)
     block: Any = Block(32, 4, 2, 8, 48, 1e-5)
-    x, mine = torch.randn(ROWS, SEQ, 32), positions(SEQ, world, rank, balance)
+    x, mine = torch.randn(ROWS, SEQ, 32), compute_positions(SEQ, world, rank, balance)
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.3)
     if "flex" in how:
         set_all(SETTINGS["flex"] | {"titan.model.attention._flex": compiled_flex, CHECK: False})
-    apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash")
+    replace_attention(
+        block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash"
+    )
     x = x[:, mine].requires_grad_()
     cos, sin = rotation(inverse_frequencies(8, 1e4), mine[None])
     mask = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
@@ -547,7 +549,7 @@ def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
 
 
 def rank_hops(rank: int, world: int) -> dict[str, int]:
-    found, hop = {}, context_ring._hop
+    found, hop = {}, context_ring._send_to_next
     for how in ("plain", "full", "selective"):
         count = [0]
 
@@ -555,7 +557,7 @@ def rank_hops(rank: int, world: int) -> dict[str, int]:
             count[0] += 1
             return hop(*args)
 
-        context_ring._hop = counted
+        context_ring._send_to_next = counted
         block_results(rank, world, "ring", True, False, how)
         found[how] = count[0]
     return found

@@ -24,7 +24,7 @@ from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.model import attention
 from titan.parallelism import context_kernels
-from titan.parallelism.context_kernels import PADDED, KeyMask
+from titan.parallelism.context_kernels import LSE_MULTIPLE, KeyMask
 from titan.training import build
 
 EXACT = 1e-5  # law 3
@@ -160,7 +160,7 @@ def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
     name = f"aten::_scaled_dot_product_{kernel}_attention"
     assert (forward, backward) == (name, name + "_backward")
     stats = next(x for x in given[4:8] if isinstance(x, Tensor) and x.dtype == torch.float32)
-    padded = queries + -queries % PADDED
+    padded = queries + -queries % LSE_MULTIPLE
     shape = {"cudnn": (queries, 1), "efficient": (padded,), "flash": (queries,)}[kernel]
     assert stats.shape == (ROWS, HEADS, *shape)
     assert stats.is_contiguous()
@@ -201,13 +201,13 @@ def stand_ins() -> SimpleNamespace:
         assert stats
         assert q.shape[1] == k.shape[1] == v.shape[1]  # it knows no groups
         out, lse = cpu(q, k, v, *rest, scale=scale)
-        return out, F.pad(lse, (0, -q.shape[2] % PADDED), value=torch.inf), None, None
+        return out, F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf), None, None
 
     def efficient_back(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, *rest: Any, scale: float
     ) -> Any:
         assert q.shape[1] == k.shape[1] == v.shape[1]
-        assert lse.shape[2] == q.shape[2] + -q.shape[2] % PADDED
+        assert lse.shape[2] == q.shape[2] + -q.shape[2] % LSE_MULTIPLE
         assert (lse[:, :, q.shape[2] :] == torch.inf).all()
         _, _, dropout, wanted, causal = rest
         assert wanted == [True, True, True, False]
@@ -225,8 +225,8 @@ def parts(kernel: str, q: Tensor, kv: Tensor, grad: Tensor) -> list[Tensor]:
     """Causal attention to s keys of the last t tokens, put together from two blocks, and its gradients."""
     before = kv.shape[3] - q.shape[2]
     own, past = (kv[:, :, :, before:], KeyMask(causal=True)), (kv[:, :, :, :before], KeyMask(causal=False))
-    out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, *own, SCALE))
-    context_kernels.merge(out, lse, *context_kernels.forward(kernel, q, *past, SCALE))
+    out, lse = context_kernels.init_merge(*context_kernels.forward(kernel, q, *own, SCALE))
+    context_kernels.merge_block(out, lse, *context_kernels.forward(kernel, q, *past, SCALE))
     state = (grad, q, out.to(q.dtype), lse)
     last, first = (context_kernels.backward(kernel, state, *block, SCALE) for block in (own, past))
     return [out, lse, last[0] + first[0], *(torch.cat(pair, 2) for pair in zip(first[1:], last[1:], strict=True))]

@@ -39,7 +39,7 @@ def build(config: Llama, wrap: str) -> TrainStep:
     if "fsdp" in wrap or wrap == "hsdp":
         sizes = (2, dist.get_world_size() // 2) if wrap == "hsdp" else (dist.get_world_size(),)
         group = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        data.shard(stage, group, torch.float32, reshard=wrap != "fsdp-kept")
+        data.shard_stage(stage, group, torch.float32, reshard=wrap != "fsdp-kept")
     init_weights.materialise(model, initial, 0, "cpu")
     wrapped: nn.Module = stage
     if wrap == "ddp":
@@ -93,7 +93,7 @@ def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     train_step = build(config, "fsdp")
     train_step.evaluate(Microbatches(*batch(1)))
     gathered = sum(not isinstance(p, DTensor) for p in train_step.parameters())
-    data.reshard(train_step.stages[0])
+    data.reshard_parameters(train_step.stages[0])
     return gathered, sum(not isinstance(p, DTensor) for p in train_step.parameters())
 
 
@@ -109,8 +109,8 @@ def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
 )
 def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) -> None:
     def joined(rank: int, size: int) -> Any:
-        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 300)
-        ones, gathered = world.sum(torch.ones(2)), world.gather(rank * 2)
+        world = mesh.connect_world(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 300)
+        ones, gathered = world.all_reduce(torch.ones(2)), world.all_gather_object(rank * 2)
         world.close()
         return world.data_shard.rank, world.data_shard.ranks, world.is_rank0, ones.tolist(), gathered
 
@@ -121,8 +121,8 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
 
 
 def test_one_rank_needs_nobody() -> None:
-    world = mesh.connect(RankInfo(), Layout(), "cpu", 30)
+    world = mesh.connect_world(RankInfo(), Layout(), "cpu", 30)
     assert (world.mesh, world.data_shard.rank, world.data_shard.ranks, world.is_rank0) == (None, 0, 1, True)
-    assert world.gather("a") == ["a"]
-    assert world.sum(torch.tensor(3.0)) == 3
-    assert world.dimensions("replicate", "shard") is None
+    assert world.all_gather_object("a") == ["a"]
+    assert world.all_reduce(torch.tensor(3.0)) == 3
+    assert world.get_submesh("replicate", "shard") is None

@@ -14,7 +14,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from tests.support.processes import LIMIT
 from tests.support.tiers import full
 from titan.parallelism import exchange
-from titan.parallelism.exchange import Exchange
+from titan.parallelism.exchange import StoreExchange
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -26,12 +26,12 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
     return lambda: TCPStore("127.0.0.1", server.port, is_master=False)
 
 
-def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds: float = LIMIT) -> list[Any]:
+def on_ranks(stores: Callable[[], Any], work: Callable[[StoreExchange], Any], seconds: float = LIMIT) -> list[Any]:
     """What `work` gives, or raises, on each of three ranks, which are threads."""
     found: list[Any] = [None] * 3
 
     def rank(number: int) -> None:
-        exchange = Exchange(stores(), number, 3, timedelta(seconds=seconds))
+        exchange = StoreExchange(stores(), number, 3, timedelta(seconds=seconds))
         try:
             found[number] = work(exchange)
         except ConnectionError as error:
@@ -46,13 +46,13 @@ def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds
 
 
 def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], Any]) -> None:
-    def work(exchange: Exchange) -> list[Any]:
+    def work(exchange: StoreExchange) -> list[Any]:
         seen: list[Any] = []
         for number in range(3):
             seen.append(exchange.gather(b"%d from %d" % (number, exchange.rank)))
             seen.append(exchange.broadcast(b"%d to all" % number if exchange.rank == 0 else b""))
             seen.append(exchange.scatter([b"%d to %d" % (number, r) for r in range(3)] if exchange.rank == 0 else ()))
-        exchange.part()
+        exchange.drain()
         return seen
 
     found = on_ranks(stores, work)
@@ -67,22 +67,22 @@ def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], 
         assert not [key for key in left.list_keys() if "titan/exchange" in key]
 
 
-@pytest.mark.parametrize("largest", [pytest.param(4, id="many-parts"), full(exchange.LARGEST, id="as-it-is")])
+@pytest.mark.parametrize("largest", [pytest.param(4, id="many-parts"), full(exchange.MAX_PART_BYTES, id="as-it-is")])
 def test_a_large_message_is_split_and_arrives_whole(
     largest: int, stores: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's TCPStore drops a connection that sends 8 MiB at once."""
-    monkeypatch.setattr(exchange, "LARGEST", largest)
+    monkeypatch.setattr(exchange, "MAX_PART_BYTES", largest)
     sizes = [0, largest - 1, largest, largest + 1, 2 * largest, 2 * largest + 3]
 
-    def work(exchange: Exchange) -> list[Any]:
+    def work(exchange: StoreExchange) -> list[Any]:
         seen: list[Any] = []
         for size in sizes:
             message = bytes([exchange.rank]) * size
             seen.append(exchange.gather(message))
             seen.append(exchange.broadcast(message))
             seen.append(exchange.scatter([bytes([rank]) * size for rank in range(3)] if exchange.rank == 0 else ()))
-        exchange.part()
+        exchange.drain()
         return seen
 
     for rank, seen in enumerate(on_ranks(stores, work)):
@@ -97,9 +97,9 @@ def test_a_large_message_is_split_and_arrives_whole(
 
 @pytest.mark.parametrize(("stores", "gone"), [("tcp", 0), ("tcp", 1), full("file", 1)], indirect=["stores"])
 def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], Any]) -> None:
-    def work(exchange: Exchange) -> Any:
+    def work(exchange: StoreExchange) -> Any:
         if exchange.rank == gone:
-            return exchange.leave()
+            return exchange.abort()
         exchange.gather(b"x")
         return exchange.broadcast() if gone == 0 else None
 
@@ -114,7 +114,7 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
 ) -> None:
     answered, late = threading.Event(), threading.Event()
 
-    def work(exchange: Exchange) -> Any:
+    def work(exchange: StoreExchange) -> Any:
         if exchange.rank != 1:
             (late if exchange.rank else answered).wait(LIMIT)
         try:
@@ -134,9 +134,9 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
 
 @pytest.mark.full
 def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:
-    def work(exchange: Exchange) -> None:
-        exchange.part()
+    def work(exchange: StoreExchange) -> None:
+        exchange.drain()
         exchange.store = None  # any request fails
-        exchange.leave()
+        exchange.abort()
 
     assert on_ranks(stores, work) == [None] * 3

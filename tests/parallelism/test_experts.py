@@ -17,7 +17,7 @@ from tests.support.runs import same, steps, tiny, train
 from tests.support.tiers import full, table
 from titan.errors import ConfigError
 from titan.model.experts import dispatch
-from titan.parallelism.expert import Exchange
+from titan.parallelism.expert import ExpertDispatch
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def exchanged(rank: int, world: int, choices: list[list[int]], dtype: torch.dtyp
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(4, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
     experts = torch.tensor([[e if e == EXPERTS else (e + rank) % EXPERTS for e in chosen] for chosen in choices])
-    exchange, first = Exchange(torch.distributed.group.WORLD), rank * EXPERTS // RANKS  # type: ignore[arg-type]
+    exchange, first = ExpertDispatch(torch.distributed.group.WORLD), rank * EXPERTS // RANKS  # type: ignore[arg-type]
     found = exchange(x, experts, EXPERTS, lambda rows, ends: computed(rows, ends, first))
     dropped = experts.flatten() == EXPERTS
     wanted = dispatch(x, experts, EXPERTS, lambda rows, ends: padded(computed(rows, ends, 0), len(rows)))
@@ -145,7 +145,7 @@ def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) ->
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     layout = composed(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
-    assert layout.groups("expert") == [range(4), range(4, 8)]
+    assert layout.list_groups("expert") == [range(4), range(4, 8)]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.parallelism.grad_norm import clip, sum_squares
+from titan.parallelism.grad_norm import clip_gradients, sum_squares
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
-from titan.parallelism.tensor_norms import holders
+from titan.parallelism.tensor_norms import count_replicas
 
 SHAPES = [(5, 3), (8, 8), (7,), (1, 64), (2, 3, 4)]
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def tensors(scale: float = 1.0) -> list[Tensor]:
 
 def total_norm(gradients: list[Tensor], world: World = ALONE) -> Tensor:
     """The norm over all ranks, as a step computes it."""
-    part = sum_squares(((gradient, holders(gradient, world)) for gradient in gradients), CPU)
-    return world.sum(part).sqrt().float()
+    part = sum_squares(((gradient, count_replicas(gradient, world)) for gradient in gradients), CPU)
+    return world.all_reduce(part).sqrt().float()
 
 
 def exact(gradients: list[Tensor]) -> float:
@@ -50,7 +50,7 @@ def test_plain_tensors_as_torch(values: list[float], largest: float) -> None:
         parameter.grad = gradient.clone()
     norm = total_norm(ours)
     assert norm.item() == pytest.approx(exact(ours), rel=1e-6)
-    clip(ours, norm, largest)
+    clip_gradients(ours, norm, largest)
     torch.nn.utils.clip_grad_norm_(theirs, largest)
     for gradient, parameter in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=2e-6, atol=0)
@@ -84,7 +84,7 @@ def measured(rank: int, world: int, sizes: tuple[int, ...], placements: Placed, 
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     gradients = place(tensors(), mesh, placements)
     norm = total_norm(gradients, World(RankInfo(rank, world, rank), Layout(shard=world), CPU))
-    clip(gradients, norm, largest)
+    clip_gradients(gradients, norm, largest)
     return norm, [(g.full_tensor() if isinstance(g, DTensor) else g) for g in gradients]
 
 

@@ -29,7 +29,13 @@ from titan.dataset.preprocess.writer import read_json
 from titan.errors import RunError
 from titan.files.atomic import write_json
 from titan.parallelism import mesh
-from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, in_direction_group, neighbours, p2p_groups
+from titan.parallelism.pipeline.runtime import (
+    Pipeline,
+    PipelineShape,
+    create_p2p_groups,
+    pair_neighbours,
+    use_direction_group,
+)
 from titan.parallelism.schema import Layout
 from titan.training.trainer import Trainer
 
@@ -76,7 +82,7 @@ def members(group: dist.ProcessGroup | None) -> list[int]:
 def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
     layout: Layout, fake: Callable[[int, int], None]
 ) -> None:
-    at = [layout.coordinates(rank) for rank in range(layout.devices)]
+    at = [layout.compute_coordinates(rank) for rank in range(layout.devices)]
     for rank in range(layout.devices):
         fake(rank, layout.devices)
         world = mesh.build_world(RankInfo(rank, layout.devices, rank), layout, CPU)
@@ -86,7 +92,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
             return [other for other, there in enumerate(at) if all(there[n] == here[n] for n in fixed)]
 
         for name in layout.mesh_degrees():
-            assert members(world.group(name)) == along(name, *(["context"] if name == "shard" else []))
+            assert members(world.get_group(name)) == along(name, *(["context"] if name == "shard" else []))
         if layout.context > 1:
             assert members(world.context) == along("context")
         if max(layout.pipeline, layout.context, layout.tensor) > 1:
@@ -186,7 +192,7 @@ def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.Monkey
 def test_neighbours_meet_in_few_rounds(ranks: int, shape: str) -> None:
     once = list(range(ranks))
     owners = once + {"chain": [], "looped": once, "v": once[::-1]}[shape]
-    rounds = neighbours(owners)
+    rounds = pair_neighbours(owners)
     assert {pair for pairs in rounds for pair in pairs} == {(min(p), max(p)) for p in pairwise(owners) if p[0] != p[1]}
     assert all(max(Counter(rank for pair in pairs for rank in pair).values()) == 1 for pairs in rounds)
     assert len(rounds) <= 2 + (shape == "looped" and ranks % 2)
@@ -199,16 +205,16 @@ def shape(schedule: str, owners: tuple[int, ...]) -> PipelineShape:
 def test_each_direction_between_neighbours_has_a_group(fake: Callable[[int, int], None]) -> None:
     fake(1, 5)
     world = dist.group.WORLD
-    groups = p2p_groups(shape("Interleaved1F1B", (0, 1, 2, 3, 4) * 2), world, 30)
+    groups = create_p2p_groups(shape("Interleaved1F1B", (0, 1, 2, 3, 4) * 2), world, 30)
     assert set(groups) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert len({group.group_name for group in groups.values()}) == 4
     assert {ranks: members(group) for ranks, group in groups.items()} == {r: sorted(r) for r in groups}
     tensor = torch.zeros(1)
     for how, other, way in ((dist.isend, 2, (1, 2)), (dist.irecv, 2, (2, 1)), (dist.irecv, 0, (0, 1))):
-        op = in_direction_group(dist.P2POp(how, tensor, other, world), groups)
+        op = use_direction_group(dist.P2POp(how, tensor, other, world), groups)
         assert (op.op, op.tensor is tensor, op.peer) == (how, True, other)
         assert op.group is groups[way]
-    assert p2p_groups(shape("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
+    assert create_p2p_groups(shape("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
 
 
 @pytest.mark.parametrize("schedule", [full("1F1B"), "Interleaved1F1B"])
@@ -223,7 +229,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
 
         dist.batch_isend_irecv = noted
         how = shape(schedule, owners)
-        Pipeline({}, how, dist.group.WORLD, CPU, p2p_groups(how, dist.group.WORLD, TIMEOUT))
+        Pipeline({}, how, dist.group.WORLD, CPU, create_p2p_groups(how, dist.group.WORLD, TIMEOUT))
         return sent
 
     found = run_ranks(connected, 3)
@@ -272,10 +278,10 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
 
     def joined(rank: int, size: int) -> tuple[list[float], list[float]]:
         place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        world = mesh.connect(place, layout, "cpu", 777, exchange=True)
-        group = world.group("pipeline")
+        world = mesh.connect_world(place, layout, "cpu", 777, connect_exchange=True)
+        group = world.get_group("pipeline")
         assert group is not None
-        p2p_groups(shape("GPipe", (0, 1)), group, world.timeout)
+        create_p2p_groups(shape("GPipe", (0, 1)), group, world.timeout)
         before = timeouts()
         world.set_timeout(333, barrier=True)
         return before, timeouts()

@@ -25,7 +25,7 @@ def trained(config: DeepseekV3, sequence: bool | None) -> Any:
         torch.nn.init.normal_(weight, std=0.3)
     if sequence is not None:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        tensor.apply(model, mesh, sequence=sequence, loss=True)
+        tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True)
     tokens = torch.randint(config.vocab, (2, 16), generator=torch.Generator().manual_seed(1))
     model.head(model(tokens), tokens).backward()
     if sequence is not None:

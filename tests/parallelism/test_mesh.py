@@ -19,7 +19,7 @@ from titan.parallelism.schema import Layout
 def test_a_group_beside_trainings_is_made_where_it_is_asked_for(exchange: bool, tmp_path: Path) -> None:
     def joined(rank: int, size: int) -> bool:
         place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        world = mesh.connect(place, Layout(replicate=2), "cpu", 300, exchange=exchange)
+        world = mesh.connect_world(place, Layout(replicate=2), "cpu", 300, connect_exchange=exchange)
         world.close()
         return world.exchange is not None
 
@@ -42,7 +42,7 @@ def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
 
         mesh.build_world = late
         place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
-        world = mesh.connect(place, Layout(replicate=2), "cpu", 300)
+        world = mesh.connect_world(place, Layout(replicate=2), "cpu", 300)
         before = connected.exists()
         world.close()
         return before

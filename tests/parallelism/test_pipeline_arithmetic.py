@@ -19,8 +19,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
-from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, Deadlock, Overlap
-from titan.parallelism.pipeline.schedules import actions_of
+from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, DeadlockError, Overlap
+from titan.parallelism.pipeline.schedules import list_actions
 
 NAMES = list(SCHEDULES)
 SINGLE = ("GPipe", "1F1B")
@@ -86,7 +86,7 @@ def written(order: Iterable[Iterable[object]], path: Path) -> Path:
 
 def parsed(text: str) -> list[list[arithmetic.Cell]]:
     """Rows of actions, such as "0F0 0B0 | 1F0 1B0"."""
-    return [[arithmetic._cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
+    return [[arithmetic._parse_cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
 
 
 # ---- torch's schedules ----
@@ -97,7 +97,7 @@ def parsed(text: str) -> list[list[arithmetic.Cell]]:
 def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
     differ = []
     for laps, count in shapes(name, ranks):
-        mine = [[str(cell) for cell in row] for row in arithmetic.order(name, ranks, laps, count)]
+        mine = [[str(cell) for cell in row] for row in arithmetic.order_actions(name, ranks, laps, count)]
         differ += [(laps, count)] if mine != torch_order(name, ranks, laps, count) else []
     assert shapes(name, ranks) and differ == []
 
@@ -113,7 +113,7 @@ def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
             built = False
         assert SCHEDULES[name].allows(ranks, laps, count) is built, (laps, count)
         try:
-            arithmetic.check(name, ranks, ranks * laps, count)
+            arithmetic.check_schedule(name, ranks, ranks * laps, count)
         except ConfigError:
             assert not built, (laps, count)
         else:
@@ -125,13 +125,15 @@ def test_facts_are_those_of_torch(name: str) -> None:
     kind = SCHEDULES[name]
     single = issubclass(torch_schedules.get_schedule_class(name), torch_schedules.PipelineScheduleSingle)
     assert single == (kind.fixed and kind.stages == 1)
-    kinds = {a.kind for row in arithmetic.order(name, 4, kind.stages, 8) for cell in row for a in actions_of(cell)}
+    kinds = {
+        a.kind for row in arithmetic.order_actions(name, 4, kind.stages, 8) for cell in row for a in list_actions(cell)
+    }
     assert kind.splits_backward == ("I" in kinds)
     if not single:
         owners = torch_schedule(name, 4, kind.stages, 8).stage_index_to_group_rank
-        assert arithmetic.placement(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
+        assert arithmetic.place_stages(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
     laps = generate_stage_to_rank_mapping(3, 15, kind.placement)
-    assert arithmetic.placement(name, 3, 15) == [laps[stage] for stage in range(15)]
+    assert arithmetic.place_stages(name, 3, 15) == [laps[stage] for stage in range(15)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,12 +147,12 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
         torch_schedule(name, ranks, laps, count)._dump_csv(path, format="compute_only")
     table = arithmetic.read_csv(path)
     kept = [[cell for cell in row if cell is not None] for row in table.order]
-    assert kept == arithmetic.order(name, ranks, laps, count)
+    assert kept == arithmetic.order_actions(name, ranks, laps, count)
     assert (table.ranks, table.stages, table.microbatches) == (ranks, ranks * laps, count)
-    assert list(table.owners) == arithmetic.placement(name, ranks, ranks * laps)
+    assert list(table.owners) == arithmetic.place_stages(name, ranks, ranks * laps)
     assert table.splits_backward == SCHEDULES[name].splits_backward
-    assert table.idle == arithmetic.idle_share(name, ranks, laps, count)
-    arithmetic.check(str(path), ranks, ranks * laps, count)
+    assert table.idle == arithmetic.compute_idle_share(name, ranks, laps, count)
+    arithmetic.check_schedule(str(path), ranks, ranks * laps, count)
 
 
 # ---- time ----
@@ -161,8 +163,8 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
 def test_idle_share_is_that_of_the_order(name: str, ranks: int) -> None:
     differ = []
     for laps, count in shapes(name, ranks):
-        found = arithmetic.idle_share(name, ranks, laps, count)
-        played = arithmetic.simulate(arithmetic.order(name, ranks, laps, count)).idle
+        found = arithmetic.compute_idle_share(name, ranks, laps, count)
+        played = arithmetic.simulate_order(arithmetic.order_actions(name, ranks, laps, count)).idle
         least = SCHEDULES[name].least_idle(ranks, laps, count)
         same = found == pytest.approx(played, abs=1e-12) and found >= least - 1e-12
         differ += [] if same else [(laps, count, found, played, least)]
@@ -187,7 +189,7 @@ def test_idle_share_is_that_of_the_order(name: str, ranks: int) -> None:
     ],
 )
 def test_idle_shares_of_four_ranks(name: str, laps: int, count: int, share: float) -> None:
-    assert arithmetic.idle_share(name, 4, laps, count) == pytest.approx(share)
+    assert arithmetic.compute_idle_share(name, 4, laps, count) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_idle_shares_of_four_ranks(name: str, laps: int, count: int, share: floa
     ],
 )
 def test_simulation_by_hand(text: str, costs: tuple[float, float, float], makespan: float, ranks: list[float]) -> None:
-    timeline = arithmetic.simulate(parsed(text), *costs)
+    timeline = arithmetic.simulate_order(parsed(text), *costs)
     assert timeline.makespan == makespan
     assert timeline.ranks == pytest.approx(ranks)
     assert timeline.idle == pytest.approx(sum(ranks) / len(ranks))
@@ -216,7 +218,7 @@ def test_overlap_waits_for_each_and_sends_after_all() -> None:
         [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(0, "B", 0))), Action(0, "B", 1)],
         [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)],
     ]
-    assert arithmetic.simulate(cells).makespan == 4 + 2 + 1 + 2 + 2
+    assert arithmetic.simulate_order(cells).makespan == 4 + 2 + 1 + 2 + 2
 
 
 @st.composite
@@ -230,7 +232,7 @@ def numbers(draw: st.DrawFn) -> tuple[str, int, int, int]:
 @given(numbers(), st.tuples(*[st.integers(0, 9)] * 3))
 def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], costs: tuple[int, int, int]) -> None:
     _, ranks, laps, count = chosen
-    timeline = arithmetic.simulate(arithmetic.order(*chosen), *costs)
+    timeline = arithmetic.simulate_order(arithmetic.order_actions(*chosen), *costs)
     busy = laps * count * sum(costs)
     chain = ranks * laps * (costs[0] + costs[1])
     assert timeline.makespan >= max(busy, chain)
@@ -242,7 +244,7 @@ def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], cos
 def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, int], dice: random.Random) -> None:
     """Orders with some actions exchanged: deadlocks to torch are deadlocks here, and no others."""
     _, ranks, laps, count = chosen
-    order = [[str(cell) for cell in row] for row in arithmetic.order(*chosen)]
+    order = [[str(cell) for cell in row] for row in arithmetic.order_actions(*chosen)]
     for _ in range(dice.randint(0, 2)):
         row = dice.choice(order)
         i, j = dice.randrange(len(row)), dice.randrange(len(row))
@@ -287,7 +289,7 @@ def _verdict(attempt: Any) -> str:
     ],
 )
 def test_number_of_microbatches(name: str, ranks: int, laps: int, rows: int, idle: float, expected: int | None) -> None:
-    assert arithmetic.microbatches(name, ranks, laps, rows, idle) == expected
+    assert arithmetic.choose_microbatches(name, ranks, laps, rows, idle) == expected
 
 
 @given(numbers(), st.integers(1, 24), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
@@ -296,9 +298,9 @@ def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], r
     lost = {}
     for n in range(1, rows + 1):
         if SCHEDULES[name].allows(ranks, laps, n):
-            used = rows / (n * -(-rows // n)) * (1 - arithmetic.idle_share(name, ranks, laps, n))
+            used = rows / (n * -(-rows // n)) * (1 - arithmetic.compute_idle_share(name, ranks, laps, n))
             lost[n] = round(1 - used, 12)
-    found = arithmetic.microbatches(name, ranks, laps, rows, idle)
+    found = arithmetic.choose_microbatches(name, ranks, laps, rows, idle)
     enough = [n for n in lost if lost[n] <= idle]
     if found is None or enough:
         assert found == next(iter(enough), None) and bool(lost) == bool(enough)
@@ -329,7 +331,7 @@ def sizes(parts: list[range]) -> list[int]:
     ],
 )
 def test_split(costs: list[float], count: int, first: float, last: float, expected: list[int]) -> None:
-    assert sizes(arithmetic.split(costs, count, first, last)) == expected
+    assert sizes(arithmetic.split_layers(costs, count, first, last)) == expected
 
 
 COST = st.one_of(st.integers(0, 6), st.sampled_from([0.25, 0.5, 1.75]))
@@ -347,7 +349,7 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, 
         sums = [sum(whole[a:b]) for a, b in bounds]
         return max(sums), sum(x * x for x in sums), [b - a for a, b in bounds]
 
-    found = arithmetic.split(costs, count, first, last)
+    found = arithmetic.split_layers(costs, count, first, last)
     best = min(map(merit, itertools.combinations(range(1, len(costs)), count - 1)))
     assert sizes(found) == best[2]
 
@@ -355,19 +357,19 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_by_layers_is_even(layers: int, count: int) -> None:
     assume(count <= layers)
-    found = sizes(arithmetic.by_layers(layers, count))
+    found = sizes(arithmetic.split_evenly(layers, count))
     assert sum(found) == layers and len(found) == count
     assert found == sorted(found) and found[-1] - found[0] <= 1
 
 
 def test_explicit() -> None:
-    assert arithmetic.explicit(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
-    assert arithmetic.explicit(3, 1, ()) == [range(3)]
+    assert arithmetic.split_at(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
+    assert arithmetic.split_at(3, 1, ()) == [range(3)]
 
 
 def test_negative_costs_are_no_costs() -> None:
     with pytest.raises(ValueError, match="negative"):
-        arithmetic.split([1, -1], 1)
+        arithmetic.split_layers([1, -1], 1)
 
 
 # ---- errors ----
@@ -377,53 +379,61 @@ def test_negative_costs_are_no_costs() -> None:
     ("attempt", "words"),
     [
         pytest.param(
-            lambda: arithmetic.split([1] * 3, 4), ["4 stages", "3 layers", "parallelism.pipeline"], id="too few layers"
+            lambda: arithmetic.split_layers([1] * 3, 4),
+            ["4 stages", "3 layers", "parallelism.pipeline"],
+            id="too few layers",
         ),
         pytest.param(
-            lambda: arithmetic.by_layers(3, 4),
+            lambda: arithmetic.split_evenly(3, 4),
             ["4 stages", "3 layers", "parallelism.pipeline"],
             id="too few, by number",
         ),
         pytest.param(
-            lambda: arithmetic.explicit(12, 4, (4, 8)),
+            lambda: arithmetic.split_at(12, 4, (4, 8)),
             ["parallelism.starts=[4,8]", "2 given", "stages need 3", "stages=3"],
             id="starts",
         ),
-        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "ascend"], id="an empty stage"),
-        pytest.param(lambda: arithmetic.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
+        pytest.param(lambda: arithmetic.split_at(12, 3, (4, 4)), ["starts=[4,4]", "ascend"], id="an empty stage"),
+        pytest.param(lambda: arithmetic.split_at(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
         pytest.param(
-            lambda: arithmetic.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"
+            lambda: arithmetic.split_at(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"
         ),
         pytest.param(
-            lambda: arithmetic.check("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"
+            lambda: arithmetic.check_schedule("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"
         ),
-        pytest.param(lambda: arithmetic.check("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
+        pytest.param(lambda: arithmetic.check_schedule("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
         pytest.param(
-            lambda: arithmetic.check("ZBVZeroBubble", 4, 4, 8),
+            lambda: arithmetic.check_schedule("ZBVZeroBubble", 4, 4, 8),
             ["parallelism.stages=4", "2 stages on each rank", "give 8", "parallelism.pipeline=4"],
             id="needs two stages a rank",
         ),
-        pytest.param(lambda: arithmetic.check("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"], id="needs one"),
         pytest.param(
-            lambda: arithmetic.check("LoopedBFS", 4, 6, 8),
+            lambda: arithmetic.check_schedule("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"], id="needs one"
+        ),
+        pytest.param(
+            lambda: arithmetic.check_schedule("LoopedBFS", 4, 6, 8),
             ["stages=6", "multiple of parallelism.pipeline=4", "4, 8 or auto"],
             id="not a multiple of the ranks",
         ),
-        pytest.param(lambda: arithmetic.check("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"], id="less than ranks"),
         pytest.param(
-            lambda: arithmetic.check("1F1B", 4, 4, 3),
+            lambda: arithmetic.check_schedule("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"], id="less than ranks"
+        ),
+        pytest.param(
+            lambda: arithmetic.check_schedule("1F1B", 4, 4, 3),
             ["parallelism.microbatches=3", "parallelism.pipeline=4", "give 4 or more"],
             id="too few micro-batches",
         ),
-        pytest.param(lambda: arithmetic.check("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"], id="DualPipeV"),
-        pytest.param(lambda: arithmetic.check("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"], id="none"),
         pytest.param(
-            lambda: arithmetic.check("Interleaved1F1B", 4, 8, 13),
+            lambda: arithmetic.check_schedule("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"], id="DualPipeV"
+        ),
+        pytest.param(lambda: arithmetic.check_schedule("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"], id="none"),
+        pytest.param(
+            lambda: arithmetic.check_schedule("Interleaved1F1B", 4, 8, 13),
             ["microbatches=13", "3 rounds", "give 12, 15 or auto"],
             id="rounds",
         ),
         pytest.param(
-            lambda: arithmetic.check("InterleavedZeroBubble", 4, 8, 9),
+            lambda: arithmetic.check_schedule("InterleavedZeroBubble", 4, 8, 9),
             ["2 rounds", "give 8, 10"],
             id="rounds of others",
         ),
@@ -471,7 +481,7 @@ def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
-        arithmetic.check(str(path), 2, 2, 2)
+        arithmetic.check_schedule(str(path), 2, 2, 2)
     _plain(str(raised.value), [f"parallelism.schedule={path}", *words])
 
 
@@ -496,18 +506,18 @@ def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
 def test_files_have_their_own_numbers(
     ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
 ) -> None:
-    path = written(arithmetic.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
+    path = written(arithmetic.order_actions("1F1B", 2, 1, 4), tmp_path / "order.csv")
     with pytest.raises(ConfigError) as raised:
-        arithmetic.check(str(path), ranks, count, microbatches)
+        arithmetic.check_schedule(str(path), ranks, count, microbatches)
     _plain(str(raised.value), words)
 
 
 def test_a_deadlock_tells_who_waits() -> None:
-    with pytest.raises(Deadlock) as deadlock:
-        arithmetic.simulate(parsed("0F0 0B0 | 1B0 1F0"))
+    with pytest.raises(DeadlockError) as deadlock:
+        arithmetic.simulate_order(parsed("0F0 0B0 | 1B0 1F0"))
     assert deadlock.value.waiting == {0: Action(0, "B", 0), 1: Action(1, "B", 0)}
 
 
 def test_orders_of_impossible_numbers_are_errors() -> None:
     with pytest.raises(ValueError, match="1F1B on 4 ranks"):
-        arithmetic.order("1F1B", 4, 1, 3)
+        arithmetic.order_actions("1F1B", 4, 1, 3)

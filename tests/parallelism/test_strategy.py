@@ -14,7 +14,15 @@ from tests.support.runs import steps, tiny, train
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
-from titan.parallelism.strategy import Strategy, assign, blocks_are_alike, check, in_group, module_names, shards_of
+from titan.parallelism.strategy import (
+    Strategy,
+    assign_groups,
+    blocks_are_alike,
+    check_groups,
+    count_shards,
+    is_in_group,
+    list_module_names,
+)
 from titan.training.worker import list_groups
 
 NAMES = (
@@ -45,14 +53,14 @@ def groups(**match: tuple[str, ...]) -> dict[str, Strategy]:
     ],
 )
 def test_the_outermost_modules_of_the_first_group(given: dict[str, tuple[str, ...]], found: dict[str, str]) -> None:
-    assert assign(module_names(NAMES), groups(**given)) == found
+    assert assign_groups(list_module_names(NAMES), groups(**given)) == found
 
 
 def test_parameters_follow_the_innermost_group() -> None:
     given = {"a": Strategy(match=("layers.0",), shard=1), "b": Strategy(match=("*.attention",), shard=2)}
     modules = [name.removesuffix(".weight") for name in NAMES]
-    assert list(shards_of(modules, given, Layout(shard=4)).values()) == [4, 2, 2, 1, 1, 2, 4, 4]
-    assert [in_group(name, given) for name in modules] == [False, True, True, True, True, True, False, False]
+    assert list(count_shards(modules, given, Layout(shard=4)).values()) == [4, 2, 2, 1, 1, 2, 4, 4]
+    assert [is_in_group(name, given) for name in modules] == [False, True, True, True, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def test_blocks_that_are_alike(match: tuple[str, ...], alike: bool) -> None:
 )
 def test_groups_that_cannot_be(group: Strategy, tied: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check({"g": group}, NAMES[:-1] if tied else NAMES, Layout(replicate=2, shard=2), tied)
+        check_groups({"g": group}, NAMES[:-1] if tied else NAMES, Layout(replicate=2, shard=2), tied)
 
 
 def _placed(trainer: Any) -> dict[str, Any]:

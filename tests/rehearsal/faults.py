@@ -104,15 +104,15 @@ STREAMS = (
     _found(
         "muon, async save", "write after read: .* does not wait for copy_",
         "the update does not wait for the state's copy",
-        STAGING, "            torch.cuda.current_stream().wait_event(self.copied)\n", "            pass\n",
+        STAGING, "            torch.cuda.current_stream().wait_event(self.pending_copy)\n", "            pass\n",
     ),
     _found(
         "muon, async save", "write after read: .* does not wait for copy_", "an event recorded on the wrong stream",
-        STAGING, "self.copied = self.stream.record_event()", "self.copied = torch.cuda.current_stream().record_event()",
+        STAGING, "self.pending_copy = self.stream.record_event()", "self.pending_copy = torch.cuda.current_stream().record_event()",
     ),
     _found(
         "muon, async save", "had this memory before", "memory that is freed while another stream copies it",
-        STAGING, "(self._buffer(name, local), local) for", "(self._buffer(name, local), local.clone()) for",
+        STAGING, "(self._get_buffer(name, local), local) for", "(self._get_buffer(name, local), local.clone()) for",
     ),
     _found(
         "single", "pinned memory", "pinned memory that is written before the device has copied it",

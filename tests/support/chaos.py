@@ -36,7 +36,7 @@ from tests.training.test_reading import expected_rows
 from tests.support.processes import alive, descendants, kill, program
 from tests.support.runs import LAYOUTS, TINY, Seen, Tensors, difference, same, saved, steps, train
 from titan.checkpoint import manifest
-from titan.checkpoint.reader import Reader
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote
 from titan.run.compose import composed
 from titan.run.directory import read_attempts
@@ -255,13 +255,13 @@ class Chaos:
 
     def _newest(self) -> int:
         """The step of the last checkpoint."""
-        return max((int(folder.name[5:]) for folder in manifest.complete(self.directory)), default=0)
+        return max((int(folder.name[5:]) for folder in manifest.list_complete(self.directory)), default=0)
 
     def _half(self) -> set[tuple[str, int]]:
         """Folders of saves that have not ended, each with what tells it from one of the same name."""
         found = set()
-        for folder in manifest.steps(self.directory):
-            names = (manifest.NAME, manifest.RETIRED, manifest.BROKEN)
+        for folder in manifest.list_folders(self.directory):
+            names = (manifest.NAME, manifest.RETIRED, manifest.DAMAGED)
             try:
                 if not any((folder / name).exists() for name in names):
                     found.add((folder.name, folder.stat().st_ino))
@@ -282,14 +282,14 @@ class Chaos:
         half = self._half()
         self.report.during += bool(half - self.halves)
         self.halves = half
-        complete, last = manifest.complete(self.directory), self._newest()
+        complete, last = manifest.list_complete(self.directory), self._newest()
         if last < self.last:
             self.report.wrong.append(f"kill {self.report.kills}: the last checkpoint was {self.last} and is {last}")
         self.last = last
         for folder in complete if verify else ():
             try:
-                manifest.verify(folder, manifest.inspect(folder).files)  # type: ignore[union-attr]
-                Reader(folder).read_metadata()
+                manifest.verify_checksums(folder, manifest.inspect(folder).files)  # type: ignore[union-attr]
+                CheckpointReader(folder).read_metadata()
             except Exception as error:
                 self.report.wrong.append(f"kill {self.report.kills}: {folder.name} is not whole: {error}")
 
@@ -337,18 +337,18 @@ class Chaos:
     def _compare_folders(self, run: Run) -> None:
         """Nothing of half a checkpoint is left, and the copies are as good as what is here."""
         if {f.name for f in (self.directory / "checkpoints").iterdir()} != {
-            f.name for f in manifest.complete(self.directory)
+            f.name for f in manifest.list_complete(self.directory)
         }:
             self.report.wrong.append("half a checkpoint is left")
         if not self.plan.copied:
             return
         copies = self.folder / "copies" / self.directory.name
-        index = Remote(str(copies)).index()
+        index = Remote(str(copies)).list_steps()
         folders = {f.name for f in copies.iterdir() if f.is_dir() and any(f.iterdir())}
         if max(index, default=0) != self.steps or folders != {f"step-{step}" for step in index}:
             self.report.wrong.append(f"copies of {sorted(index)} are counted, and there are {sorted(folders)}")
         for step in index:
-            manifest.verify(copies / f"step-{step}", manifest.inspect(copies / f"step-{step}").files)  # type: ignore[union-attr]
+            manifest.verify_checksums(copies / f"step-{step}", manifest.inspect(copies / f"step-{step}").files)  # type: ignore[union-attr]
 
 
 def _apart(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, difference, same, tiny, train, weights, whole
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.restore import restore
+from titan.checkpoint.restore import restore_train_state
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
@@ -115,7 +115,7 @@ class Table:
         if layout not in self.saved:
             run = self._run(f"saved-{layout}", layout, f"training.steps={STEPS}")
             states = [seen.last for seen in train(run)]
-            (folder,) = manifest.complete(Path(run.directory))
+            (folder,) = manifest.list_complete(Path(run.directory))
             self.saved[layout] = Saved(folder, merged(states))
         return self.saved[layout]
 
@@ -181,7 +181,7 @@ def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
 def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
     place = RankInfo(rank, size, rank, meeting if size > 1 else "")
-    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, exchange=True)
+    world = mesh.connect_world(place, run.layout, "cpu", run.cluster.timeout, connect_exchange=True)
     trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
     with trainer.loader as loader:
         batch, trainer.loader = next(loader), None  # type: ignore[assignment]
@@ -195,7 +195,7 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
 def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
     repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
-    restore(trainer.train_step, folder, coordinator)
+    restore_train_state(trainer.train_step, folder, coordinator)
     state = whole(train_state_dict(trainer.train_step))
     figures, norm = trainer._step().read()
     after = weights(whole(train_state_dict(trainer.train_step)))

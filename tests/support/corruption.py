@@ -256,7 +256,7 @@ def reseal(folder: Path) -> None:
     files = {}
     for file in (f for f in folder.iterdir() if f.name != MANIFEST):
         with file.open("rb") as content:
-            files[file.name] = vars(manifest.checksum(content))
+            files[file.name] = vars(manifest.checksum_stream(content))
     say(folder, files=files)
 
 
@@ -455,7 +455,7 @@ def _manifests() -> Iterator[Damage]:
         _said(f"{MANIFEST} is not a manifest .it names '../step-2/manifest.json', which is not a file in its folder"),
     )
     yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
-    other = lambda s: {METADATA: vars(manifest.checksum_of(s.last / METADATA))}
+    other = lambda s: {METADATA: vars(manifest.checksum_file(s.last / METADATA))}
     yield Damage("manifest that lists no tensors", lambda s: say(s.last, files=other(s)), _said(".* does not list __0"))
     yield Damage("checkpoint of another run", lambda s: say(s.last, run_id="other"), _said(".* is of another run"))
 

@@ -130,8 +130,8 @@ FAULTS = (
     fault(
         "layers: replicas count twice",
         "titan/training/layer_norms.py",
-        "square = squares(part).sum() / holders(parameter, world)",
-        "square = squares(part).sum()",
+        "square = sum_row_squares(part).sum() / count_replicas(parameter, world)",
+        "square = sum_row_squares(part).sum()",
         "training/test_layer_metrics.py::test_the_numbers_are_those_of_one_device[ddp tied]",
     ),
     fault(

@@ -115,8 +115,8 @@ FAULTS = (
     fault(
         "balancing: rows are put together in the order of ranks",
         "titan/parallelism/row_parts.py",
-        "return context_chunks.join(rows, TOKENS - x.dim(), self.balance and self.context > 1)",
-        "return context_chunks.join(rows, TOKENS - x.dim(), False)",
+        "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)",
+        "return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), False)",
         f"{GRADIENTS}[capacity-ep_cp]",
     ),
     fault(
@@ -150,7 +150,7 @@ FAULTS = (
     fault(
         "balancing: the state is not in checkpoints",
         "titan/checkpoint/state.py",
-        '    found |= {f"{STATE}{name}": value for name, value in state.named_state()}\n',
+        '    tensors |= {f"{STATE}{name}": value for name, value in state.named_state()}\n',
         "",
         f"{LAYOUTS}::test_any_layout_resumes_with_experts_load_and_bias",
     ),
@@ -185,7 +185,7 @@ FAULTS = (
     fault(
         "counting: stages of a pipeline lose their counts",
         "titan/parallelism/pipeline/runtime.py",
-        "            total[-self.of_blocks :] += torch.stack(self.own).sum(0)\n",
+        "            total[-self.block_figure_count :] += torch.stack(self.block_figures).sum(0)\n",
         "            pass\n",
         f"{GRADIENTS}[qwen3_moe-ep_zbv-none-2]",
     ),
@@ -199,22 +199,22 @@ FAULTS = (
     fault(
         "expert parallelism: gradients go back unchanged by the exchange",
         "titan/parallelism/collectives.py",
-        "all_to_all_single(grads[0].contiguous(), sending, receiving, group)",
-        "all_to_all_single(2 * grads[0].contiguous(), sending, receiving, group)",
+        "all_to_all_single(grads[0].contiguous(), send_counts, receive_counts, group)",
+        "all_to_all_single(2 * grads[0].contiguous(), send_counts, receive_counts, group)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
     ),
     fault(
         "expert parallelism: received rows are sorted by rank",
         EXCHANGE,
-        "return torch.searchsorted(ends, places, right=True) % received.shape[1]",
-        "return torch.searchsorted(ends, places, right=True) // received.shape[1]",
+        "return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]",
+        "return torch.searchsorted(ends, row_indices, right=True) // received_per_expert.shape[1]",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
     ),
     fault(
         "expert parallelism: dropped choices are sent",
         EXCHANGE,
-        "sent = tally(flat, count).view(ranks, -1)",
-        "sent = tally(flat.clamp(max=count - 1), count).view(ranks, -1)",
+        "sent_per_expert = tally(flat_experts, count).view(ranks, -1)",
+        "sent_per_expert = tally(flat_experts.clamp(max=count - 1), count).view(ranks, -1)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[dropped-fp32]",
     ),
     fault(
@@ -227,8 +227,8 @@ FAULTS = (
     fault(
         "expert parallelism: ranks share experts across stages",
         "titan/parallelism/mesh.py",
-        'return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
-        'return _regrouped(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
+        'return _rebuild_mesh(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))',
+        'return _rebuild_mesh(world, {"expert": layout.expert, **sizes}, ("shard", "expert"))',
         f"parallelism/test_groups.py::{NEIGHBOURS}",
     ),
     fault(

@@ -85,7 +85,7 @@ DATA = (
         "data order: ranks skip a row",
         "titan/parallelism/data_shard.py",
         "(self.rank + 1) * slots))",
-        "(self.rank + 1) * slots - 1))",
+        "(self.rank + 1) * count_slots - 1))",
         "dataset/test_loader.py::test_every_row_once_in_order_under_any_layout",
     ),
     fault(
@@ -143,14 +143,14 @@ TRAINING = (
         "loss scaling: the mean of ranks, not of tokens",
         "titan/training/trainer.py",
         "self.train_step.backward(rows, 1 / tokens)",
-        "self.train_step.backward(rows, self.world.rank_info.world_size / tokens)",
+        "self.train_step.backward(slice_rows, self.world.rank_info.world_size / tokens)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
     fault(
         "loss scaling: targets that do not count are counted",
         "titan/training/trainer.py",
         "scale = tokens / metrics[VALID].clamp(min=1)",
-        "scale = torch.ones(())",
+        "scale_gradients = torch.ones(())",
         "training/test_loader_setup.py::test_documents_are_trained_as_if_each_were_alone",
     ),
     fault(
@@ -191,8 +191,8 @@ TRAINING = (
     fault(
         "accumulation: replicas sum after each micro-batch",
         "titan/parallelism/data.py",
-        "isinstance(module, DistributedDataParallel) and not last",
-        "isinstance(module, DistributedDataParallel) and last",
+        "isinstance(module, DistributedDataParallel) and not is_last",
+        "isinstance(module, DistributedDataParallel) and is_last",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2-microbatches2]",
     ),
     fault(
@@ -266,8 +266,8 @@ PARALLELISM = (
     fault(
         "gradient norm: what several ranks have counts several times",
         "titan/parallelism/grad_norm.py",
-        "_sum_of_squares(shards).to(device) / count",
-        "_sum_of_squares(shards).to(device)",
+        "_sum_shard_squares(shards).to(device) / replica_count",
+        "_sum_shard_squares(shards).to(device)",
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
     ),
     fault(
@@ -287,8 +287,8 @@ PARALLELISM = (
     fault(
         "gradient norm: small ones are scaled up",
         "titan/parallelism/grad_norm.py",
-        "torch.clamp(largest / (norm + 1e-6), max=1.0)",
-        "largest / (norm + 1e-6)",
+        "torch.clamp(max_norm / (norm + 1e-6), max=1.0)",
+        "max_norm / (norm + 1e-6)",
         "parallelism/test_grad_norm.py::test_plain_tensors_as_torch",
     ),
     fault(
@@ -301,35 +301,35 @@ PARALLELISM = (
     fault(
         "hsdp: replicas are not summed",
         "titan/parallelism/data.py",
-        "module.set_requires_all_reduce(last)\n        module.set_is_last_backward",
+        "module.set_requires_all_reduce(is_last)\n        module.set_is_last_backward",
         "module.set_requires_all_reduce(False)\n        module.set_is_last_backward",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[hsdp4]",
     ),
     fault(
         "ddp: gradients are not summed",
         "titan/parallelism/data.py",
-        "    module.register_comm_hook(mesh.get_group(), _sum)\n",
+        "    module.register_comm_hook(mesh.get_group(), _all_reduce_hook)\n",
         "",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
     fault(
         "tp: a row-wise product is not summed",
         "titan/parallelism/tensor.py",
-        "return collectives.total(out, self.group)",
+        "return collectives.reduce_from_region(out, self.group)",
         "return out",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp-whole-sequence]",
     ),
     fault(
         "tp: gradients of shared weights are not summed",
         "titan/parallelism/tensor.py",
-        "flat = _sum_over(torch.cat([part.flatten() for part in parts]).to(device), group)",
+        "flat = _all_reduce_sum(torch.cat([part.flatten() for part in parts]).to(device), group)",
         "flat = torch.cat([part.flatten() for part in parts])",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp]",
     ),
     fault(
         "tp: tokens of another rank's vocabulary look up its first row",
         "titan/parallelism/tensor.py",
-        ".masked_fill(elsewhere[..., None], 0)",
+        ".masked_fill(is_outside[..., None], 0)",
         "",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp]",
     ),
@@ -343,8 +343,8 @@ PARALLELISM = (
     fault(
         "cp: the gradient of earlier keys is lost",
         "titan/parallelism/context.py",
-        "dq.float() + past[0], *past[1:]",
-        "dq.float(), *past[1:]",
+        "dq.float() + earlier_grads[0], *earlier_grads[1:]",
+        "dq.float(), *earlier_grads[1:]",
         "parallelism/test_context.py::test_as_on_one_rank",
     ),
     fault(
@@ -385,8 +385,8 @@ PARALLELISM = (
     fault(
         "precision: ranks sum gradients in the compute type",
         "titan/parallelism/data.py",
-        "MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32,",
-        "MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute,",
+        "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32,",
+        "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype,",
         "test_laws.py::test_bitwise_the_same[fsdp2-is-ddp2-in-bf16]",
         "test_laws.py::test_bitwise_the_same[two-ranks-are-two-microbatches-in-bf16]",
     ),

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.model.test_parity import GROUPS, V2, YARN, difference, hugging_face
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import File, Manifest
+from titan.checkpoint.manifest import Manifest, ManifestFile
 from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -54,7 +54,7 @@ def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> 
     files = {}
     for file in sorted(folder.iterdir()):
         with file.open("rb") as content:
-            files[file.name] = manifest.checksum(content)
+            files[file.name] = manifest.checksum_stream(content)
     kind = {"_target_": f"{type(model).__module__}.{type(model).__name__}"}
     step = int(folder.name[5:]) if folder.name.startswith("step-") else 3
     about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | plain(model), "titan4k", files)
@@ -180,11 +180,11 @@ def about(step: int = 1, **fields: Any) -> Manifest:
 def complete(folder: Path, said: Manifest, files: dict[str, bytes] | None = None) -> Path:
     """A folder with `files` (`FILES`), which a manifest makes a complete checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, File] = {}
+    found: dict[str, ManifestFile] = {}
     for name, content in (FILES if files is None else files).items():
         (folder / name).write_bytes(content)
         with (folder / name).open("rb") as file:
-            found[name] = manifest.checksum(file)
+            found[name] = manifest.checksum_stream(file)
     manifest.write(folder, Manifest(**{**vars(said), "files": found}))
     return folder
 

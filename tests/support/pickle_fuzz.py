@@ -111,7 +111,7 @@ OPCODES = [getattr(pickle, name) for name in pickle.__all__ if isinstance(getatt
 
 def fragment(r: random.Random) -> bytes:
     """A few opcodes that make sense, in a place where they may not."""
-    name = r.choice([*sorted(reader.NAMES), *OUTSIDE])
+    name = r.choice([*sorted(reader.ALLOWED_NAMES), *OUTSIDE])
     called = named(name) + dumped(r.choice([(), ((1, 2),), ("x",), ("/etc/passwd",)]))
     return r.choice(
         (
@@ -141,7 +141,7 @@ def generated(r: random.Random) -> bytes:
 
 def state_of_classes(r: random.Random) -> bytes:
     """A true file, before which an attribute of a class is set to something."""
-    name, attribute = r.choice(sorted(reader.NAMES)), r.choice(ATTRIBUTES)
+    name, attribute = r.choice(sorted(reader.ALLOWED_NAMES)), r.choice(ATTRIBUTES)
     harm = named(name) + dumped((None, {attribute: r.choice(WRONG)})) + pickle.BUILD + r.choice((pickle.POP, b""))
     return pickle.PROTO + b"\4" + harm + pickle.dumps(metadata(1), 4)[2:]
 
@@ -194,8 +194,17 @@ def reachable() -> dict[str, Any]:
     """The identity of each attribute of whatever a file may name, and of what reads it; the modules; the variables."""
     found: dict[str, Any] = {}
     pickle.dumps((metadata(), Path()))  # which leaves notes at classes that it has seen
-    objects: list[Any] = [_resolved(name) for name in sorted(reader.NAMES)]
-    objects += [safe_pickle.Made, safe_pickle.Global, safe_pickle._Machine, safe_pickle, reader, pickle, os, io]
+    objects: list[Any] = [_resolved(name) for name in sorted(reader.ALLOWED_NAMES)]
+    objects += [
+        safe_pickle.PickledObject,
+        safe_pickle.Global,
+        safe_pickle._Machine,
+        safe_pickle,
+        reader,
+        pickle,
+        os,
+        io,
+    ]
     for number, of in enumerate(objects):
         own = {name: id(value) for name, value in vars(of).items()} if hasattr(of, "__dict__") else {}
         own |= {name: id(getattr(of, name)) for name in ("__code__", "__defaults__") if hasattr(of, name)}
@@ -205,7 +214,7 @@ def reachable() -> dict[str, Any]:
         "codes": tuple(map(id, safe_pickle._CODES)),
         "variables": dict(os.environ),
     }
-    return found | {"names": sorted(reader.NAMES), "folder": sorted(os.listdir("."))}
+    return found | {"names": sorted(reader.ALLOWED_NAMES), "folder": sorted(os.listdir("."))}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -253,8 +262,8 @@ def fuzz(count: int, seed: int = 0) -> Counter[str]:
     for number, content in enumerate(streams(count, seed)):
         with overheard() as events:
             try:
-                found: object = reader.parse(content)
-            except reader.Foreign as error:
+                found: object = reader.parse_metadata(content)
+            except reader.UnknownContentError as error:
                 found = str(error)
         assert not events, f"{number}: {events}: {content[:200]!r}"
         assert isinstance(found, Metadata) or "\n" not in str(found), f"{number}: {found}"

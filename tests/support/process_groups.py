@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
-from titan.parallelism.pipeline.runtime import PipelineShape, p2p_groups
+from titan.parallelism.pipeline.runtime import PipelineShape, create_p2p_groups
 from titan.parallelism.schema import Layout
 
 COLOR_AND_KEY = 8
@@ -77,10 +77,10 @@ def store_traffic(size: int) -> tuple[int, int]:
 def now(layout: Layout, rank: int) -> None:
     """Make the groups as titan does."""
     world = mesh.build_world(RankInfo(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
-    group = world.group("pipeline")
+    group = world.get_group("pipeline")
     if group is not None:
         owners = tuple(range(layout.pipeline)) * 2
-        p2p_groups(PipelineShape("Interleaved1F1B", owners, 1, 1, 1, 1, torch.float32), group, world.timeout)
+        create_p2p_groups(PipelineShape("Interleaved1F1B", owners, 1, 1, 1, 1, torch.float32), group, world.timeout)
 
 
 def one_by_one(layout: Layout, rank: int) -> None:
@@ -89,11 +89,11 @@ def one_by_one(layout: Layout, rank: int) -> None:
     device_mesh.init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     wide = [name for name in ("pipeline", "context", "tensor") if getattr(layout, name) > 1]
     if layout.context > 1:
-        dist.new_subgroups_by_enumeration([list(ranks) for ranks in layout.groups("context")])
+        dist.new_subgroups_by_enumeration([list(ranks) for ranks in layout.list_groups("context")])
     if len(wide) > 1:
         found: dict[tuple[int, int], list[int]] = {}
         for other in range(layout.devices):
-            at = layout.coordinates(other)
+            at = layout.compute_coordinates(other)
             found.setdefault((at["replicate"], at["shard"]), []).append(other)
         dist.new_subgroups_by_enumeration(list(found.values()))
 

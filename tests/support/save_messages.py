@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan.checkpoint.assignment import describe
+from titan.checkpoint.assignment import describe_items
 from titan.checkpoint.coordinator import pack_message
-from titan.checkpoint.manifest import File
+from titan.checkpoint.manifest import ManifestFile
 from titan.checkpoint.plans import RankPositions, Written
-from titan.parallelism.exchange import Exchange
+from titan.parallelism.exchange import StoreExchange
 
 RANKS = (64, 1024, 16384)
 SHARD = 64
@@ -103,18 +103,18 @@ def items(rank: int) -> list[WriteItem]:
 def rounds(ranks: int, first: bool) -> list[Round]:
     """The messages of a save: of a rank's that has its equal share of the tensors."""
     held, replicas = items(ranks - 1), max(1, ranks // SHARD)
-    holdings = describe(held)
+    holdings = describe_items(held)
     draw = random.Random(0)
     chosen = (set(draw.sample(range(len(held)), max(1, len(held) // replicas))) for _ in range(ranks))
     parts = [bytes(at in some for at in range(len(held))) for some in chosen]
     mine = [item for item, chosen in zip(held, parts[-1], strict=True) if chosen]
     rows = np.array([(0, 1048576 * i, 1049408) for i, _ in enumerate(mine)])
     positions = RankPositions((f"__{ranks - 1}_0.distcp",), rows.tobytes())
-    written = Written(positions if first else None, holdings.digest())
-    files = {f"__{ranks - 1}_0.distcp": File(2**30, "0123abcd")}
+    written = Written(positions if first else None, holdings.compute_digest())
+    files = {f"__{ranks - 1}_0.distcp": ManifestFile(2**30, "0123abcd")}
     return [
         (
-            pack_message((holdings if first else holdings.digest(), None)),
+            pack_message((holdings if first else holdings.compute_digest(), None)),
             [pack_message((part if first else None, None)) for part in parts],
         ),
         (pack_message(((written, files), None)), pack_message((("tokenizer.json", 2**40), None))),
@@ -123,9 +123,9 @@ def rounds(ranks: int, first: bool) -> list[Round]:
 
 
 def sent(ranks: int, all_rounds: Sequence[Round]) -> Cost:
-    """Send a save's messages between simulated ranks, each by its own `Exchange`."""
+    """Send a save's messages between simulated ranks, each by its own `StoreExchange`."""
     store, at_rank_0, operations = Counting(), 0, 0
-    exchanges = [Exchange(store, rank, ranks) for rank in range(ranks)]
+    exchanges = [StoreExchange(store, rank, ranks) for rank in range(ranks)]
     for mine, answer in all_rounds:
         if mine is not None:
             for exchange in exchanges[1:]:
@@ -168,7 +168,7 @@ def before(ranks: int) -> Cost:
     central = len(pickle.dumps(SavePlan(share, storage_data=_StoragePrefix(f"__{ranks}_"))))
     info = [_StorageInfo(f"__{ranks}_0.distcp", 1048576 * i, 1049408) for i in range(len(share))]
     results = [WriteResult(item.index, 1049408, at) for item, at in zip(share, info, strict=True)]
-    files = {f"__{ranks - 1}_0.distcp": File(2**30, "0123abcd")}
+    files = {f"__{ranks - 1}_0.distcp": ManifestFile(2**30, "0123abcd")}
     small = len(pickle.dumps((None, None)))
     costs = [gathered_to_all(ranks, small)] * 7 + [gathered_to_all(ranks, len(pickle.dumps(files)))]
     costs += [gathered(ranks, plan), given(ranks, central, 3), gathered(ranks, len(pickle.dumps(results)))]

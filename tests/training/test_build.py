@@ -22,7 +22,7 @@ from titan.training.train_step import TrainStep
 
 
 def built(run: Run, notes: list[str] | None = None) -> TrainStep:
-    world = mesh.connect(RankInfo(), run.layout, "cpu", 30)
+    world = mesh.connect_world(RankInfo(), run.layout, "cpu", 30)
     return build_train_step(run, world, (notes if notes is not None else []).append)
 
 
@@ -67,7 +67,7 @@ def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: lis
 
 
 def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
-    world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 300)
+    world = mesh.connect_world(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 300)
     train_step = build_train_step(run, world)
     managed = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
     assert managed == {id(p) for p in train_step.parameters()}
@@ -128,8 +128,8 @@ def test_a_part_of_rows_has_its_own_positions_and_documents() -> None:
     """Rotation is relative, so that no training would show positions of another token."""
     tokens = torch.arange(24).view(1, 2, 12)
     positions, documents, indices = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
-    part = Microbatches(tokens, tokens + 1, positions, documents).select(indices)
+    part = Microbatches(tokens, tokens + 1, positions, documents).select_tokens(indices)
     expected = [t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)]
     assert all(torch.equal(a, b) for a, b in zip(part, expected, strict=True) if a is not None)
-    assert torch.equal(Microbatches(tokens).select(indices).positions, indices)  # type: ignore[arg-type]
-    assert [t is None for t in Microbatches(tokens).select(indices)] == [False, True, False, True]
+    assert torch.equal(Microbatches(tokens).select_tokens(indices).positions, indices)  # type: ignore[arg-type]
+    assert [t is None for t in Microbatches(tokens).select_tokens(indices)] == [False, True, False, True]

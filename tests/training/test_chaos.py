@@ -41,7 +41,7 @@ def test_the_witness_sees_a_checkpoint_that_went(tmp_path: Path) -> None:
     seen = witness(tmp_path)
     seen._witness(verify=False)
     assert not seen.report.wrong
-    manifest.set_aside(manifest.folder_of(seen.directory, 8))
+    manifest.mark_damaged(manifest.folder_of(seen.directory, 8))
     checkpoint(seen.directory, 4)
     seen._witness(verify=False)
     assert seen.report.wrong == ["kill 0: the last checkpoint was 8 and is 4"]

@@ -21,7 +21,7 @@ STEPS = 2
 def counted(trainer: Trainer) -> dict[str, Any]:
     """Return what the rank counts from now on: its all-reduces by the size of their tensors, and its norms."""
     seen: dict[str, Any] = {"sizes": Counter(), "norms": []}
-    all_reduce, clip = dist.all_reduce, grad_norm.clip
+    all_reduce, clip = dist.all_reduce, grad_norm.clip_gradients
 
     def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         seen["sizes"][tensor.dtype, tensor.numel()] += 1
@@ -31,7 +31,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
         seen["norms"].append(norm.clone())
         clip(gradients, norm, largest)
 
-    dist.all_reduce, grad_norm.clip = counting, noting  # for good: this is a rank's process
+    dist.all_reduce, grad_norm.clip_gradients = counting, noting  # for good: this is a rank's process
     return seen
 
 

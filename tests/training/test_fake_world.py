@@ -85,7 +85,7 @@ def cluster(directory: Path, *overrides: str, nodes: int) -> Run:
 def stage_flops(run: Run, rank: int) -> float:
     """What the matmuls of a rank's stages take for its tokens, in closed form: 6 for each weight and token."""
     model, tokens = run.model, run.microbatches * -(-run.rank_rows // run.microbatches) * run.training.seq_len
-    mine = run.staging.stages_of(run.layout.coordinates(rank)["pipeline"])
+    mine = run.staging.list_stages(run.layout.compute_coordinates(rank)["pipeline"])
     layers = sum(end - first for first, end in (run.staging.layers[s] for s in mine))
     weights = layers * model.block_matmul_parameters()
     weights += model.vocab * model.dim if run.staging.count - 1 in mine else 0

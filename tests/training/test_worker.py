@@ -132,7 +132,7 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("CUDA out of memory. Tried")
 
     world, job = World(), Job()
-    monkeypatch.setattr(generation.mesh, "connect", lambda *arguments: world)
+    monkeypatch.setattr(generation.mesh, "connect_world", lambda *arguments: world)
     monkeypatch.setattr(generation, "_model", fail)
     with pytest.raises(RunError, match="out of memory"):
         generation.work(job, RankInfo())  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_weights(tmp_path: Path) -> None:
     assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in wanted.items())
     found = manifest.inspect(tmp_path / "b")
     assert found is not None and found.step == 0 and found.tokenizer == "titan4k"
-    manifest.verify(tmp_path / "b", found.files)
+    manifest.verify_checksums(tmp_path / "b", found.files)
     assert {file.name for file in (tmp_path / "b").iterdir()} == {*found.files, "manifest.json"}
 
 

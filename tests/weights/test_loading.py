@@ -65,7 +65,7 @@ def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
 
 def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[Mapping[str, Tensor], int, int]:
     """A rank's parameters, whole; how many numbers it has read, and how many it holds."""
-    world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 300)
+    world = mesh.connect_world(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 300)
     train_step = build_train_step(run, world)
     weights = Counted(open_weights(path))
     state = dict(train_step.named_parameters())

@@ -60,7 +60,7 @@ def tied(run: Run) -> str:
     indirect=["parent"],
 )
 def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, parent: Run, tmp_path: Path) -> None:
-    (folder,) = manifest.complete(Path(parent.directory))
+    (folder,) = manifest.list_complete(Path(parent.directory))
     path = {"run": parent.directory, "checkpoint": folder, "hf": folder / "hf"}[form]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={path}", layout=layout)
     seen = train(run)
@@ -76,7 +76,7 @@ def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, p
 
 @of("tied")
 def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> None:
-    (folder,) = manifest.complete(Path(parent.directory))
+    (folder,) = manifest.list_complete(Path(parent.directory))
     layout = ["parallelism.pipeline=2", "parallelism.tensor=1", "parallelism.microbatches=4"]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}/hf", *layout)
     state: dict[str, torch.Tensor] = {}
@@ -93,18 +93,18 @@ def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent:
         assert isinstance(attempt, attempts.Attempt)
         return attempt.ids.science
 
-    (folder,) = manifest.complete(Path(parent.directory))
+    (folder,) = manifest.list_complete(Path(parent.directory))
     shutil.copytree(folder / "hf", tmp_path / "moved")
     assert science(folder / "hf", "a") == science(tmp_path / "moved", "b")
     other = tiny(tmp_path / "other", tied(parent), "training.seed=1", "checkpoint.export=hf")
     train(other)
-    (different,) = manifest.complete(tmp_path / "other")
+    (different,) = manifest.list_complete(tmp_path / "other")
     assert science(different / "hf", "c") != science(folder / "hf", "d")
 
 
 @of("untied")
 def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, tmp_path: Path) -> None:
-    shutil.copytree(manifest.complete(Path(parent.directory))[0] / "hf", tmp_path / "hf")
+    shutil.copytree(manifest.list_complete(Path(parent.directory))[0] / "hf", tmp_path / "hf")
     settings = [tied(parent), f"checkpoint.weights={tmp_path}/hf"]
     last = train(tiny(tmp_path / "run", *settings))[0].last
     shutil.rmtree(tmp_path / "hf")
@@ -123,7 +123,7 @@ def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, t
 )
 @of("untied")
 def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, parent: Run, tmp_path: Path) -> None:
-    (folder,) = manifest.complete(Path(parent.directory))
+    (folder,) = manifest.list_complete(Path(parent.directory))
     more = [setting.format(folder=folder) for setting in settings]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}", "training.steps=9", *more)
     with pytest.raises(ConfigError, match=rf"checkpoint.weights=\S+: .*{said}"):
@@ -135,7 +135,7 @@ def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_p
     how = ["checkpoint.every=2", f"checkpoint={mode}", "checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
     run = tiny(tmp_path, *how, "training.steps=4", layout=layout)
     train(run)
-    for folder, step in zip(manifest.complete(tmp_path), (2, 4), strict=True):
+    for folder, step in zip(manifest.list_complete(tmp_path), (2, 4), strict=True):
         assert bits_equal(saved(run, step), open_weights(folder / "hf"))
         config = json.loads((folder / "hf" / "config.json").read_text())
         assert config["architectures"] == ["LlamaForCausalLM"]
@@ -146,6 +146,6 @@ def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_p
 def test_meta_format_leaves_too(tmp_path: Path) -> None:
     run = tiny(tmp_path, "checkpoint.export=meta", "checkpoint.export_dtype=fp32", layout="fsdp2")
     seen: list[Seen] = train(run)
-    (folder,) = manifest.complete(tmp_path)
+    (folder,) = manifest.list_complete(tmp_path)
     assert (folder / "meta" / "consolidated.00.pth").is_file()
     assert bits_equal(seen[0].last, open_weights(folder / "meta"))

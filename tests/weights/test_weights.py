@@ -60,7 +60,7 @@ class Code:
 
 def metadata(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
-    edit(folder / "manifest.json", files={".metadata": vars(manifest.checksum_of(folder / ".metadata"))})
+    edit(folder / "manifest.json", files={".metadata": vars(manifest.checksum_file(folder / ".metadata"))})
 
 
 REFUSED: list[Any] = [

@@ -39,7 +39,7 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
     Returns:
         For each length the median tokens/s, and the ratio of cached to recomputed in each round.
     """
-    world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
+    world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
     model = build.build_for_generation(run.model, run.precision, world)
     init_weights.materialise(model, model.initial(), 0, world.device)
     batch = f"batch of {ROWS}, cache"

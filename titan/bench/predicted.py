@@ -239,7 +239,7 @@ def _train(run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: in
         trainer.run_steps(steps)
         gib = peak_resident_gib()
         live = _live_bytes(trainer)
-    fullest = [max(values) for values in zip(*world.gather((gib, live)), strict=True)]
+    fullest = [max(values) for values in zip(*world.all_gather_object((gib, live)), strict=True)]
     world.close()
     return {"gib": fullest[0], "live": fullest[1]}
 

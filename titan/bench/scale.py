@@ -234,7 +234,7 @@ def _propose(ranks: int, meter: Meter) -> None:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     tensors, plans = save.tensors(), Plans(rank)
     with meter:
-        plans.propose(tensors)
+        plans.local_plan(tensors)
 
 
 def _read_checkpoint(ranks: int, meter: Meter) -> None:
@@ -249,7 +249,7 @@ def _read_checkpoint(ranks: int, meter: Meter) -> None:
         content = (Path(folder) / reader.METADATA).read_bytes()
     items, _ = save.templates[-1]
     with meter:
-        tensors: dict[str, Any] = reader.parse(content).state_dict_metadata
+        tensors: dict[str, Any] = reader.parse_metadata(content).state_dict_metadata
         for item in items:
             if item.tensor_data is not None:
                 create_read_items_for_chunk_list(item.index.fqn, tensors[item.index.fqn], [item.tensor_data.chunk])

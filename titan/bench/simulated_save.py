@@ -23,12 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.bench.in_memory import DictStore
-from titan.checkpoint.assignment import Holdings, describe, digest
+from titan.checkpoint.assignment import Holdings, compute_digest, describe_items
 from titan.checkpoint.coordinator import Coordinator, pack_message
-from titan.checkpoint.manifest import File
+from titan.checkpoint.manifest import ManifestFile
 from titan.checkpoint.plans import Plans, RankPositions, Written
-from titan.checkpoint.writer import Writer
-from titan.parallelism.exchange import Exchange
+from titan.checkpoint.writer import CheckpointWriter
+from titan.parallelism.exchange import StoreExchange
 from titan.run.run import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,14 +50,14 @@ class SimulatedSave:
         self.layout, self.ranks = run.layout, run.layout.devices
         self.stages = [_names(sizes, first, end) for first, end in run.staging.layers]
         self.sizes, self.store, self.plans = sizes, DictStore(), Plans(0)
-        self.exchanges = [Exchange(self.store, rank, self.ranks) for rank in range(self.ranks)]
+        self.exchanges = [StoreExchange(self.store, rank, self.ranks) for rank in range(self.ranks)]
         self.coordinator = Coordinator(0, self.ranks, self.exchanges[0])
 
     @cached_property
     def templates(self) -> list[tuple[list[WriteItem], Holdings]]:
         """What the first rank of each stage has."""
         items = [list(self._items(names)) for names in self.stages]
-        return [(of_stage, describe(of_stage)) for of_stage in items]
+        return [(of_stage, describe_items(of_stage)) for of_stage in items]
 
     def _items(self, names: Sequence[str]) -> Iterator[WriteItem]:
         for name in names:
@@ -84,7 +84,7 @@ class SimulatedSave:
 
     def holdings(self, rank: int) -> Holdings:
         """Return what a rank has."""
-        place = self.layout.coordinates(rank)
+        place = self.layout.compute_coordinates(rank)
         items, first = self.templates[place["pipeline"] if len(self.templates) > 1 else 0]
         boxes = np.frombuffer(first.boxes, np.int64).reshape(-1, 2, first.dims).copy()
         dims = np.array([len(item.tensor_data.size) if item.tensor_data else 0 for item in items])
@@ -102,36 +102,38 @@ class SimulatedSave:
         for rank in range(1, self.ranks):
             if not first:
                 self.exchanges[rank].broadcast()  # the end of the save before
-            holdings = self.holdings(rank) if first else self.plans.shared.digests[rank]
+            holdings = self.holdings(rank) if first else self.plans.rank0_plan.digests[rank]
             self.exchanges[rank].gather(pack_message((holdings, None)))
 
     def settle(self, first: bool) -> bytes | None:
         """Do what rank 0 does before ranks write, and return its part."""
-        own = self.holdings(0) if first else self.plans.shared.digests[0]
-        return self.coordinator.scatter(lambda: own, self.plans.settle)
+        own = self.holdings(0) if first else self.plans.rank0_plan.digests[0]
+        return self.coordinator.scatter(lambda: own, self.plans.global_plan)
 
     def send_positions(self, first: bool) -> None:
         """Send rank 0 where each other rank has written its items, or the digest of that."""
         for rank in range(1, self.ranks):
             self.exchanges[rank].scatter()
-            files = {f"__{rank}_0.distcp": File(2**30, "0123abcd")}
+            files = {f"__{rank}_0.distcp": ManifestFile(2**30, "0123abcd")}
             self.exchanges[rank].gather(pack_message(((self._written(rank, first), files), None)))
 
     def _written(self, rank: int, first: bool) -> Written:
-        shared = self.plans.shared
+        shared = self.plans.rank0_plan
         assert shared.assignment is not None
         part = shared.assignment.parts[rank]
         lengths = np.full(sum(part), 2**20 + HEADER)
         rows = np.stack([np.zeros_like(lengths), lengths.cumsum() - lengths, lengths], 1)
         positions = RankPositions((f"__{rank}_0.distcp",), rows.tobytes())
-        return Written(positions if first else None, digest(shared.digests[rank], part, positions.digest()))
+        return Written(
+            positions if first else None, compute_digest(shared.digests[rank], part, positions.compute_digest())
+        )
 
     def conclude(self, first: bool, folder: Path) -> None:
         """Do what rank 0 does after ranks have written."""
-        writer, own = Writer(folder), self._written(0, first)
+        writer, own = CheckpointWriter(folder), self._written(0, first)
         self.coordinator.gather(
-            lambda: (own, dict[str, File]()),
-            lambda written: self.plans.conclude(writer, [of_rank for of_rank, _ in written]),
+            lambda: (own, dict[str, ManifestFile]()),
+            lambda written: self.plans.finish(writer, [of_rank for of_rank, _ in written]),
         )
 
 

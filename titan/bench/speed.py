@@ -221,7 +221,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]
         attempt = attempts.begin_attempt(run)
         if isinstance(attempt, attempts.FinishedRun):
             raise ConfigError(f"{folder} contains a finished run; empty it.")
-        world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
+        world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
         trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.recorder = recorder

@@ -64,7 +64,7 @@ def prepared(run: Run) -> Trial:
 def connect(run: Run, rank: int, ranks: int, meeting: str) -> World:
     """Return the world of one of a run's ranks."""
     info = RankInfo(rank, ranks, rank, meeting)
-    return mesh.connect(info, run.layout, run.machine.device, run.cluster.timeout)
+    return mesh.connect_world(info, run.layout, run.machine.device, run.cluster.timeout)
 
 
 def trainer(trial: Trial, world: World) -> Trainer:
@@ -95,7 +95,7 @@ def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> d
     """Train some steps and return the peak resident set of the fullest rank."""
     world = connect(trials[0][0], rank, ranks, meeting)
     _seconds(trainer(trials[0], world), world)
-    return {"0": max(world.gather(peak_resident_gib()))}
+    return {"0": max(world.all_gather_object(peak_resident_gib()))}
 
 
 def _seconds(one: Trainer, world: World) -> float:

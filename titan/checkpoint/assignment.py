@@ -3,8 +3,8 @@
 A part is a box of a tensor: offsets and sizes along each dimension. The boxes of all ranks are integer arrays, so that
 the time on rank 0 grows with their number at the speed of sorting, and Python's interpreter lock is free meanwhile:
 
-1. every rank: `describe` its items, once for a state of one form;
-2. rank 0: `assign` each box to one of the ranks that have it, and check that the chosen boxes make up every tensor,
+1. every rank: `describe_items` its items, once for a state of one form;
+2. rank 0: `assign_boxes` each box to one of the ranks that have it, and check that the chosen boxes make up every tensor,
    each element once. A tensor for which they don't is an error before any rank writes.
 
 In arrays all tensors have D dimensions, the largest number of any: the others have sizes of 1 behind their own.
@@ -53,20 +53,20 @@ class Holdings(NamedTuple):
     boxes: bytes
     dims: int
 
-    def digest(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """Return 16 bytes that differ for other holdings."""
-        return digest(self.tensors, self.boxes)
+        return compute_digest(self.tensors, self.boxes)
 
 
-def digest(*parts: bytes) -> bytes:
+def compute_digest(*parts: bytes) -> bytes:
     """Return 16 bytes that differ for other parts."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.digest()
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.digest()
 
 
-def describe(items: Sequence[WriteItem]) -> Holdings:
+def describe_items(items: Sequence[WriteItem]) -> Holdings:
     """Describe a rank's items.
 
     Raises:
@@ -79,7 +79,7 @@ def describe(items: Sequence[WriteItem]) -> Holdings:
         infos.append(TensorInfo(item.index.fqn, tuple(item.tensor_data.size), item.tensor_data.properties))
         boxes.append(item.tensor_data.chunk)
     dims = max([1, *(len(info.size) for info in infos)])
-    extents = [(_pad(box.offsets, dims, 0), _pad(box.sizes, dims, 1)) for box in boxes]
+    extents = [(_pad_values(box.offsets, dims, 0), _pad_values(box.sizes, dims, 1)) for box in boxes]
     return Holdings(zlib.compress(pickle.dumps(infos), 1), np.array(extents, np.int64).tobytes(), dims)
 
 
@@ -102,28 +102,32 @@ class Assignment:
     order: Integers
 
 
-def assign(holdings: Sequence[Holdings]) -> Assignment:
+def assign_boxes(holdings: Sequence[Holdings]) -> Assignment:
     """Assign each box to one of the ranks that have it: the one that has the fewest bytes to write.
 
     Raises:
         ValueError: when the ranks have different tensors under one name, or their boxes don't make up a whole tensor.
     """
-    tensors, held = _collect(holdings)
-    points = _Points(_sizes_of(tensors, held.boxes.shape[2]))
-    _check_bounds(tensors, held, points.sizes)
-    keys = points.numbers(held.tensor, held.boxes[:, OFFSETS])
+    tensors, rank_boxes = _collect_boxes(holdings)
+    points = _Points(_pad_sizes(tensors, rank_boxes.boxes.shape[2]))
+    _check_bounds(tensors, rank_boxes, points.sizes)
+    keys = points.number_points(rank_boxes.tensor, rank_boxes.boxes[:, OFFSETS])
     by_key = np.argsort(keys, kind="stable")
     first = np.flatnonzero(np.diff(keys[by_key], prepend=-1))  # of each distinct box among those of all ranks
-    chosen = by_key[_choose(held.rank[by_key], first, _bytes(tensors, held, by_key[first]), len(holdings))]
-    _check_cover(tensors, held.tensor[chosen], held.boxes[chosen], points)
-    written = np.sort(chosen)
+    chosen_rows = by_key[
+        _choose_rows(rank_boxes.rank[by_key], first, _count_bytes(tensors, rank_boxes, by_key[first]), len(holdings))
+    ]
+    _check_cover(tensors, rank_boxes.tensor[chosen_rows], rank_boxes.boxes[chosen_rows], points)
+    written = np.sort(chosen_rows)
     mask = np.zeros(len(keys), np.uint8)
-    mask[chosen] = 1
-    parts = [mask[start:end].tobytes() for start, end in pairwise(held.starts)]
-    return Assignment(tensors, parts, held.tensor[written], held.boxes[written], np.searchsorted(written, chosen))
+    mask[chosen_rows] = 1
+    parts = [mask[start:end].tobytes() for start, end in pairwise(rank_boxes.starts)]
+    return Assignment(
+        tensors, parts, rank_boxes.tensor[written], rank_boxes.boxes[written], np.searchsorted(written, chosen_rows)
+    )
 
 
-class _Held(NamedTuple):
+class _RankBoxes(NamedTuple):
     """The boxes of all ranks, by rank: of which tensor and rank, extents [boxes, 2, D], and where each rank's begin."""
 
     tensor: Integers
@@ -132,17 +136,19 @@ class _Held(NamedTuple):
     starts: list[int]
 
 
-def _collect(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], _Held]:
+def _collect_boxes(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], _RankBoxes]:
     """Return all tensors, and all ranks' boxes."""
     tensors, numbers = _number_tensors(holdings)
     counts = [len(of_rank) for of_rank in numbers]
     starts = list(accumulate(counts, initial=0))
-    boxes = np.zeros((starts[-1], 2, max(held.dims for held in holdings)), np.int64)
+    boxes = np.zeros((starts[-1], 2, max(rank_holdings.dims for rank_holdings in holdings)), np.int64)
     boxes[:, SIZES] = 1
-    for held, start, end in zip(holdings, starts[:-1], starts[1:], strict=True):
-        boxes[start:end, :, : held.dims] = np.frombuffer(held.boxes, np.int64).reshape(-1, 2, held.dims)
+    for rank_holdings, start, end in zip(holdings, starts[:-1], starts[1:], strict=True):
+        boxes[start:end, :, : rank_holdings.dims] = np.frombuffer(rank_holdings.boxes, np.int64).reshape(
+            -1, 2, rank_holdings.dims
+        )
     ranks = np.repeat(np.arange(len(holdings)), counts)
-    return tensors, _Held(np.concatenate(numbers), ranks, boxes, starts)
+    return tensors, _RankBoxes(np.concatenate(numbers), ranks, boxes, starts)
 
 
 def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], list[Integers]]:
@@ -152,34 +158,36 @@ def _number_tensors(holdings: Sequence[Holdings]) -> tuple[list[TensorInfo], lis
         ValueError: when two ranks have tensors of other sizes or dtypes under one name.
     """
     tensors: dict[str, tuple[int, TensorInfo, int]] = {}
-    known: dict[bytes, Integers] = {}
-    for rank, held in enumerate(holdings):
-        if held.tensors not in known:
-            infos: list[TensorInfo] = pickle.loads(zlib.decompress(held.tensors))
+    tensor_numbers: dict[bytes, Integers] = {}
+    for rank, rank_holdings in enumerate(holdings):
+        if rank_holdings.tensors not in tensor_numbers:
+            infos: list[TensorInfo] = pickle.loads(zlib.decompress(rank_holdings.tensors))
             for info in infos:
-                _check_same(rank, info, *tensors.setdefault(info.name, (len(tensors), info, rank))[1:])
-            known[held.tensors] = np.array([tensors[info.name][0] for info in infos], np.int64)
-    return [info for _, info, _ in tensors.values()], [known[held.tensors] for held in holdings]
+                _check_same_tensor(rank, info, *tensors.setdefault(info.name, (len(tensors), info, rank))[1:])
+            tensor_numbers[rank_holdings.tensors] = np.array([tensors[info.name][0] for info in infos], np.int64)
+    return [info for _, info, _ in tensors.values()], [
+        tensor_numbers[rank_holdings.tensors] for rank_holdings in holdings
+    ]
 
 
-def _check_same(rank: int, info: TensorInfo, other: TensorInfo, other_rank: int) -> None:
-    here, there = ((about.size, about.properties.dtype) for about in (info, other))
-    if here != there:
+def _check_same_tensor(rank: int, info: TensorInfo, other_info: TensorInfo, other_rank: int) -> None:
+    form, other_form = ((tensor_info.size, tensor_info.properties.dtype) for tensor_info in (info, other_info))
+    if form != other_form:
         raise ValueError(
-            f"the ranks plan different checkpoints: {info.name} is {list(here[0])} in {here[1]} on rank {rank}, and "
-            f"{list(there[0])} in {there[1]} on rank {other_rank}"
+            f"the ranks plan different checkpoints: {info.name} is {list(form[0])} in {form[1]} on rank {rank}, and "
+            f"{list(other_form[0])} in {other_form[1]} on rank {other_rank}"
         )
 
 
-def _sizes_of(tensors: Sequence[TensorInfo], dims: int) -> Integers:
-    return np.array([_pad(info.size, dims, 1) for info in tensors], np.int64).reshape(-1, dims)
+def _pad_sizes(tensors: Sequence[TensorInfo], dims: int) -> Integers:
+    return np.array([_pad_values(info.size, dims, 1) for info in tensors], np.int64).reshape(-1, dims)
 
 
-def _bytes(tensors: Sequence[TensorInfo], held: _Held, rows: Integers) -> Integers:
+def _count_bytes(tensors: Sequence[TensorInfo], rank_boxes: _RankBoxes, rows: Integers) -> Integers:
     """Return the bytes of some boxes, at least 1."""
-    each = np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
-    found: Integers = np.maximum(held.boxes[rows, SIZES].prod(1) * each[held.tensor[rows]], 1)
-    return found
+    item_sizes = np.array([info.properties.dtype.itemsize for info in tensors], np.int64)
+    byte_counts: Integers = np.maximum(rank_boxes.boxes[rows, SIZES].prod(1) * item_sizes[rank_boxes.tensor[rows]], 1)
+    return byte_counts
 
 
 class _Points:
@@ -198,18 +206,18 @@ class _Points:
             raise ValueError(f"a checkpoint of {starts[-1]:,} elements is too large")
         self.starts: Integers = np.array(starts[:-1], np.int64)
 
-    def numbers(self, tensor: Integers, points: Integers) -> Integers:
+    def number_points(self, tensor: Integers, points: Integers) -> Integers:
         """Return the numbers [n] of points [n, D] of the tensors [n]."""
-        found = self.starts[tensor]
+        numbers = self.starts[tensor]
         for dim in range(points.shape[1]):
-            found += points[:, dim] * self.strides[tensor, dim]
-        return found
+            numbers += points[:, dim] * self.strides[tensor, dim]
+        return numbers
 
 
 # --- which rank writes a box
 
 
-def _choose(ranks: Integers, first: Integers, sizes: Integers, world_size: int) -> Integers:
+def _choose_rows(ranks: Integers, first: Integers, sizes: Integers, world_size: int) -> Integers:
     """Return for each distinct box the row of the rank that writes it.
 
     Boxes that the same ranks have are shared out together. Most ranks' boxes are alike, and are shared out alike.
@@ -221,53 +229,53 @@ def _choose(ranks: Integers, first: Integers, sizes: Integers, world_size: int) 
         world_size: the number of ranks.
     """
     counts = np.diff(first, append=len(ranks))
-    chosen, loads = first.copy(), np.zeros(world_size, np.int64)
+    chosen_rows, loads = first.copy(), np.zeros(world_size, np.int64)
     np.add.at(loads, ranks[first[counts == 1]], sizes[counts == 1])
-    known: dict[tuple[bytes, bytes], Integers] = {}
-    for boxes in _group_by_ranks(_mix(ranks), first, counts):
+    choices: dict[tuple[bytes, bytes], Integers] = {}
+    for boxes in _group_by_ranks(_mix_bits(ranks), first, counts):
         holders = ranks[first[boxes[0]] : first[boxes[0]] + counts[boxes[0]]]
         relative = loads[holders] - loads[holders].min()
         key = relative.tobytes(), sizes[boxes].tobytes()
-        if key not in known:
-            known[key] = _balance(relative.tolist(), sizes[boxes])
-        chosen[boxes] += known[key]
-        np.add.at(loads, holders[known[key]], sizes[boxes])
-    return chosen
+        if key not in choices:
+            choices[key] = _balance_loads(relative.tolist(), sizes[boxes])
+        chosen_rows[boxes] += choices[key]
+        np.add.at(loads, holders[choices[key]], sizes[boxes])
+    return chosen_rows
 
 
 def _group_by_ranks(mixed: NDArray[np.uint64], first: Integers, counts: Integers) -> list[Integers]:
     """Return the boxes that several ranks have, in groups that the same ranks have; groups with most ranks last."""
-    several = np.flatnonzero(counts > 1)
-    if not len(several):
+    replicated = np.flatnonzero(counts > 1)
+    if not len(replicated):
         return []
-    signature = np.add.reduceat(mixed, first)[several]
-    order = np.lexsort((signature, counts[several]))
-    changes = np.diff(signature[order]).astype(bool) | np.diff(counts[several][order]).astype(bool)
-    return np.split(several[order], np.flatnonzero(changes) + 1)
+    signature = np.add.reduceat(mixed, first)[replicated]
+    order = np.lexsort((signature, counts[replicated]))
+    changes = np.diff(signature[order]).astype(bool) | np.diff(counts[replicated][order]).astype(bool)
+    return np.split(replicated[order], np.flatnonzero(changes) + 1)
 
 
-def _balance(loads: Sequence[int], sizes: Integers) -> Integers:
+def _balance_loads(loads: Sequence[int], sizes: Integers) -> Integers:
     """Return for each box the index of the rank that writes it: the largest first, each to the least loaded rank."""
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    chosen = np.empty(len(sizes), np.int64)
+    writers = np.empty(len(sizes), np.int64)
     for box in np.argsort(-sizes, kind="stable").tolist():
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + int(sizes[box]), rank))
-        chosen[box] = rank
-    return chosen
+        writers[box] = rank
+    return writers
 
 
 # --- whether the chosen boxes make up the tensors
 
 
-def _check_bounds(tensors: Sequence[TensorInfo], held: _Held, sizes: Integers) -> None:
-    offsets, extents = held.boxes[:, OFFSETS], held.boxes[:, SIZES]
-    outside = ((offsets < 0) | (extents < 0) | (offsets + extents > sizes[held.tensor])).any(1)
+def _check_bounds(tensors: Sequence[TensorInfo], rank_boxes: _RankBoxes, sizes: Integers) -> None:
+    offsets, extents = rank_boxes.boxes[:, OFFSETS], rank_boxes.boxes[:, SIZES]
+    outside = ((offsets < 0) | (extents < 0) | (offsets + extents > sizes[rank_boxes.tensor])).any(1)
     if outside.any():
         row = int(outside.argmax())
         raise ValueError(
-            f"the part that rank {held.rank[row]} has of {tensors[held.tensor[row]].name} is outside of it"
+            f"the part that rank {rank_boxes.rank[row]} has of {tensors[rank_boxes.tensor[row]].name} is outside of it"
         )
 
 
@@ -283,23 +291,25 @@ def _check_cover(tensors: Sequence[TensorInfo], tensor: Integers, boxes: Integer
     """
     first = np.flatnonzero(np.diff(tensor, prepend=-1))
     sums = np.add.reduceat(_sum_corners(tensor, boxes, points), first)
-    whole = np.stack([np.zeros_like(points.sizes), points.sizes], 1)
-    wrong = np.flatnonzero(sums != _sum_corners(np.arange(len(tensors)), whole, points))
-    if len(wrong):
-        more = f", nor those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(f"the parts that the ranks have of {tensors[wrong[0]].name} don't make up the tensor{more}")
+    tensor_boxes = np.stack([np.zeros_like(points.sizes), points.sizes], 1)
+    uncovered = np.flatnonzero(sums != _sum_corners(np.arange(len(tensors)), tensor_boxes, points))
+    if len(uncovered):
+        suffix = f", nor those of {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
+        raise ValueError(
+            f"the parts that the ranks have of {tensors[uncovered[0]].name} don't make up the tensor{suffix}"
+        )
 
 
 def _sum_corners(tensor: Integers, boxes: Integers, points: _Points) -> NDArray[np.uint64]:
     """Return for each box the sum of its corners' numbers with alternating signs, modulo 2^64."""
     total = np.zeros(len(boxes), np.uint64)
     for corner in product((0, 1), repeat=boxes.shape[2]):
-        numbers = _mix(points.numbers(tensor, boxes[:, OFFSETS] + boxes[:, SIZES] * np.array(corner)))
+        numbers = _mix_bits(points.number_points(tensor, boxes[:, OFFSETS] + boxes[:, SIZES] * np.array(corner)))
         total = total - numbers if sum(corner) % 2 else total + numbers
     return total
 
 
-def _mix(numbers: Integers) -> NDArray[np.uint64]:
+def _mix_bits(numbers: Integers) -> NDArray[np.uint64]:
     """Return 64 bits for each number that look random (splitmix64's finalizer)."""
     x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -308,5 +318,5 @@ def _mix(numbers: Integers) -> NDArray[np.uint64]:
     return mixed
 
 
-def _pad(values: Sequence[Any], dims: int, value: int) -> tuple[int, ...]:
+def _pad_values(values: Sequence[Any], dims: int, value: int) -> tuple[int, ...]:
     return (*values, *[value] * (dims - len(values)))

@@ -26,13 +26,13 @@ FORMAT = 2
 NAME = "manifest.json"
 RETIRED = "retired.json"
 """The manifest's name in a checkpoint that is about to be deleted."""
-BROKEN = "damaged.json"
+DAMAGED = "damaged.json"
 """The manifest's name in a checkpoint that was found damaged."""
 _CHUNK = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class File:
+class ManifestFile:
     """A file of a checkpoint: its size in bytes, and the CRC-32 of its content as 8 hexadecimal digits."""
 
     bytes: int
@@ -63,12 +63,12 @@ class Manifest:
     layout: dict[str, int]
     model: dict[str, Any]
     tokenizer: str | None
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, ManifestFile] = field(default_factory=dict)
     seq_len: int = 0
     format: int = FORMAT
 
 
-class Corrupt(Exception):
+class CorruptCheckpointError(Exception):
     """A checkpoint's content is not what was saved; the message names the file."""
 
 
@@ -79,9 +79,9 @@ def folder_of(directory: Path, step: int) -> Path:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes the checkpoint complete; call it once all its files are on disk."""
-    for above in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
+    for parent in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
         with contextlib.suppress(PermissionError):  # another user's folder
-            sync_folder(above)
+            sync_folder(parent)
     write_atomic(folder / NAME, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
@@ -97,7 +97,7 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     """
     manifest = load(folder, name)
     if manifest is not None:
-        sizes(folder, manifest.files)
+        check_sizes(folder, manifest.files)
     return manifest
 
 
@@ -108,27 +108,27 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise Corrupt(f"{NAME} can't be read ({error.strerror})") from error
+        raise CorruptCheckpointError(f"{NAME} can't be read ({error.strerror})") from error
     except ValueError as error:
-        raise Corrupt(f"{NAME} can't be read ({error})") from error
+        raise CorruptCheckpointError(f"{NAME} can't be read ({error})") from error
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
-        raise Corrupt(f"{NAME} is of step {manifest.step}")
+        raise CorruptCheckpointError(f"{NAME} is of step {manifest.step}")
     return manifest
 
 
-def share(files: Mapping[str, File], rank: int, size: int) -> dict[str, File]:
+def select_rank_files(files: Mapping[str, ManifestFile], rank: int, size: int) -> dict[str, ManifestFile]:
     """Return the files that a rank copies: those of the rank that wrote them, modulo `size`; rank 0 has the others."""
-    return {name: file for name, file in files.items() if _writer(name) % size == rank}
+    return {name: file for name, file in files.items() if _find_writer(name) % size == rank}
 
 
-def _writer(name: str) -> int:
+def _find_writer(name: str) -> int:
     """Return the rank that wrote a file, from torch.distributed.checkpoint's file name."""
-    found = re.match(r"__(\d+)_", name)
-    return int(found[1]) if found else 0
+    match = re.match(r"__(\d+)_", name)
+    return int(match[1]) if match else 0
 
 
-def sizes(folder: Path, files: Mapping[str, File]) -> None:
+def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
     """Check the sizes of files.
 
     Raises:
@@ -138,9 +138,9 @@ def sizes(folder: Path, files: Mapping[str, File]) -> None:
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise Corrupt(f"{name} can't be read ({error.strerror})") from error
+            raise CorruptCheckpointError(f"{name} can't be read ({error.strerror})") from error
         if size != file.bytes:
-            raise Corrupt(f"{name} has {size:,} bytes instead of {file.bytes:,}")
+            raise CorruptCheckpointError(f"{name} has {size:,} bytes instead of {file.bytes:,}")
 
 
 def parse(text: bytes) -> Manifest:
@@ -152,15 +152,17 @@ def parse(text: bytes) -> Manifest:
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
-            raise Corrupt(f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
-        return _checked(content)
+            raise CorruptCheckpointError(
+                f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}"
+            )
+        return _build_manifest(content)
     except KeyError as error:
-        raise Corrupt(f"{NAME} is not a manifest (it has no {error})") from error
+        raise CorruptCheckpointError(f"{NAME} is not a manifest (it has no {error})") from error
     except (ValueError, TypeError) as error:
-        raise Corrupt(f"{NAME} is not a manifest ({error})") from error
+        raise CorruptCheckpointError(f"{NAME} is not a manifest ({error})") from error
 
 
-def _checked(content: dict[str, Any]) -> Manifest:
+def _build_manifest(content: dict[str, Any]) -> Manifest:
     """Build a manifest from untrusted values.
 
     Raises:
@@ -172,19 +174,19 @@ def _checked(content: dict[str, Any]) -> Manifest:
     names = [untrusted.file_name(name) for name in content["files"]]
     if not names:
         raise ValueError("it lists no files")
-    found = Manifest(**{**content, "files": {name: _file(name, content["files"][name]) for name in names}})
-    if found.data:
-        untrusted.check(found.data.get("rows"), int, "data.rows")
-    if min(found.step, found.tokens, found.seq_len, found.data.get("rows", 0)) < 0:
+    manifest = Manifest(**{**content, "files": {name: _build_file(name, content["files"][name]) for name in names}})
+    if manifest.data:
+        untrusted.check(manifest.data.get("rows"), int, "data.rows")
+    if min(manifest.step, manifest.tokens, manifest.seq_len, manifest.data.get("rows", 0)) < 0:
         raise ValueError("it has a negative number")
-    if found.tokenizer is not None and not is_tokenizer(found.tokenizer, found.files):
-        raise ValueError(f"its tokenizer is {untrusted.shown(found.tokenizer)}, which is not a file in its folder")
-    return found
+    if manifest.tokenizer is not None and not is_tokenizer(manifest.tokenizer, manifest.files):
+        raise ValueError(f"its tokenizer is {untrusted.shown(manifest.tokenizer)}, which is not a file in its folder")
+    return manifest
 
 
-def _file(name: str, content: object) -> File:
+def _build_file(name: str, content: object) -> ManifestFile:
     untrusted.check(content, dict, name)
-    file = File(**content)  # type: ignore[arg-type]
+    file = ManifestFile(**content)  # type: ignore[arg-type]
     untrusted.check(file.bytes, int, f"{name}.bytes")
     untrusted.check(file.crc32, str, f"{name}.crc32")
     return file
@@ -208,11 +210,13 @@ def read(folder: Path) -> Manifest | None:
     """Return the manifest of a complete checkpoint; None if it is incomplete or damaged."""
     try:
         return inspect(folder)
-    except Corrupt:
+    except CorruptCheckpointError:
         return None
 
 
-def verify(folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
+def verify_checksums(
+    folder: Path, files: Mapping[str, ManifestFile], advance: Callable[[], None] = lambda: None
+) -> None:
     """Verify the checksums of files, and call `advance` after each part that is read.
 
     Raises:
@@ -221,26 +225,26 @@ def verify(folder: Path, files: Mapping[str, File], advance: Callable[[], None] 
     for name, file in files.items():
         try:
             with (folder / name).open("rb") as content:
-                found = checksum(content, advance)
+                actual = checksum_stream(content, advance)
         except OSError as error:
-            raise Corrupt(f"{name} can't be read ({error.strerror})") from error
-        if found != file:
-            raise Corrupt(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
+            raise CorruptCheckpointError(f"{name} can't be read ({error.strerror})") from error
+        if actual != file:
+            raise CorruptCheckpointError(f"{name} has the checksum {actual.crc32} instead of {file.crc32}")
 
 
-def checksum_of(file: Path) -> File:
+def checksum_file(file: Path) -> ManifestFile:
     """Return size and checksum of a file."""
     with file.open("rb") as content:
-        return checksum(content)
+        return checksum_stream(content)
 
 
-def checksum(content: IO[bytes], advance: Callable[[], None] = lambda: None) -> File:
+def checksum_stream(content: IO[bytes], advance: Callable[[], None] = lambda: None) -> ManifestFile:
     """Return size and checksum of an open file from its current position; call `advance` after each part."""
     crc, size = 0, 0
-    while piece := content.read(_CHUNK):
-        crc, size = zlib.crc32(piece, crc), size + len(piece)
+    while chunk := content.read(_CHUNK):
+        crc, size = zlib.crc32(chunk, crc), size + len(chunk)
         advance()
-    return File(size, f"{crc:08x}")
+    return ManifestFile(size, f"{crc:08x}")
 
 
 def retire(folder: Path) -> None:
@@ -249,18 +253,18 @@ def retire(folder: Path) -> None:
     os.utime(folder / RETIRED)  # the time of retirement
 
 
-def set_aside(folder: Path) -> None:
+def mark_damaged(folder: Path) -> None:
     """Mark a checkpoint as damaged; its files stay for inspection."""
     with contextlib.suppress(OSError):
-        (folder / NAME).rename(folder / BROKEN)
+        (folder / NAME).rename(folder / DAMAGED)
 
 
-def steps(directory: Path) -> list[Path]:
+def list_folders(directory: Path) -> list[Path]:
     """Return the folders of all checkpoints of the run in `directory`, complete or not, by step."""
     folders = [f for f in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
     return sorted(folders, key=lambda f: int(f.name[5:]))
 
 
-def complete(directory: Path) -> list[Path]:
+def list_complete(directory: Path) -> list[Path]:
     """Return the complete checkpoints of the run in `directory`, oldest first."""
-    return [folder for folder in steps(directory) if read(folder)]
+    return [folder for folder in list_folders(directory) if read(folder)]

@@ -41,7 +41,7 @@ _NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
 _BUILT = pickle.SETITEMS + pickle.BUILD
 Column = bytes | NDArray[Any]
 """A part of all rows: constant bytes, or the integers [rows] of each."""
-Rows = NDArray[np.uint8]
+ByteRows = NDArray[np.uint8]
 """Rows of bytes [rows, bytes of a row]."""
 
 
@@ -58,7 +58,7 @@ class Positions:
     rows: Integers
 
 
-def encode(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:
+def encode_metadata(assignment: Assignment, positions: Positions, storage_meta: StorageMeta) -> Iterator[bytes]:
     """Yield the metadata of a checkpoint, piece by piece.
 
     Args:
@@ -67,15 +67,15 @@ def encode(assignment: Assignment, positions: Positions, storage_meta: StorageMe
         storage_meta: the save's id.
     """
     encoder = _Encoder(assignment, positions)
-    yield pickle.PROTO + b"\4" + _class(_DCP, "Metadata") + _NEW
-    yield _text("planner_data") + encoder.words()
-    yield _text("state_dict_metadata") + pickle.EMPTY_DICT
-    yield from encoder.tensors()
-    yield _text("planner_data") + encoder.paths()
-    yield _text("storage_data") + pickle.EMPTY_DICT
-    yield from encoder.positions()
-    yield _text("storage_meta") + _pickled(storage_meta)
-    yield _text("version") + _text(CURRENT_DCP_VERSION) + _BUILT + pickle.STOP
+    yield pickle.PROTO + b"\4" + _encode_class(_DCP, "Metadata") + _NEW
+    yield _encode_text("planner_data") + encoder.encode_words()
+    yield _encode_text("state_dict_metadata") + pickle.EMPTY_DICT
+    yield from encoder.encode_tensors()
+    yield _encode_text("planner_data") + encoder.encode_paths()
+    yield _encode_text("storage_data") + pickle.EMPTY_DICT
+    yield from encoder.encode_positions()
+    yield _encode_text("storage_meta") + _pickle_value(storage_meta)
+    yield _encode_text("version") + _encode_text(CURRENT_DCP_VERSION) + _BUILT + pickle.STOP
 
 
 class _Batch(NamedTuple):
@@ -91,9 +91,13 @@ class _Encoder:
 
     def __init__(self, assignment: Assignment, positions: Positions) -> None:
         self.infos, self.files, order = assignment.tensors, positions.files, assignment.order
-        self.tensor, self.boxes, self.at = assignment.tensor[order], assignment.boxes[order], positions.rows[order]
+        self.tensor, self.boxes, self.written_rows = (
+            assignment.tensor[order],
+            assignment.boxes[order],
+            positions.rows[order],
+        )
         self.first = np.flatnonzero(np.diff(self.tensor, prepend=-1, append=-1))  # the rows of each tensor, and the end
-        properties = [_pickled(info.properties) for info in self.infos]
+        properties = [_pickle_value(info.properties) for info in self.infos]
         self.properties = list(dict.fromkeys(properties))
         numbers = {content: number for number, content in enumerate(self.properties)}
         self.property_of = [numbers[content] for content in properties]
@@ -101,37 +105,37 @@ class _Encoder:
         self.name_base = len(self.memo) + len(self.properties)
         self.file_base = self.name_base + len(self.infos)
 
-    def words(self) -> bytes:
+    def encode_words(self) -> bytes:
         """Return the list of all words, each of which gets the next position in the memo."""
-        words = [_class(module, name) for name, module in _CLASSES.items()]
-        words += [*map(_text, _ATTRIBUTES), *self.properties]
-        words += [_text(info.name) for info in self.infos] + [_text(file) for file in self.files]
-        listed = b"".join(word + pickle.MEMOIZE for word in words)
-        return pickle.EMPTY_LIST + pickle.MARK + listed + pickle.APPENDS
+        words = [_encode_class(module, name) for name, module in _CLASSES.items()]
+        words += [*map(_encode_text, _ATTRIBUTES), *self.properties]
+        words += [_encode_text(info.name) for info in self.infos] + [_encode_text(file) for file in self.files]
+        memoized = b"".join(word + pickle.MEMOIZE for word in words)
+        return pickle.EMPTY_LIST + pickle.MARK + memoized + pickle.APPENDS
 
-    def paths(self) -> bytes:
+    def encode_paths(self) -> bytes:
         """Return each tensor's keys in the nested state: its name."""
-        names = [_get(self.name_base + number) for number in range(len(self.infos))]
+        names = [_encode_get(self.name_base + number) for number in range(len(self.infos))]
         pairs = b"".join(name + name + pickle.TUPLE1 for name in names)
         return pickle.EMPTY_DICT + pickle.MARK + pairs + pickle.SETITEMS
 
-    def tensors(self) -> Iterator[bytes]:
+    def encode_tensors(self) -> Iterator[bytes]:
         """Yield the items of `state_dict_metadata`: each tensor with its chunks."""
-        for batch in self._batches():
-            chunks = self._chunk_rows(batch)
+        for batch in self._batch_tensors():
+            chunks = self._encode_chunks(batch)
             ends = [*batch.starts[1:], len(chunks)]
             pairs = [
-                self._tensor(number, chunks[start:end].tobytes())
+                self._encode_tensor(number, chunks[start:end].tobytes())
                 for number, start, end in zip(batch.tensors, batch.starts, ends, strict=True)
             ]
             yield pickle.MARK + b"".join(pairs) + pickle.SETITEMS
 
-    def positions(self) -> Iterator[bytes]:
+    def encode_positions(self) -> Iterator[bytes]:
         """Yield the items of `storage_data`: for each chunk its file, offset and length."""
-        for batch in self._batches():
-            yield pickle.MARK + self._position_rows(batch).tobytes() + pickle.SETITEMS
+        for batch in self._batch_tensors():
+            yield pickle.MARK + self._encode_position_rows(batch).tobytes() + pickle.SETITEMS
 
-    def _batches(self) -> Iterator[_Batch]:
+    def _batch_tensors(self) -> Iterator[_Batch]:
         """Yield all tensors in batches of about `ROWS` rows and of one number of dimensions."""
         of_dims: dict[int, list[int]] = {}
         for number, info in enumerate(self.infos):
@@ -146,50 +150,77 @@ class _Encoder:
                     yield _Batch(dims, batch, starts)
                     batch, starts, rows = [], [], 0
 
-    def _rows_of(self, batch: _Batch) -> Integers:
+    def _list_rows(self, batch: _Batch) -> Integers:
         return np.concatenate([np.arange(self.first[number], self.first[number + 1]) for number in batch.tensors])
 
-    def _tensor(self, number: int, chunks: bytes) -> bytes:
+    def _encode_tensor(self, number: int, chunks: bytes) -> bytes:
         """Return a tensor's name and its metadata with encoded chunks."""
-        properties = _get(len(self.memo) + self.property_of[number])
-        size = b"".join(self._size([_integer(length) for length in self.infos[number].size]))
-        made = self._word("TensorStorageMetadata") + _NEW + self._word("properties") + properties
-        listed = pickle.EMPTY_LIST + pickle.MARK + chunks + pickle.APPENDS
+        properties = _encode_get(len(self.memo) + self.property_of[number])
+        size = b"".join(self._encode_size([_encode_integer(length) for length in self.infos[number].size]))
+        head = self._encode_word("TensorStorageMetadata") + _NEW + self._encode_word("properties") + properties
+        chunk_list = pickle.EMPTY_LIST + pickle.MARK + chunks + pickle.APPENDS
         return b"".join(
-            (_get(self.name_base + number), made, self._word("size"), size, self._word("chunks"), listed, _BUILT)
+            (
+                _encode_get(self.name_base + number),
+                head,
+                self._encode_word("size"),
+                size,
+                self._encode_word("chunks"),
+                chunk_list,
+                _BUILT,
+            )
         )
 
-    def _chunk_rows(self, batch: _Batch) -> Rows:
+    def _encode_chunks(self, batch: _Batch) -> ByteRows:
         """Return the offsets and sizes of a batch's chunks as rows of bytes."""
-        boxes = self.boxes[self._rows_of(batch), :, : batch.dims]
-        offsets, sizes = (self._size(_columns(boxes[:, part])) for part in (OFFSETS, SIZES))
-        begin, end = self._word("ChunkStorageMetadata") + _NEW + self._word("offsets"), self._word("sizes")
-        return _rows(len(boxes), [begin, *offsets, end, *sizes, _BUILT])
+        boxes = self.boxes[self._list_rows(batch), :, : batch.dims]
+        offsets, sizes = (self._encode_size(_build_columns(boxes[:, part])) for part in (OFFSETS, SIZES))
+        begin, end = (
+            self._encode_word("ChunkStorageMetadata") + _NEW + self._encode_word("offsets"),
+            self._encode_word("sizes"),
+        )
+        return _build_rows(len(boxes), [begin, *offsets, end, *sizes, _BUILT])
 
-    def _position_rows(self, batch: _Batch) -> Rows:
+    def _encode_position_rows(self, batch: _Batch) -> ByteRows:
         """Return the indices and positions of a batch's chunks as rows of bytes."""
-        rows = self._rows_of(batch)
-        offsets, tensor, at = self.boxes[rows, OFFSETS, : batch.dims], self.tensor[rows], self.at[rows]
+        rows = self._list_rows(batch)
+        offsets, tensor, written_rows = (
+            self.boxes[rows, OFFSETS, : batch.dims],
+            self.tensor[rows],
+            self.written_rows[rows],
+        )
         index = [
-            *(self._word("MetadataIndex") + _NEW + self._word("fqn"), *_references(self.name_base + tensor)),
-            *(self._word("offset"), *self._size(_columns(offsets))),
-            *(self._word("index"), *_column(rows - self.first[tensor]), _BUILT),
+            *(
+                self._encode_word("MetadataIndex") + _NEW + self._encode_word("fqn"),
+                *_build_references(self.name_base + tensor),
+            ),
+            *(self._encode_word("offset"), *self._encode_size(_build_columns(offsets))),
+            *(self._encode_word("index"), *_build_column(rows - self.first[tensor]), _BUILT),
         ]
         info = [
-            *(self._word("_StorageInfo") + _NEW + self._word("relative_path"), *_references(self.file_base + at[:, 0])),
-            *(self._word("offset"), *_column(at[:, 1]), self._word("length"), *_column(at[:, 2]), _BUILT),
+            *(
+                self._encode_word("_StorageInfo") + _NEW + self._encode_word("relative_path"),
+                *_build_references(self.file_base + written_rows[:, 0]),
+            ),
+            *(
+                self._encode_word("offset"),
+                *_build_column(written_rows[:, 1]),
+                self._encode_word("length"),
+                *_build_column(written_rows[:, 2]),
+                _BUILT,
+            ),
         ]
-        return _rows(len(rows), [*index, *info])
+        return _build_rows(len(rows), [*index, *info])
 
-    def _word(self, word: str) -> bytes:
-        return _get(self.memo[word])
+    def _encode_word(self, word: str) -> bytes:
+        return _encode_get(self.memo[word])
 
-    def _size(self, integers: Sequence[Any]) -> list[Any]:
+    def _encode_size(self, integers: Sequence[Any]) -> list[Any]:
         """Return a torch.Size of encoded integers or columns."""
-        return [self._word("Size"), *_tuple(integers), pickle.TUPLE1 + pickle.REDUCE]
+        return [self._encode_word("Size"), *_encode_tuple(integers), pickle.TUPLE1 + pickle.REDUCE]
 
 
-def _rows(count: int, columns: Sequence[Column]) -> Rows:
+def _build_rows(count: int, columns: Sequence[Column]) -> ByteRows:
     """Return rows of the columns, each after the one before it."""
     template, integers = bytearray(), []
     for column in columns:
@@ -204,57 +235,61 @@ def _rows(count: int, columns: Sequence[Column]) -> Rows:
     return rows
 
 
-def _columns(values: Integers) -> list[list[Column]]:
+def _build_columns(values: Integers) -> list[list[Column]]:
     """Return the columns of integers [rows, n]."""
-    return [_column(values[:, number]) for number in range(values.shape[1])]
+    return [_build_column(values[:, number]) for number in range(values.shape[1])]
 
 
-def _column(values: Integers) -> list[Column]:
+def _build_column(values: Integers) -> list[Column]:
     """Return the column of non-negative integers, in 4 bytes where all fit and in 8 otherwise."""
     if not len(values) or int(values.max()) < 2**31:
         return [pickle.BININT, np.ascontiguousarray(values, "<i4")]
     return [pickle.LONG1 + b"\x08", np.ascontiguousarray(values, "<i8")]
 
 
-def _references(values: Integers) -> list[Column]:
+def _build_references(values: Integers) -> list[Column]:
     """Return the column of positions in the memo."""
     return [pickle.LONG_BINGET, np.ascontiguousarray(values, "<u4")]
 
 
-def _integer(value: int) -> bytes:
+def _encode_integer(value: int) -> bytes:
     if value < 2**31:
         return pickle.BININT + struct.pack("<i", value)
     return pickle.LONG1 + b"\x08" + struct.pack("<q", value)
 
 
-def _tuple(values: Sequence[Any]) -> list[Any]:
+def _encode_tuple(values: Sequence[Any]) -> list[Any]:
     """Return a tuple of encoded values, each of which is bytes or a list of columns."""
     parts = [part for value in values for part in ([value] if isinstance(value, bytes) else value)]
-    short = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-    return [*parts, short[len(values)]] if len(values) < len(short) else [pickle.MARK, *parts, pickle.TUPLE]
+    short_opcodes = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    return (
+        [*parts, short_opcodes[len(values)]]
+        if len(values) < len(short_opcodes)
+        else [pickle.MARK, *parts, pickle.TUPLE]
+    )
 
 
-def _get(position: int) -> bytes:
+def _encode_get(position: int) -> bytes:
     """Return the opcode that pushes what the memo has at a position."""
     return pickle.BINGET + bytes([position]) if position < 256 else pickle.LONG_BINGET + struct.pack("<I", position)
 
 
-def _class(module: str, name: str) -> bytes:
-    return _text(module) + _text(name) + pickle.STACK_GLOBAL
+def _encode_class(module: str, name: str) -> bytes:
+    return _encode_text(module) + _encode_text(name) + pickle.STACK_GLOBAL
 
 
-def _text(value: str) -> bytes:
+def _encode_text(value: str) -> bytes:
     content = value.encode("utf-8", "surrogatepass")
     if len(content) < 256:
         return pickle.SHORT_BINUNICODE + bytes([len(content)]) + content
     return pickle.BINUNICODE + struct.pack("<I", len(content)) + content
 
 
-def _pickled(value: object) -> bytes:
+def _pickle_value(value: object) -> bytes:
     """Return the opcodes of a value without a header, a frame, a memo and an end."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 4)
-    pickler.fast = True  # no memo: positions in it are those of `_Encoder.words`
+    pickler.fast = True  # no memo: positions in it are those of `_Encoder.encode_words`
     pickler.dump(value)
     content = buffer.getvalue()[2:-1]
     return content[9:] if content[:1] == pickle.FRAME else content

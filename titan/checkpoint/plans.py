@@ -30,15 +30,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan.checkpoint.assignment import Assignment, Holdings, assign, describe, digest
-from titan.checkpoint.metadata_file import Positions, encode
-from titan.checkpoint.writer import Writer
+from titan.checkpoint.assignment import Assignment, Holdings, assign_boxes, compute_digest, describe_items
+from titan.checkpoint.metadata_file import Positions, encode_metadata
+from titan.checkpoint.writer import CheckpointWriter
 
-Proposal = Holdings | bytes
+LocalPlan = Holdings | bytes
 """A rank's holdings; their digest if they are unchanged."""
-Part = bytes | None
+ItemMask = bytes | None
 """One byte for each proposed item of a rank, 1 if the rank writes it; None: unchanged."""
-Cut = tuple[str, DTensorSpec | torch.Size, torch.dtype, bool]
+TensorKey = tuple[str, DTensorSpec | torch.Size, torch.dtype, bool]
 """What determines a tensor's items: name, sharding, dtype, requires_grad."""
 
 
@@ -48,9 +48,9 @@ class RankPositions(NamedTuple):
     files: tuple[str, ...]
     rows: bytes
 
-    def digest(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """Return 16 bytes that differ for other positions."""
-        return digest(self.rows, *(name.encode() for name in self.files))
+        return compute_digest(self.rows, *(name.encode() for name in self.files))
 
 
 class Written(NamedTuple):
@@ -67,65 +67,68 @@ class Plans:
         """Start without a plan; `rank` is this rank."""
         self.rank = rank
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.forget()
+        self.forget_plan()
 
-    def forget(self) -> None:
+    def forget_plan(self) -> None:
         """Forget the plan: the next save makes a new one."""
-        self.cuts: list[Cut] | None = None
+        self.tensor_keys: list[TensorKey] | None = None
         self.items: list[WriteItem] = []
-        self.mine: list[WriteItem] = []
-        self.proposed = self.part = b""
+        self.assigned_items: list[WriteItem] = []
+        self.holdings_digest = self.item_mask = b""
         self.positions: RankPositions | None = None
-        self.shared = _SharedPlan()
+        self.rank0_plan = _GlobalPlan()
 
-    def propose(self, state: Mapping[str, Tensor]) -> Proposal:
+    def local_plan(self, state: Mapping[str, Tensor]) -> LocalPlan:
         """Return the holdings of this rank's state; their digest if unchanged since the last save."""
         self.planner.set_up_planner(dict(state), is_coordinator=self.rank == 0)
-        cuts = [_cut(name, tensor) for name, tensor in state.items()]
-        before, self.cuts = self.cuts, cuts
-        if cuts == before:
-            return self.proposed
-        self.items = local_items(state)
-        holdings = describe(self.items)
-        self.proposed = holdings.digest()
+        tensor_keys = [_make_key(name, tensor) for name, tensor in state.items()]
+        previous_keys, self.tensor_keys = self.tensor_keys, tensor_keys
+        if tensor_keys == previous_keys:
+            return self.holdings_digest
+        self.items = create_write_items(state)
+        holdings = describe_items(self.items)
+        self.holdings_digest = holdings.compute_digest()
         return holdings
 
-    def settle(self, proposals: Sequence[Proposal]) -> list[Part]:
+    def global_plan(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
         """On rank 0: return each rank's part, so that each item is written by exactly one of its ranks.
 
         Raises:
             ValueError: when the ranks' items don't make up whole tensors, or a rank has another plan than rank 0.
         """
-        return self.shared.settle(proposals)
+        return self.rank0_plan.global_plan(local_plans)
 
-    def accept(self, part: Part) -> None:
+    def set_plan(self, item_mask: ItemMask) -> None:
         """Store what this rank writes."""
-        if part is not None:
-            self.mine = [item for item, chosen in zip(self.items, part, strict=True) if chosen]
-            self.part, self.positions = part, None
+        if item_mask is not None:
+            self.assigned_items = [item for item, is_written in zip(self.items, item_mask, strict=True) if is_written]
+            self.item_mask, self.positions = item_mask, None
 
-    def write(self, writer: Writer) -> Written:
+    def write_data(self, writer: CheckpointWriter) -> Written:
         """Write this rank's part of the proposed state; return where its items are."""
-        plan = SavePlan(self.mine, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        writes = writer.write_data(writer.prepare_local_plan(plan), self.planner)
-        writes.wait()
-        at = {result.index: result.storage_data for result in writes.value()}
+        plan = SavePlan(self.assigned_items, storage_data=_StoragePrefix(f"__{self.rank}_"))
+        write_future = writer.write_data(writer.prepare_local_plan(plan), self.planner)
+        write_future.wait()
+        storage_infos = {result.index: result.storage_data for result in write_future.value()}
         self.planner.state_dict = {}  # the state is not kept
-        before, self.positions = self.positions, _positions([at[item.index] for item in self.mine])
-        found = digest(self.proposed, self.part, self.positions.digest())
-        return Written(None if self.positions == before else self.positions, found)
+        previous, self.positions = (
+            self.positions,
+            _collect_positions([storage_infos[item.index] for item in self.assigned_items]),
+        )
+        write_digest = compute_digest(self.holdings_digest, self.item_mask, self.positions.compute_digest())
+        return Written(None if self.positions == previous else self.positions, write_digest)
 
-    def conclude(self, writer: Writer, written: Sequence[Written]) -> None:
+    def finish(self, writer: CheckpointWriter, written: Sequence[Written]) -> None:
         """On rank 0: write the metadata, once all ranks have written their parts.
 
         Raises:
             ValueError: when a rank has written by another plan than rank 0's.
         """
-        assignment, positions = self.shared.conclude(written)
-        writer.write_metadata(encode(assignment, positions, writer.storage_meta()))
+        assignment, positions = self.rank0_plan.finish(written)
+        writer.write_metadata(encode_metadata(assignment, positions, writer.storage_meta()))
 
 
-class _SharedPlan:
+class _GlobalPlan:
     """The plan of all ranks, on rank 0."""
 
     def __init__(self) -> None:
@@ -134,48 +137,48 @@ class _SharedPlan:
         self.assignment: Assignment | None = None
         self.written: list[RankPositions | None] = []
 
-    def settle(self, proposals: Sequence[Proposal]) -> list[Part]:
-        """Return each rank's part; None for all if nothing has changed. See `Plans.settle`."""
-        known = self.digests or [b""] * len(proposals)
-        for rank, (proposal, expected) in enumerate(zip(proposals, known, strict=True)):
-            if isinstance(proposal, bytes) and proposal != expected:
+    def global_plan(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
+        """Return each rank's part; None for all if nothing has changed. See `Plans.global_plan`."""
+        digests = self.digests or [b""] * len(local_plans)
+        for rank, (local_plan, expected) in enumerate(zip(local_plans, digests, strict=True)):
+            if isinstance(local_plan, bytes) and local_plan != expected:
                 raise ValueError(
                     f"rank {rank} has another plan of the checkpoint than rank 0; the next save plans anew"
                 )
-        if not any(isinstance(proposal, Holdings) for proposal in proposals):
-            return [None] * len(proposals)
-        self.holdings = _share_equal([self._known(*pair) for pair in enumerate(proposals)])
-        self.digests = [holdings.digest() for holdings in self.holdings]
-        self.assignment, self.written = assign(self.holdings), [None] * len(proposals)
+        if not any(isinstance(local_plan, Holdings) for local_plan in local_plans):
+            return [None] * len(local_plans)
+        self.holdings = _deduplicate_tensors([self._find_holdings(*pair) for pair in enumerate(local_plans)])
+        self.digests = [holdings.compute_digest() for holdings in self.holdings]
+        self.assignment, self.written = assign_boxes(self.holdings), [None] * len(local_plans)
         return list(self.assignment.parts)
 
-    def _known(self, rank: int, proposal: Proposal) -> Holdings:
-        return proposal if isinstance(proposal, Holdings) else self.holdings[rank]
+    def _find_holdings(self, rank: int, local_plan: LocalPlan) -> Holdings:
+        return local_plan if isinstance(local_plan, Holdings) else self.holdings[rank]
 
-    def conclude(self, written: Sequence[Written]) -> tuple[Assignment, Positions]:
-        """Return what all ranks have written, and where. See `Plans.conclude`."""
+    def finish(self, written: Sequence[Written]) -> tuple[Assignment, Positions]:
+        """Return what all ranks have written, and where. See `Plans.finish`."""
         if self.assignment is None:
             raise ValueError("rank 0 has no plan of the checkpoint")
         pairs = zip(written, self.written, strict=True)
         self.written = [old if new.positions is None else new.positions for new, old in pairs]
-        for rank, (positions, found) in enumerate(zip(self.written, written, strict=True)):
+        for rank, (positions, rank_written) in enumerate(zip(self.written, written, strict=True)):
             plan = self.digests[rank], self.assignment.parts[rank]
-            if positions is None or digest(*plan, positions.digest()) != found.digest:
+            if positions is None or compute_digest(*plan, positions.compute_digest()) != rank_written.digest:
                 raise ValueError(f"rank {rank} has written by another plan of the checkpoint than rank 0's")
-        return self.assignment, _join([positions for positions in self.written if positions is not None])
+        return self.assignment, _join_positions([positions for positions in self.written if positions is not None])
 
 
-def local_items(state: Mapping[str, Tensor]) -> list[WriteItem]:
+def create_write_items(state: Mapping[str, Tensor]) -> list[WriteItem]:
     """Return this rank's items of a state, as torch's planner makes them.
 
     For a dimension that is cut twice, torch lists all its offsets to find this rank's box. Tensors of one sharding have
     the same box, so that here it is computed once for each.
     """
     boxes: dict[DTensorSpec, ChunkStorageMetadata] = {}
-    return [item for name, tensor in state.items() for item in _items(name, tensor, boxes)]
+    return [item for name, tensor in state.items() for item in _create_tensor_items(name, tensor, boxes)]
 
 
-def _items(name: str, tensor: Tensor, boxes: dict[DTensorSpec, ChunkStorageMetadata]) -> list[WriteItem]:
+def _create_tensor_items(name: str, tensor: Tensor, boxes: dict[DTensorSpec, ChunkStorageMetadata]) -> list[WriteItem]:
     if not isinstance(tensor, DTensor):
         return create_default_local_save_plan({name: tensor}, is_coordinator=False).items
     if tensor.device_mesh.get_coordinate() is None:
@@ -188,28 +191,31 @@ def _items(name: str, tensor: Tensor, boxes: dict[DTensorSpec, ChunkStorageMetad
     return [WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
-def _cut(name: str, tensor: Tensor) -> Cut:
+def _make_key(name: str, tensor: Tensor) -> TensorKey:
     placement = tensor._spec if isinstance(tensor, DTensor) else tensor.shape
     return name, placement, tensor.dtype, tensor.requires_grad
 
 
-def _share_equal(holdings: Sequence[Holdings]) -> list[Holdings]:
+def _deduplicate_tensors(holdings: Sequence[Holdings]) -> list[Holdings]:
     """Return the holdings of all ranks, with equal descriptions of tensors kept once."""
-    known: dict[bytes, bytes] = {}
-    return [held._replace(tensors=known.setdefault(held.tensors, held.tensors)) for held in holdings]
+    shared_tensors: dict[bytes, bytes] = {}
+    return [
+        rank_holdings._replace(tensors=shared_tensors.setdefault(rank_holdings.tensors, rank_holdings.tensors))
+        for rank_holdings in holdings
+    ]
 
 
-def _positions(places: Sequence[_StorageInfo]) -> RankPositions:
+def _collect_positions(storage_infos: Sequence[_StorageInfo]) -> RankPositions:
     """Return a rank's positions from those of torch's writer."""
-    files = {name: number for number, name in enumerate(dict.fromkeys(at.relative_path for at in places))}
-    rows = [(files[at.relative_path], at.offset, at.length) for at in places]
+    files = {name: number for number, name in enumerate(dict.fromkeys(info.relative_path for info in storage_infos))}
+    rows = [(files[info.relative_path], info.offset, info.length) for info in storage_infos]
     return RankPositions(tuple(files), np.array(rows, np.int64).tobytes())
 
 
-def _join(positions: Sequence[RankPositions]) -> Positions:
+def _join_positions(positions: Sequence[RankPositions]) -> Positions:
     """Return the positions of all ranks."""
-    rows = [np.frombuffer(of_rank.rows, np.int64).reshape(-1, 3) for of_rank in positions]
+    rows = [np.frombuffer(rank_positions.rows, np.int64).reshape(-1, 3) for rank_positions in positions]
     joined = np.concatenate(rows)
-    bases = np.cumsum([0, *(len(of_rank.files) for of_rank in positions[:-1])])
-    joined[:, 0] += np.repeat(bases, [len(of_rank) for of_rank in rows])
-    return Positions([name for of_rank in positions for name in of_rank.files], joined)
+    bases = np.cumsum([0, *(len(rank_positions.files) for rank_positions in positions[:-1])])
+    joined[:, 0] += np.repeat(bases, [len(rank_positions) for rank_positions in rows])
+    return Positions([name for rank_positions in positions for name in rank_positions.files], joined)

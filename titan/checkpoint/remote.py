@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.checkpoint import manifest, retention
-from titan.checkpoint.manifest import Corrupt, File, Manifest
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
@@ -54,43 +54,43 @@ class Remote:
             ) from error
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
+    def _fs_and_root(self) -> tuple[Any, str]:
         """The file system and the path in it; created at first use, because some file systems connect at once."""
         from fsspec.core import url_to_fs
 
-        found: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
-        return found
+        fs_and_root: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
+        return fs_and_root
 
     @property
     def fs(self) -> Any:
-        """The file system; use it within `_try`."""
-        return self._place[0]
+        """The file system; use it within `_call`."""
+        return self._fs_and_root[0]
 
     @property
     def root(self) -> str:
-        """The path in the file system; use it within `_try`."""
-        return self._place[1]
+        """The path in the file system; use it within `_call`."""
+        return self._fs_and_root[1]
 
-    def index(self) -> dict[int, int]:
+    def list_steps(self) -> dict[int, int]:
         """Return {step: tokens} of the remote checkpoints."""
-        return {int(step): int(tokens) for step, tokens in self._index()["steps"].items()}
+        return {int(step): int(tokens) for step, tokens in self._read_index()["steps"].items()}
 
-    def run_id(self) -> str | None:
+    def read_run_id(self) -> str | None:
         """Return the id of the run that wrote the checkpoints; None if there are none."""
-        found = self._index().get("run_id")
-        return None if found is None else str(found)
+        run_id = self._read_index().get("run_id")
+        return None if run_id is None else str(run_id)
 
-    def _index(self) -> dict[str, Any]:
+    def _read_index(self) -> dict[str, Any]:
         content = self.read(INDEX)
         if content is None:
             return {"run_id": None, "steps": {}, "retired": {}, "begun": {}}
         try:
-            return _checked(parse_object(content))
+            return _check_index(parse_object(content))
         except (ValueError, KeyError) as error:
-            why = f"{self.url}/{INDEX} is not an index ({str(error) or type(error).__name__})"
-            raise Corrupt(f"{why}; remove it, and the next save recreates it") from error
+            message = f"{self.url}/{INDEX} is not an index ({str(error) or type(error).__name__})"
+            raise CorruptCheckpointError(f"{message}; remove it, and the next save recreates it") from error
 
-    def manifest(self, step: int) -> Manifest:
+    def read_manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint.
 
         Raises:
@@ -98,160 +98,176 @@ class Remote:
         """
         content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
-            raise Corrupt(f"{self.url}/step-{step}/{manifest.NAME} is missing")
+            raise CorruptCheckpointError(f"{self.url}/step-{step}/{manifest.NAME} is missing")
         return manifest.parse(content)
 
-    def put(self, name: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes) -> None:
         """Write a small file beside the index, atomically (object stores always write atomically)."""
         path = f"{self.root}/{name}"
-        if self._try(lambda: "file" in self.fs.protocol):
+        if self._call(lambda: "file" in self.fs.protocol):
             write_atomic(Path(path), content)
         else:
-            self._try(lambda: self.fs.pipe_file(path, content))
+            self._call(lambda: self.fs.pipe_file(path, content))
 
-    def upload(self, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None) -> None:
+    def upload_files(
+        self, folder: Path, files: Mapping[str, ManifestFile], advance: Callable[[], None] = lambda: None
+    ) -> None:
         """Upload files of the checkpoint in `folder`, and call `advance` after each part of one."""
         from fsspec.callbacks import Callback
 
-        parts = Callback(hooks={"advance": lambda *size, **about: advance()})
-        self._try(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
+        parts = Callback(hooks={"advance": lambda *size, **info: advance()})
+        self._call(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
-            there = f"{self.root}/{folder.name}/{name}"
-            self._try(lambda name=name, there=there: self.fs.put_file(str(folder / name), there, callback=parts))  # type: ignore[misc]
+            remote_path = f"{self.root}/{folder.name}/{name}"
+            self._call(
+                lambda name=name, remote_path=remote_path: self.fs.put_file(
+                    str(folder / name), remote_path, callback=parts
+                )
+            )  # type: ignore[misc]
             advance()
 
-    def begin(self, about: Manifest) -> None:
+    def begin_upload(self, checkpoint_manifest: Manifest) -> None:
         """Record the files of an upload in the index before it starts, so that those of a killed one can be removed.
 
         Raises:
             OSError: when the URL has another run's checkpoints.
         """
-        self._try(lambda: self.fs.makedirs(self.root, exist_ok=True))
-        index = self._index()
-        if index.get("run_id") not in (None, about.run_id):
+        self._call(lambda: self.fs.makedirs(self.root, exist_ok=True))
+        index = self._read_index()
+        if index.get("run_id") not in (None, checkpoint_manifest.run_id):
             raise OSError(f"{self.url} has checkpoints of another run of the same name; give another checkpoint.path")
-        index["run_id"] = about.run_id
-        begun = index["begun"] | {str(about.step): sorted(about.files)}
-        self._write(index, index["steps"], index["retired"], begun)
+        index["run_id"] = checkpoint_manifest.run_id
+        unfinished = index["begun"] | {str(checkpoint_manifest.step): sorted(checkpoint_manifest.files)}
+        self._write_index(index, index["steps"], index["retired"], unfinished)
 
-    def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
+    def publish(self, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint) -> dict[int, list[str]]:
         """Add an uploaded checkpoint to the index, and retire those that are not kept.
 
         Returns:
-            The steps to `remove`, and then to report as `removed`, with their files: those retired for `how.grace`
+            The steps to `remove_files`, and then to report as `record_removal`, with their files: those retired for `settings.grace`
             seconds, and incomplete uploads.
         """
-        self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
-        index, now = self._index(), time.time()
-        there = {int(step): tokens for step, tokens in index["steps"].items()} | {about.step: about.tokens}
-        stay = retention.kept(sorted(p for p in there.items() if p[0] <= about.step), how.keep, how.keep_tokens)
-        retired = {int(step): since for step, since in index["retired"].items() if int(step) not in stay}
-        retired |= dict.fromkeys(there.keys() - stay, now)
-        begun = {int(step): names for step, names in index["begun"].items() if int(step) not in stay}
-        self._write(index, {s: there[s] for s in stay}, retired, begun)
-        late = [step for step, since in retired.items() if now - since >= how.grace]
-        return {step: self._files(step) for step in late} | begun
+        self.write_file(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
+        index, current_time = self._read_index(), time.time()
+        step_tokens = {int(step): tokens for step, tokens in index["steps"].items()} | {
+            checkpoint_manifest.step: checkpoint_manifest.tokens
+        }
+        kept_steps = retention.select_kept(
+            sorted(pair for pair in step_tokens.items() if pair[0] <= checkpoint_manifest.step),
+            settings.keep,
+            settings.keep_tokens,
+        )
+        retired = {int(step): since for step, since in index["retired"].items() if int(step) not in kept_steps}
+        retired |= dict.fromkeys(step_tokens.keys() - kept_steps, current_time)
+        unfinished = {int(step): names for step, names in index["begun"].items() if int(step) not in kept_steps}
+        self._write_index(index, {s: step_tokens[s] for s in kept_steps}, retired, unfinished)
+        expired = [step for step, since in retired.items() if current_time - since >= settings.grace]
+        return {step: self._list_files(step) for step in expired} | unfinished
 
-    def _files(self, step: int) -> list[str]:
+    def _list_files(self, step: int) -> list[str]:
         """Return the names of a checkpoint's files; none if its manifest is gone."""
         try:
-            return sorted(self.manifest(step).files)
-        except Corrupt:
+            return sorted(self.read_manifest(step).files)
+        except CorruptCheckpointError:
             return []
 
-    def forget(self, step: int) -> None:
+    def forget_step(self, step: int) -> None:
         """Remove a damaged checkpoint from the index; its files are deleted when the next one is complete."""
-        index = self._index()
-        left = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
-        self._write(index, left, index["retired"], index["begun"] | {str(step): self._files(step)})
+        index = self._read_index()
+        remaining = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
+        self._write_index(index, remaining, index["retired"], index["begun"] | {str(step): self._list_files(step)})
 
-    def removed(self, steps: Collection[int]) -> None:
+    def record_removal(self, steps: Collection[int]) -> None:
         """Record that the files of retired checkpoints are deleted."""
-        index = self._index()
-        retired, begun = ({s: v for s, v in index[k].items() if int(s) not in steps} for k in ("retired", "begun"))
-        self._write(index, index["steps"], retired, begun)
+        index = self._read_index()
+        retired, unfinished = ({s: v for s, v in index[k].items() if int(s) not in steps} for k in ("retired", "begun"))
+        self._write_index(index, index["steps"], retired, unfinished)
 
-    def remove(self, gone: Iterable[tuple[int, Collection[str]]]) -> None:
+    def remove_files(self, step_files: Iterable[tuple[int, Collection[str]]]) -> None:
         """Delete the existing files of retired checkpoints, their manifests last."""
-        here = self._try(lambda: "file" in self.fs.protocol)
-        for step, names in gone:
-            if here and os.path.islink(f"{self.root}/step-{step}"):  # its target may be anywhere
+        is_local = self._call(lambda: "file" in self.fs.protocol)
+        for step, names in step_files:
+            if is_local and os.path.islink(f"{self.root}/step-{step}"):  # its target may be anywhere
                 continue
             for path in (f"{self.root}/step-{step}/{file_name(name)}" for name in (*names, manifest.NAME)):
                 with suppress(FileNotFoundError):
-                    self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
+                    self._call(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
-    def fetch(
-        self, step: int, folder: Path, files: Mapping[str, File], advance: Callable[[], None] = lambda: None
+    def fetch_files(
+        self, step: int, folder: Path, files: Mapping[str, ManifestFile], advance: Callable[[], None] = lambda: None
     ) -> None:
         """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each part of one.
 
         Raises:
             Damaged: when a file differs.
         """
-        for name, due in files.items():
+        for name, expected in files.items():
             file_name(name)
-            found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name, advance))  # type: ignore[misc]
-            if found != due:
-                raise Corrupt(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
+            actual = self._call(
+                lambda name=name: self._copy_file(f"{self.root}/step-{step}/{name}", folder / name, advance)
+            )  # type: ignore[misc]
+            if actual != expected:
+                raise CorruptCheckpointError(
+                    f"{self.url}/step-{step}/{name} has another checksum than when it was saved"
+                )
 
-    def _copy(self, source: str, target: Path, advance: Callable[[], None]) -> File:
+    def _copy_file(self, source: str, target: Path, advance: Callable[[], None]) -> ManifestFile:
         target.unlink(missing_ok=True)  # it may be a link
-        with self.fs.open(source, "rb") as there, target.open("xb") as here:
-            for piece in iter(lambda: there.read(_CHUNK), b""):
-                here.write(piece)
+        with self.fs.open(source, "rb") as source_file, target.open("xb") as target_file:
+            for piece in iter(lambda: source_file.read(_CHUNK), b""):
+                target_file.write(piece)
                 advance()
         sync_path(target)
         with target.open("rb") as content:
-            return manifest.checksum(content, advance)
+            return manifest.checksum_stream(content, advance)
 
-    def _write(
+    def _write_index(
         self,
         index: Mapping[str, Any],
         steps: Mapping[Any, int],
         retired: Mapping[Any, float],
-        begun: Mapping[Any, list[str]],
+        unfinished: Mapping[Any, list[str]],
     ) -> None:
-        content = {"format": 1, "run_id": index.get("run_id"), "steps": steps, "retired": retired, "begun": begun}
-        self.put(INDEX, json.dumps(content).encode())
+        content = {"format": 1, "run_id": index.get("run_id"), "steps": steps, "retired": retired, "begun": unfinished}
+        self.write_file(INDEX, json.dumps(content).encode())
 
     def read(self, name: str) -> bytes | None:
         """Return a small file beside the index; None if it is missing."""
         try:
-            content: bytes = self._try(lambda: self.fs.cat_file(f"{self.root}/{name}"))
+            content: bytes = self._call(lambda: self.fs.cat_file(f"{self.root}/{name}"))
         except FileNotFoundError:
             return None
         return content
 
-    def _try(self, work: Callable[[], T]) -> T:
+    def _call(self, work: Callable[[], T]) -> T:
         """Run `work` and turn errors of the protocol's package into OSError."""
         try:
             return work()
-        except (OSError, Corrupt):
+        except (OSError, CorruptCheckpointError):
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _checked(index: dict[str, Any]) -> dict[str, Any]:
+def _check_index(index: dict[str, Any]) -> dict[str, Any]:
     """Check an index: the files that it lists get deleted, so it must not name any others.
 
     Raises:
         ValueError, KeyError: when a value is invalid.
     """
-    found = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
-    found |= {key: index[key] for key in ("steps", "retired")}
-    for key, kind in _INDEX.items():
-        check(found[key], kind, key)
-    for step in (*found["steps"], *found["retired"], *found["begun"]):
+    content = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
+    content |= {key: index[key] for key in ("steps", "retired")}
+    for key, kind in _INDEX_TYPES.items():
+        check(content[key], kind, key)
+    for step in (*content["steps"], *content["retired"], *content["begun"]):
         if not re.fullmatch("[0-9]{1,18}", step):
             raise ValueError(f"it names the step {shown(step)}")
-    for name in (name for names in found["begun"].values() for name in names):
+    for name in (name for names in content["begun"].values() for name in names):
         file_name(name)
-    return found
+    return content
 
 
-_INDEX: dict[str, Any] = {
+_INDEX_TYPES: dict[str, Any] = {
     "run_id": str | None,
     "steps": dict[str, int],
     "retired": dict[str, float],
@@ -259,15 +275,15 @@ _INDEX: dict[str, Any] = {
 }
 
 
-def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
+def open_remote(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
     """Return the remote checkpoints of the run in `directory`: below `path` as the run is below the last folder `runs`.
 
     A run outside of such a folder has the name of its directory.
     """
     parts = Path(directory).parts
     last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
-    place = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
-    return Remote("/".join((place, *parts[last + 1 :])), setting)
+    base = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
+    return Remote("/".join((base, *parts[last + 1 :])), setting)
 
 
 def is_url(path: str) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from titan.checkpoint import manifest
 
 
-def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) -> set[int]:
+def select_kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) -> set[int]:
     """Return the steps to keep: the last `keep`, and the first in each interval of `keep_tokens` tokens.
 
     Args:
@@ -23,13 +23,13 @@ def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) ->
         keep: at least 1.
         keep_tokens: 0: none.
     """
-    stay = {step for step, _ in checkpoints[-keep:]}
+    kept_steps = {step for step, _ in checkpoints[-keep:]}
     last = 0
     for step, tokens in checkpoints if keep_tokens else ():
         if tokens // keep_tokens > last:
-            stay.add(step)
+            kept_steps.add(step)
             last = tokens // keep_tokens
-    return stay
+    return kept_steps
 
 
 def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
@@ -41,21 +41,23 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
         directory: the run's directory.
         keep, keep_tokens, grace: see `titan.checkpoint.schema.Checkpoint`.
     """
-    found = {int(f.name[5:]): manifest.read(f) for f in manifest.steps(directory)}
-    stay = kept([(step, m.tokens) for step, m in found.items() if m], keep, keep_tokens)
-    damaged = {step for step, m in found.items() if m is None and step > min(stay, default=-1)}  # for inspection
-    for step in found.keys() - stay - damaged:
+    manifests = {int(f.name[5:]): manifest.read(f) for f in manifest.list_folders(directory)}
+    kept_steps = select_kept([(step, m.tokens) for step, m in manifests.items() if m], keep, keep_tokens)
+    damaged = {
+        step for step, m in manifests.items() if m is None and step > min(kept_steps, default=-1)
+    }  # for inspection
+    for step in manifests.keys() - kept_steps - damaged:
         folder = manifest.folder_of(directory, step)
         if (folder / manifest.NAME).exists():
             manifest.retire(folder)
-    for folder in manifest.steps(directory):
+    for folder in manifest.list_folders(directory):
         _remove_retired(folder, grace)
 
 
-def sweep(directory: Path, grace: float) -> None:
+def remove_leftovers(directory: Path, grace: float) -> None:
     """Remove the leftovers of killed saves; call it when no save is running."""
-    for folder in manifest.steps(directory):
-        if not any((folder / name).exists() for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN)):
+    for folder in manifest.list_folders(directory):
+        if not any((folder / name).exists() for name in (manifest.NAME, manifest.RETIRED, manifest.DAMAGED)):
             shutil.rmtree(folder, ignore_errors=True)
         _remove_retired(folder, grace)
 

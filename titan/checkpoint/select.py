@@ -10,186 +10,204 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Corrupt, Manifest
-from titan.checkpoint.remote import INDEX, Remote, is_url, of
+from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
+from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.files.untrusted import shown
 
-COUNTS = {"hf": "config.json", "meta": "params.json"}
+EXPORT_MARKERS = {"hf": "config.json", "meta": "params.json"}
 """The file that makes an exported folder valid."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CheckpointCandidate:
     """A checkpoint to start from: its folder or URL, its manifest, and notes about skipped ones."""
 
     path: str
-    about: Manifest
+    manifest: Manifest
     notes: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
         """The lineage id: "science_id@step"."""
-        return f"{self.about.science_id}@{self.about.step}"
+        return f"{self.manifest.science_id}@{self.manifest.step}"
 
 
-def latest(
-    directory: Path, elsewhere: str | None = None, run_id: str | None = None
-) -> tuple[Candidate | None, tuple[str, ...]]:
+def find_latest(
+    directory: Path, remote_path: str | None = None, run_id: str | None = None
+) -> tuple[CheckpointCandidate | None, tuple[str, ...]]:
     """Return the last complete checkpoint of the run in `directory`, and notes about skipped ones.
 
     Args:
         directory: the run's directory.
-        elsewhere: `checkpoint.path`, which may have more.
+        remote_path: `checkpoint.path`, which may have more.
         run_id: the run's id, if it has started already.
 
     Raises:
-        ConfigError: when there is none in `directory` and `elsewhere` can't be read.
+        ConfigError: when there is none in `directory` and `remote_path` can't be read.
     """
-    here, notes = _here(directory, run_id)
-    if elsewhere is None:
-        return here, notes
-    remote = of(elsewhere, str(directory))
+    local_candidate, notes = _find_latest_local(directory, run_id)
+    if remote_path is None:
+        return local_candidate, notes
+    remote = open_remote(remote_path, str(directory))
     try:
-        if run_id and remote.run_id() not in (None, run_id):
+        if run_id and remote.read_run_id() not in (None, run_id):
             raise ConfigError(
-                f"checkpoint.path={elsewhere}: has checkpoints of another run of the same name, at {remote.url}; give "
+                f"checkpoint.path={remote_path}: has checkpoints of another run of the same name, at {remote.url}; give "
                 "another checkpoint.path, or another name."
             )
-        found, more = _there(remote, here.about.step if here else 0, run_id)
-        return found or here, (*notes, *more)
-    except (OSError, ValueError, KeyError, Corrupt) as error:
-        if here is None:
+        remote_candidate, remote_notes = _find_latest_remote(
+            remote, local_candidate.manifest.step if local_candidate else 0, run_id
+        )
+        return remote_candidate or local_candidate, (*notes, *remote_notes)
+    except (OSError, ValueError, KeyError, CorruptCheckpointError) as error:
+        if local_candidate is None:
             raise ConfigError(
-                f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
+                f"checkpoint.path={remote_path}: can't be read ({error}), and there is no checkpoint in {directory}; "
                 "make it readable, or give checkpoint.path=null."
             ) from error
-        notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
-    return here, notes
+        notes = (*notes, f"checkpoint.path={remote_path} can't be read ({error})")
+    return local_candidate, notes
 
 
-def complete(directory: Path, elsewhere: str | None, run_id: str) -> dict[int, Candidate]:
+def list_candidates(directory: Path, remote_path: str | None, run_id: str) -> dict[int, CheckpointCandidate]:
     """Return all complete checkpoints of a run by their steps, those in its directory rather than their copies.
 
     Args:
         directory: the run's directory.
-        elsewhere: `checkpoint.path`; copies that can't be read from here are left out.
+        remote_path: `checkpoint.path`; copies that can't be read from here are left out.
         run_id: the run's id.
     """
-    found = {}
-    for folder in manifest.steps(directory):
-        with suppress(Corrupt):
-            if about := manifest.inspect(folder):
-                found[about.step] = Candidate(str(folder.absolute()), _known(about, run_id))
-    if elsewhere is not None:
-        with suppress(ConfigError, OSError, ValueError, KeyError, Corrupt):
-            remote = of(elsewhere, str(directory))
-            for step in remote.index().keys() - found.keys():
-                with suppress(Corrupt):
-                    found[step] = Candidate(f"{remote.url}/step-{step}", _known(remote.manifest(step), run_id))
-    return found
+    candidates = {}
+    for folder in manifest.list_folders(directory):
+        with suppress(CorruptCheckpointError):
+            if checkpoint_manifest := manifest.inspect(folder):
+                candidates[checkpoint_manifest.step] = CheckpointCandidate(
+                    str(folder.absolute()), _require_run(checkpoint_manifest, run_id)
+                )
+    if remote_path is not None:
+        with suppress(ConfigError, OSError, ValueError, KeyError, CorruptCheckpointError):
+            remote = open_remote(remote_path, str(directory))
+            for step in remote.list_steps().keys() - candidates.keys():
+                with suppress(CorruptCheckpointError):
+                    candidates[step] = CheckpointCandidate(
+                        f"{remote.url}/step-{step}", _require_run(remote.read_manifest(step), run_id)
+                    )
+    return candidates
 
 
-def _known(about: Manifest, run_id: str) -> Manifest:
-    _of_run(about, run_id)
-    return about
+def _require_run(checkpoint_manifest: Manifest, run_id: str) -> Manifest:
+    _check_run(checkpoint_manifest, run_id)
+    return checkpoint_manifest
 
 
-def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
+def is_post_save_pending(settings: Checkpoint, directory: Path, step: int) -> bool:
     """Return whether a checkpoint's export or copy is missing; false if it can't be determined."""
     folder = manifest.folder_of(directory, step)
     if manifest.read(folder) is None:
         return False
-    if how.export and not (folder / how.export / COUNTS[how.export]).is_file():
+    if settings.export and not (folder / settings.export / EXPORT_MARKERS[settings.export]).is_file():
         return True
-    with suppress(OSError, Corrupt):
-        return how.path is not None and step not in of(how.path, str(directory)).index()
+    with suppress(OSError, CorruptCheckpointError):
+        return settings.path is not None and step not in open_remote(settings.path, str(directory)).list_steps()
     return False
 
 
-def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | None, list[str]]:
+def _find_latest_remote(
+    remote: Remote, after_step: int, run_id: str | None
+) -> tuple[CheckpointCandidate | None, list[str]]:
     """Return the last complete remote checkpoint after a step, and notes about skipped ones."""
     notes: list[str] = []
-    for step in sorted((step for step in remote.index() if step > after), reverse=True):
+    for step in sorted((step for step in remote.list_steps() if step > after_step), reverse=True):
         try:
-            about = remote.manifest(step)
-            _of_run(about, run_id)
-            return Candidate(f"{remote.url}/step-{step}", about), notes
-        except Corrupt as damage:
-            notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
+            checkpoint_manifest = remote.read_manifest(step)
+            _check_run(checkpoint_manifest, run_id)
+            return CheckpointCandidate(f"{remote.url}/step-{step}", checkpoint_manifest), notes
+        except CorruptCheckpointError as error:
+            notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {error}")
     return None, notes
 
 
-def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
-    last, notes, place = None, [], directory / "checkpoints"
-    if place.exists() and not place.is_dir():
+def _find_latest_local(
+    directory: Path, run_id: str | None = None
+) -> tuple[CheckpointCandidate | None, tuple[str, ...]]:
+    last, notes, checkpoints_folder = None, [], directory / "checkpoints"
+    if checkpoints_folder.exists() and not checkpoints_folder.is_dir():
         raise ConfigError(
-            f"hydra.run.dir={directory}: {place.name} in it is a file instead of the folder of checkpoints; "
+            f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of checkpoints; "
             "move it away, or choose another name."
         )
-    for folder in manifest.steps(directory):
+    for folder in manifest.list_folders(directory):
         try:
-            about = _of_run(manifest.inspect(folder), run_id)
-        except Corrupt as damage:
-            notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
+            checkpoint_manifest = _check_run(manifest.inspect(folder), run_id)
+        except CorruptCheckpointError as error:
+            notes.append(f"checkpoint {folder.name} is damaged and not used: {error}")
             continue
-        last = Candidate(str(folder), about) if about else last
-        if about is None and (folder / manifest.BROKEN).exists():
+        last = CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else last
+        if checkpoint_manifest is None and (folder / manifest.DAMAGED).exists():
             notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
-    after = last.about.step if last else -1
-    return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > after)
+    last_step = last.manifest.step if last else -1
+    return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > last_step)
 
 
-def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
+def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Manifest | None:
     """Return the manifest after checking that it belongs to the run with this id, if one is given.
 
     Raises:
         Damaged: when it belongs to another run.
     """
-    if about and run_id and about.run_id != run_id:
-        raise Corrupt(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
-    return about
+    if checkpoint_manifest and run_id and checkpoint_manifest.run_id != run_id:
+        raise CorruptCheckpointError(
+            f"{manifest.NAME} is of another run ({shown(checkpoint_manifest.run_id)}, and this one is {run_id})"
+        )
+    return checkpoint_manifest
 
 
-def load_named(path: str, setting: str = "checkpoint.resume") -> Candidate:
+def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandidate:
     """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
 
     Raises:
         ConfigError: when there is none.
     """
-    return _load_elsewhere(path, setting) if is_url(path) else _load_here(path, setting)
+    return _load_remote(path, setting) if is_url(path) else _load_local(path, setting)
 
 
-def _load_here(path: str, setting: str) -> Candidate:
+def _load_local(path: str, setting: str) -> CheckpointCandidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path}: there is no such directory; correct the path.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
-        return _load_elsewhere(str(folder), setting)
+        return _load_remote(str(folder), setting)
     try:
-        about = manifest.inspect(folder)
-    except Corrupt as damage:
-        raise ConfigError(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
-    last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
+        checkpoint_manifest = manifest.inspect(folder)
+    except CorruptCheckpointError as error:
+        raise ConfigError(f"{setting}={path}: the checkpoint is damaged: {error}; give another one.") from error
+    last, notes = (
+        (CheckpointCandidate(str(folder), checkpoint_manifest), ())
+        if checkpoint_manifest
+        else _find_latest_local(folder)
+    )
     if last is None:
-        why = f" ({'; '.join(notes)})" if notes else ""
-        others = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
-        way = f"use its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
-        raise ConfigError(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
+        reasons = f" ({'; '.join(notes)})" if notes else ""
+        weight_files = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
+        advice = (
+            f"use its weights: checkpoint.weights={path}" if weight_files else "give a run's or a checkpoint's folder"
+        )
+        raise ConfigError(f"{setting}={path}: holds no complete checkpoint{reasons}; {advice}.")
     return replace(last, notes=notes)
 
 
-def _load_elsewhere(url: str, setting: str) -> Candidate:
+def _load_remote(url: str, setting: str) -> CheckpointCandidate:
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         if name.startswith("step-") and name[5:].isdigit():
-            return Candidate(url, Remote(parent, setting).manifest(int(name[5:])))
+            return CheckpointCandidate(url, Remote(parent, setting).read_manifest(int(name[5:])))
         remote = Remote(url, setting)
-        steps = remote.index()
+        steps = remote.list_steps()
         if steps:
-            return Candidate(f"{remote.url}/step-{max(steps)}", remote.manifest(max(steps)))
-    except (OSError, Corrupt, ValueError, KeyError) as error:
+            return CheckpointCandidate(f"{remote.url}/step-{max(steps)}", remote.read_manifest(max(steps)))
+    except (OSError, CorruptCheckpointError, ValueError, KeyError) as error:
         raise ConfigError(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
     raise ConfigError(
         f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them."

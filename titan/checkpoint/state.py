@@ -53,15 +53,15 @@ class TrainState(Protocol):
 def train_state_dict(state: TrainState) -> dict[str, Tensor]:
     """Return all tensors that a resume needs, by name: `model.NAME`, `optimizer.NAME.KEY` and `state.NAME`."""
     for stage in state.stages:
-        data.reshard(stage)  # the optimizer's state belongs to the sharded parameters
+        data.reshard_parameters(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
-    found = {f"{MODEL}{name}": plain_tensor(weight) for name, weight in state.named_weights()}
-    found |= {f"{STATE}{name}": value for name, value in state.named_state()}
+    tensors = {f"{MODEL}{name}": plain_tensor(weight) for name, weight in state.named_weights()}
+    tensors |= {f"{STATE}{name}": value for name, value in state.named_state()}
     for name, parameter in parameters.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"optimizer.{name}.{key}"] = value
-    return found
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
 
 
 def evaluation_state_dict(state: TrainState) -> dict[str, Tensor]:
@@ -71,9 +71,9 @@ def evaluation_state_dict(state: TrainState) -> dict[str, Tensor]:
     """
     if not isinstance(state.optimizer, HasEvaluationWeights):
         return {}
-    used = dict(state.named_weights())
-    used |= {name: evaluation_weights(state.optimizer, p) for name, p in state.named_parameters()}
-    return {f"{EVALUATION}{name}": plain_tensor(weight) for name, weight in used.items()}
+    weights = dict(state.named_weights())
+    weights |= {name: evaluation_weights(state.optimizer, p) for name, p in state.named_parameters()}
+    return {f"{EVALUATION}{name}": plain_tensor(weight) for name, weight in weights.items()}
 
 
 def is_average(name: str) -> bool:
@@ -92,32 +92,34 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if problem := _not_saved(parameter, value):
+            if problem := _explain_unsaved(parameter, value):
                 raise RunError(f"{type(optimizer).__name__}: its state {name} is {problem}.")
             if isinstance(value, Tensor):
                 value.zero_()
 
 
-def _not_saved(parameter: Tensor, value: Any) -> str:
+def _explain_unsaved(parameter: Tensor, value: Any) -> str:
     """Return why a checkpoint would not hold a value of a parameter's state; empty where it does."""
     if value is None:
         return ""
     if not isinstance(value, Tensor):
         kind = "a number" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
         return f"{kind}, which no checkpoint holds; keep it as a tensor, such as torch.zeros(())"
-    is_cut = isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
-    if is_cut and value.dim() and not isinstance(value, DTensor):
+    is_sharded = isinstance(parameter, DTensor) and any(
+        not placement.is_replicate() for placement in parameter.placements
+    )
+    if is_sharded and value.dim() and not isinstance(value, DTensor):
         return (
             f"a tensor {list(value.shape)} of one rank for a parameter that is cut over ranks, of which a checkpoint "
             "would hold one rank's; make it like the parameter, such as torch.zeros_like(p)"

@@ -7,58 +7,64 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import Coordinator, describing
+from titan.checkpoint.coordinator import Coordinator, prefix_errors
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.remote import Remote, of
+from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.schema import Checkpoint
 
 
-def copying(how: Checkpoint, path: str, directory: str, coordinator: Coordinator) -> Callable[[Path, Manifest], None]:
+def make_copy_hook(
+    settings: Checkpoint, path: str, directory: str, coordinator: Coordinator
+) -> Callable[[Path, Manifest], None]:
     """Return the post-save hook that copies each checkpoint to `path`; see `titan.checkpoint.manager.PostSaveHook`."""
-    remote = of(path, directory)
+    remote = open_remote(path, directory)
 
-    def copy(folder: Path, about: Manifest) -> None:
-        with describing(f"the copy to {remote.url}"):
-            _copy(remote, folder, about, how, coordinator)
+    def copy_checkpoint(folder: Path, checkpoint_manifest: Manifest) -> None:
+        with prefix_errors(f"the copy to {remote.url}"):
+            _upload_checkpoint(remote, folder, checkpoint_manifest, settings, coordinator)
 
-    return copy
-
-
-def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, coordinator: Coordinator) -> None:
-    mine = manifest.share(about.files, coordinator.rank, coordinator.world_size)
-    coordinator.on_rank0(lambda: remote.begin(about))
-    coordinator.run_all(lambda: remote.upload(folder, mine, coordinator.activity.advance_save))
-    gone = coordinator.on_rank0(lambda: _publish(remote, folder, about, how))
-    share = sorted(gone.items())[coordinator.rank :: coordinator.world_size]
-    coordinator.run_all(lambda: remote.remove(share))
-    if gone:
-        coordinator.on_rank0(lambda: remote.removed(gone))
+    return copy_checkpoint
 
 
-def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
-    attempts = folder.parent.parent / "run.yaml"
-    if attempts.is_file():
-        remote.put("run.yaml", attempts.read_bytes())
-    return remote.publish(folder, about, how)
+def _upload_checkpoint(
+    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint, coordinator: Coordinator
+) -> None:
+    rank_files = manifest.select_rank_files(checkpoint_manifest.files, coordinator.rank, coordinator.world_size)
+    coordinator.on_rank0(lambda: remote.begin_upload(checkpoint_manifest))
+    coordinator.run_all(lambda: remote.upload_files(folder, rank_files, coordinator.activity.advance_save))
+    retired_files = coordinator.on_rank0(lambda: _publish_checkpoint(remote, folder, checkpoint_manifest, settings))
+    rank_steps = sorted(retired_files.items())[coordinator.rank :: coordinator.world_size]
+    coordinator.run_all(lambda: remote.remove_files(rank_steps))
+    if retired_files:
+        coordinator.on_rank0(lambda: remote.record_removal(retired_files))
 
 
-def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
+def _publish_checkpoint(
+    remote: Remote, folder: Path, checkpoint_manifest: Manifest, settings: Checkpoint
+) -> dict[int, list[str]]:
+    run_file = folder.parent.parent / "run.yaml"
+    if run_file.is_file():
+        remote.write_file("run.yaml", run_file.read_bytes())
+    return remote.publish(folder, checkpoint_manifest, settings)
+
+
+def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
     """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together.
 
     Raises:
         CoordinationError: on all ranks, when it can't be read or is damaged.
     """
     folder = manifest.folder_of(directory, step)
-    about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
-    mine = dict(sorted(about.files.items())[coordinator.rank :: coordinator.world_size])
-    coordinator.run_all(lambda: remote.fetch(step, folder, mine, coordinator.activity.advance))
-    coordinator.on_rank0(lambda: manifest.write(folder, about))
+    checkpoint_manifest: Manifest = coordinator.on_rank0(lambda: _begin_fetch(remote, step, folder))
+    rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
+    coordinator.run_all(lambda: remote.fetch_files(step, folder, rank_files, coordinator.activity.advance))
+    coordinator.on_rank0(lambda: manifest.write(folder, checkpoint_manifest))
     return folder
 
 
-def _begin(remote: Remote, step: int, folder: Path) -> Manifest:
-    about = remote.manifest(step)
+def _begin_fetch(remote: Remote, step: int, folder: Path) -> Manifest:
+    checkpoint_manifest = remote.read_manifest(step)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN):
+    for name in (manifest.NAME, manifest.RETIRED, manifest.DAMAGED):
         (folder / name).unlink(missing_ok=True)
-    return about
+    return checkpoint_manifest

@@ -13,18 +13,18 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from titan.checkpoint.manifest import File
+from titan.checkpoint.manifest import ManifestFile
 
 Name = str | os.PathLike[str]
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes this rank's files into a folder; `files` has their sizes and checksums."""
 
     def __init__(self, folder: Path) -> None:
         """Take the folder, which is created if it is missing."""
         super().__init__(folder)
-        self.fs: Any = Counting()
+        self.fs: Any = ChecksumFileSystem()
 
     def storage_meta(self) -> StorageMeta:
         """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
@@ -36,21 +36,21 @@ class Writer(FileSystemWriter):
         The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
         """
         path = Path(self._get_metadata_path())
-        part = path.with_name(f"{path.name}.tmp")
-        with self.fs.create_stream(part, "wb") as stream:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with self.fs.create_stream(temporary, "wb") as stream:
             for piece in pieces:
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-        self.fs.rename(part, path)
+        self.fs.rename(temporary, path)
 
     @property
-    def files(self) -> dict[str, File]:
+    def files(self) -> dict[str, ManifestFile]:
         """Size and checksum of each written file, by name."""
         return dict(self.fs.files)
 
 
-class Counting(FileSystem):
+class ChecksumFileSystem(FileSystem):
     """A file system that records size and checksum of written files.
 
     Attributes:
@@ -59,7 +59,7 @@ class Counting(FileSystem):
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, File] = {}
+        self.files: dict[str, ManifestFile] = {}
         self.advance: Callable[[], None] = lambda: None
 
     @contextmanager
@@ -68,7 +68,7 @@ class Counting(FileSystem):
         with super().create_stream(path, mode) as raw:
             stream = _Stream(raw, self.advance)
             yield stream
-        self.files[Path(path).name] = File(stream.size, f"{stream.crc:08x}")
+        self.files[Path(path).name] = ManifestFile(stream.size, f"{stream.crc:08x}")
 
     def rename(self, path: Name, new_path: Name) -> None:
         """Rename a file."""
@@ -85,9 +85,9 @@ class _Stream(io.IOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):  # on a nearly full disk a write may be partial
-            done += self.raw.write(view[done:]) or 0
+        written = 0
+        while written < len(view):  # on a nearly full disk a write may be partial
+            written += self.raw.write(view[written:]) or 0
         self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
         self.advance()
         return len(view)

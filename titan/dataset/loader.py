@@ -278,7 +278,7 @@ class Loader:
         """Return a blank batch for the next step."""
         rows = self._training.find_phase(self._given + 1).rows
         before = self._training.count_rows_before(self._given + 1)
-        fields = self._reader.blank(self._reader.room(self._shape.of(self._share.slots(rows))))
+        fields = self._reader.blank(self._reader.room(self._shape.of(self._share.count_slots(rows))))
         return Batch(fields, before, before, before, 0, 0, 0, void=True)
 
     def _read_ahead(self) -> None:
@@ -303,7 +303,7 @@ class Loader:
         while not self._read:
             yield nothing, nothing, nothing
         while True:
-            own = self._share.rows(self._training.find_phase(step).rows)
+            own = self._share.slice_rows(self._training.find_phase(step).rows)
             steps = 1 if live else max(1, _ORDER_BLOCK // max(1, len(own)))
             ours = [self._own(s) for s in range(step, step + steps)]
             numbers = self._mix.numbers(np.concatenate(ours))
@@ -314,7 +314,7 @@ class Loader:
 
     def _own(self, step: int) -> NDArray[np.int64]:
         """Return the positions of this rank's rows of `step` among all rows that the run reads, from 0."""
-        own = self._share.rows(self._training.find_phase(step).rows)
+        own = self._share.slice_rows(self._training.find_phase(step).rows)
         return np.arange(own.start, own.stop, dtype=np.int64) + self._training.count_rows_before(step)
 
     def _wait(self, line: str) -> None:
@@ -333,7 +333,7 @@ class Loader:
         """Return the batch of a step, of which this rank reads the row numbers `numbers`."""
         self._waiting = None
         phase, before = self._training.find_phase(step), self._training.count_rows_before(step)
-        fields = self._reader.room(self._shape.of(self._share.slots(phase.rows)))
+        fields = self._reader.room(self._shape.of(self._share.count_slots(phase.rows)))
         flat, total, valid, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0, 0
         for slot, (number, k, row) in enumerate(zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True)):
             corpus = self._mix.sources[k].corpus

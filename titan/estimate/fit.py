@@ -14,7 +14,7 @@ from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import rank_rows
-from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches, plan_stages
+from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
         return memory_estimate(recipe, layout, count, device).gib
 
     if layout.pipeline > 1:
-        counts = _smaller_microbatches(least_microbatches(recipe.parallelism, layout, rows), rows)
+        counts = _smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
         return next((n for n in counts if required(n) <= gib), min(counts, key=required))
     if required(1) <= gib or rows == 1:
         return 1
@@ -134,10 +134,10 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
     Raises:
         ConfigError: if the degrees do not multiply to `devices`.
     """
-    found, deepest = [], recipe.model.layers // default_stages_per_rank(recipe.parallelism)
+    found, deepest = [], recipe.model.layers // find_default_stages(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
         replicas = max(2, devices // devices_per_node)
-        one = recipe.parallelism.layout(
+        one = recipe.parallelism.resolve_layout(
             devices, largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
         )
         has = available(recipe, one, machine)
@@ -202,7 +202,7 @@ def _too_many_processes(recipe: Recipe, layout: Layout, machine: Machine) -> str
 
 def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
-        return recipe.parallelism.layout(devices, largest_degrees(recipe, min(per_node, devices), depth))
+        return recipe.parallelism.resolve_layout(devices, largest_degrees(recipe, min(per_node, devices), depth))
     except ConfigError:
         return None
 

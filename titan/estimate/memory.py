@@ -35,7 +35,7 @@ from titan.estimate.rank_sizes import (
     largest_matrix,
     rank_rows,
 )
-from titan.parallelism.pipeline.stage_plan import stage_layers
+from titan.parallelism.pipeline.stage_plan import assign_layers
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
@@ -159,7 +159,7 @@ def _stages(recipe: Recipe, layout: Layout) -> list[dict[int, Stage]]:
     """Return the stages of each pipeline rank by their index."""
     if layout.pipeline == 1:
         return [{0: Stage(range(recipe.model.layers), True, True)}]
-    layers = stage_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
+    layers = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
     ranks: list[dict[int, Stage]] = [{} for _ in range(layout.pipeline)]
     for index, (rank, of_stage) in enumerate(layers):
         ranks[rank][index] = Stage(of_stage, index == 0, index == len(layers) - 1)
@@ -330,7 +330,7 @@ class _RankMemory(RankSizes):
                 yield during.plus(
                     activations=others + activations,
                     gradients=gradients + self._unreduced(unreduced),
-                    gathered=-min(absent, two) * (self.recipe.parallelism.reshards(self.layout) is True),
+                    gathered=-min(absent, two) * (self.recipe.parallelism.resolve_reshard(self.layout) is True),
                 )
             if block.apart:  # reduced while the rest of the block is still to come
                 again = block.whole - self._saved_by_blocks(left[-1:]) - block.activations.routed

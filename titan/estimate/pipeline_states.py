@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import Action, actions_of, order
-from titan.parallelism.pipeline.stage_plan import stages_per_rank
+from titan.parallelism.pipeline.schedules import Action, list_actions, order_actions
+from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Parallelism
@@ -56,7 +56,7 @@ def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list
         return [{State(0, kind, ((0, 1),), ((0, 0),), earlier) for kind in "FB" for earlier in has_grads}]
     if parallelism.schedule not in ALL_FORWARD:
         microbatches = min(microbatches, STEADY_STATE * ranks)
-    return schedule_states(parallelism.schedule, ranks, stages_per_rank(parallelism, ranks), microbatches)
+    return schedule_states(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)
 
 
 @lru_cache(1024)
@@ -73,15 +73,19 @@ def action_states(parallelism: Parallelism, ranks: int, rank: int, microbatches:
     if ranks == 1:
         actions = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
-        actions = _actions(parallelism.schedule, ranks, stages_per_rank(parallelism, ranks), microbatches)[rank]
+        actions = _actions(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)[rank]
     return list(zip(actions, _replay(actions), strict=True))
 
 
 def _actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
     """Return the actions of each rank in its order."""
     custom = schedule.endswith(".csv")
-    rows = [list(row) for row in read_csv(schedule).order] if custom else order(schedule, ranks, stages, microbatches)
-    return [[action for cell in row for action in actions_of(cell)] for row in rows]
+    rows = (
+        [list(row) for row in read_csv(schedule).order]
+        if custom
+        else order_actions(schedule, ranks, stages, microbatches)
+    )
+    return [[action for cell in row for action in list_actions(cell)] for row in rows]
 
 
 def _replay(actions: list[Action]) -> Iterator[State]:

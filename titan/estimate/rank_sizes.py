@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
 from titan.model.schema import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
-from titan.parallelism.schema import key_repeats
-from titan.parallelism.strategy import shards_of
+from titan.parallelism.schema import count_key_repeats
+from titan.parallelism.strategy import count_shards
 from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class RankSizes:
                 matrices[f"layers.{layer}.{name}"] = float(matmul.part(tensor).size)
             for name in (experts := model.expert_matmuls(layer)):
                 matrices[f"layers.{layer}.{name}"] = self.of(layer).experts / len(experts)
-        shards = shards_of(matrices, groups, self.layout)
+        shards = count_shards(matrices, groups, self.layout)
         more = sum(n / shards[name] - n / usual for name, n in matrices.items())
         return self.elements / (self.elements / usual + more)
 
@@ -340,7 +340,7 @@ class RankSizes:
         if layout.context == 1:
             return NO_CONTEXT
         ulysses = method == "ulysses"
-        repeats = key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
+        repeats = count_key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
         copies = layout.context if method == "allgather" else repeats
         each = self.share.bytes * model.head_size / layout.tensor
         kept = each * (model.heads + 2 * model.kv_heads * (copies - 1))
@@ -372,7 +372,7 @@ class RankSizes:
         """
         if not self.fsdp and self.layout.expert == 1:
             return 0.0
-        reshards = self.recipe.parallelism.reshards(self.layout)
+        reshards = self.recipe.parallelism.resolve_reshard(self.layout)
         ends = self.head_gathered if head or self._tied() else 0.0
         if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
             blocks = self.on_rank(lambda block: block.gathered)

@@ -24,7 +24,7 @@ from titan.estimate.rank_sizes import GIB, block_groups
 from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
-from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
+from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class Bounds:
         key = (point.schedule, point.stages, point.layout.pipeline)
         if key not in self._stages:
             recipe, layout, _ = _parts(point.candidate(self.recipe))
-            self._stages[key] = stage_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
+            self._stages[key] = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
         return self._stages[key]
 
     def _key(self, point: Point) -> tuple[Any, ...]:
@@ -443,7 +443,7 @@ def changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[Candi
                 yield Point(layout, schedule, stages, reshard, microbatches, same).candidate(recipe)
     elif layout.sharded > 1 and not layout.only_replicated:
         for reshard in ("always", "never"):
-            if how.reshards(layout) != (reshard == "always"):
+            if how.resolve_reshard(layout) != (reshard == "always"):
                 yield Candidate(replace(recipe, parallelism=replace(how, reshard=reshard)), layout, microbatches)
     others = [replace(layout, expert=degree) for degree in _expert_degrees(recipe, layout) if degree != layout.expert]
     for other in (*others, *_neighbours(layout, rows)):
@@ -457,7 +457,7 @@ def _allowed(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
     if ranks == 1:
         return True
     known = SCHEDULES.get(how.schedule)
-    return known is not None and known.allows(ranks, stages_per_rank(how, ranks), microbatches)
+    return known is not None and known.allows(ranks, count_stages_per_rank(how, ranks), microbatches)
 
 
 def _neighbours(layout: Layout, rows: int) -> Iterator[Layout]:

@@ -23,8 +23,8 @@ from titan.estimate.operations import Speeds, collective
 from titan.estimate.rank_sizes import block_groups
 from titan.estimate.roofline import update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import Cell, Span, order, timetable
-from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
+from titan.parallelism.pipeline.schedules import ActionSpan, Cell, compute_timetable, order_actions
+from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -53,7 +53,7 @@ class StepTime:
     parts: Mapping[str, float]
     tokens: int
     devices: int
-    spans: tuple[Span, ...] = field(default=(), repr=False)
+    spans: tuple[ActionSpan, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -85,7 +85,7 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
 
 
 def on_all_nodes(
-    parts: Parts, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[Span, ...] = ()
+    parts: Parts, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[ActionSpan, ...] = ()
 ) -> StepTime:
     """Return the time of a step with what each doubling of nodes loses."""
     nodes = max(1, layout.devices // speeds.per_node)
@@ -172,7 +172,7 @@ class StepModel(RankWork):
         total = Parts()
         for kind in "FB":
             _add(total, self.stage(layers, True, kind), count)
-        reshards = recipe.parallelism.reshards(self.layout) is not False
+        reshards = recipe.parallelism.resolve_reshard(self.layout) is not False
         gathers = count if reshards else 1
         whole = recipe.parallelism.accumulates_whole(self.layout) or self.layout.only_replicated
         reductions = 1 if whole else count
@@ -223,7 +223,7 @@ class StepModel(RankWork):
         A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
         all stages before.
         """
-        placed = stage_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
+        placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         stages = [self._seconds(layers) for _, layers in placed]
         stages[-1] += sum(self.head("F").values()) + sum(self.head("B").values())
         busy: dict[int, float] = {}
@@ -244,7 +244,7 @@ class StepModel(RankWork):
 
     def _stage_times(self) -> tuple[dict[tuple[int, str], Parts], tuple[tuple[int, range], ...]]:
         """Return the time of each kind of action in each stage, and each stage's rank and layers."""
-        placed = stage_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
+        placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
         kinds = {
             (stage, kind): self.stage(layers, stage == last, kind)
@@ -253,13 +253,13 @@ class StepModel(RankWork):
         }
         return kinds, placed
 
-    def pipeline(self) -> tuple[Parts, list[Span]]:
+    def pipeline(self) -> tuple[Parts, list[ActionSpan]]:
         """Return the time of the rank that is busy longest, and when each rank executes each action."""
         layout = self.layout
         kinds, placed = self._stage_times()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
         hop = self.send()
-        spans = timetable(self.order(), lambda action: seconds[action.stage, action.kind], hop)
+        spans = compute_timetable(self.order(), lambda action: seconds[action.stage, action.kind], hop)
         makespan = max(span.end for span in spans)
         busy = {rank: Parts() for rank in range(layout.pipeline)}
         for span in spans:
@@ -280,7 +280,7 @@ class StepModel(RankWork):
         torch's schedules reduce gradients that are accumulated whole after the last action, with nothing beside.
         """
         parts = Parts(busy)
-        reshards = self.recipe.parallelism.reshards(self.layout) is not False
+        reshards = self.recipe.parallelism.resolve_reshard(self.layout) is not False
         gathers = self.microbatches if reshards else 1
         at_end = self.recipe.parallelism.accumulates_whole(self.layout)
         beside = 0 if at_end and not self.merged else 1 if at_end else self.microbatches
@@ -296,7 +296,7 @@ class StepModel(RankWork):
         schedule = recipe.parallelism.schedule
         if schedule.endswith(".csv"):
             return [list(row) for row in read_csv(schedule).order]
-        return order(schedule, ranks, stages_per_rank(recipe.parallelism, ranks), self.microbatches)
+        return order_actions(schedule, ranks, count_stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
     def send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""

@@ -37,7 +37,7 @@ def work(job: Job, rank_info: RankInfo) -> int:
     Raises:
         RunError: when it runs out of memory, or the logits are not finite.
     """
-    world = mesh.connect(rank_info, job.layout, job.device, TIMEOUT)
+    world = mesh.connect_world(rank_info, job.layout, job.device, TIMEOUT)
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
         model = _model(job, world)

@@ -61,13 +61,13 @@ class Context:
         """
         rank_names = tuple(tensors)
         if rank_names not in self._names_of_all:
-            names_by_rank = self._world.gather(rank_names)
+            names_by_rank = self._world.all_gather_object(rank_names)
             self._names_of_all[rank_names] = tuple(dict.fromkeys(name for names in names_by_rank for name in names))
-        return tensor_norms.norms(tensors, self._names_of_all[rank_names], self._world)
+        return tensor_norms.compute_norms(tensors, self._names_of_all[rank_names], self._world)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; all ranks call it together."""
-        return self._world.sum(tensor.detach().clone())
+        return self._world.all_reduce(tensor.detach().clone())
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Record an own metric of this step, as hooks/HOOK/NAME; what rank 0 logs is recorded.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from titan.optimizer.schema import Implementation, Type, flags
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 
 BUCKET = 1 << 22
 """Elements per bucket: four fp32 tensors of 16 MiB."""
@@ -87,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _pieces(self, parameter: Tensor) -> Iterator[Piece]:
         state = self._state(parameter)
-        whole = [local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
+        whole = [local_tensor(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
         width = whole[0][0].numel() if len(whole[0]) else 1
         rows = max(1, BUCKET // max(1, width))
         for weight, gradient, first, second in zip(*(torch.split(t, rows) for t in whole), strict=True):

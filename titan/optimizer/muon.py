@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan.optimizer import matrix_gather, mixed_precision, schema
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic polynomial: steepest at zero; singular values converge to about 0.7 to 1.2."""
@@ -78,7 +78,7 @@ class Muon(mixed_precision.AdamW):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = self.zeros(parameter)
-        stored, gradient = local(state["momentum_buffer"]), local(parameter.grad).float()  # type: ignore[arg-type]
+        stored, gradient = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad).float()  # type: ignore[arg-type]
         momentum = stored.float().lerp(gradient, 1 - self.settings.momentum)
         stored.copy_(momentum if self._bad is None else torch.where(self._bad > 0, stored.float(), momentum))
         if self.settings.nesterov:
@@ -93,7 +93,7 @@ class Muon(mixed_precision.AdamW):
 
     def _apply(self, matrix: Matrix, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""
-        weight, rate = local(matrix.parameter.detach()), matrix.group["lr"]
+        weight, rate = local_tensor(matrix.parameter.detach()), matrix.group["lr"]
         new = weight.float() * (1 - rate * matrix.group["weight_decay"])
         new.add_(part, alpha=-rate * scale(self.settings.adjust, tuple(matrix.parameter.shape)))
         weight.copy_(new if self._bad is None else torch.where(self._bad > 0, weight.float(), new))

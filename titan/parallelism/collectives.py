@@ -34,48 +34,50 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return wait(_OPS.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, how: str = "sum") -> Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """Return the sum (or "max") over ranks, in a new tensor. No gradient."""
-    return reduced(x, group.group_name, how)
+    return all_reduce_by_name(x, group.group_name, op)
 
 
-def reduced(x: Tensor, group: str, how: str = "sum") -> Tensor:
+def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
     """Do as `all_reduce`, for a group given by its name: for custom operations, which take no process groups."""
-    return wait(_OPS.all_reduce(x.contiguous(), how, group))
+    return wait(_OPS.all_reduce(x.contiguous(), op, group))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return row i of this rank's [ranks, ...] from each rank i's tensor; no gradient."""
-    even = [1] * group.size()
-    return wait(_OPS.all_to_all_single(x.contiguous(), even, even, group.group_name))
+    split_sizes = [1] * group.size()
+    return wait(_OPS.all_to_all_single(x.contiguous(), split_sizes, split_sizes, group.group_name))
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sending: list[int], receiving: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sending, receiving), group
-        return wait(_OPS.all_to_all_single(x.contiguous(), receiving, sending, group.group_name))
+    def forward(
+        ctx: Any, x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (send_counts, receive_counts), group
+        return wait(_OPS.all_to_all_single(x.contiguous(), receive_counts, send_counts, group.group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (sending, receiving), group = ctx.sizes, ctx.group.group_name
-        return wait(_OPS.all_to_all_single(grads[0].contiguous(), sending, receiving, group)), None, None, None
+        (send_counts, receive_counts), group = ctx.sizes, ctx.group.group_name
+        return wait(_OPS.all_to_all_single(grads[0].contiguous(), send_counts, receive_counts, group)), None, None, None
 
 
-def exchange(x: Tensor, sending: list[int], receiving: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send rows [sum(sending), D] to the group's ranks in order, and return those that came from them, in order.
 
     Args:
         x: the rows.
-        sending: how many go to each rank.
-        receiving: how many come from each rank.
+        send_counts: how many go to each rank.
+        receive_counts: how many come from each rank.
         group: the ranks.
     """
-    out: Tensor = _Exchange.apply(x, sending, receiving, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExchangeRows.apply(x, send_counts, receive_counts, group)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -86,7 +88,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -97,7 +99,7 @@ class _Scatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.dim, ctx.group), None, None
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -108,7 +110,7 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grads[0], ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce(x, group)
@@ -118,7 +120,7 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
-class _Join(torch.autograd.Function):
+class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -129,31 +131,31 @@ class _Join(torch.autograd.Function):
         return grads[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
 
 
-def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def all_gather_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`; ranks use the result for different things, so the gradient is reduce-scattered."""
-    out: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along `dim`; the gradient is all-gathered."""
-    out: Tensor = _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the same tensor; ranks use it for different things, so the gradient is all-reduced."""
-    out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _CopyToRegion.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; all ranks use the result for the same thing, so the gradient passes unchanged."""
-    out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _ReduceFromRegion.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather_from_region(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`; all ranks use the result for the same thing, so each takes its part of the gradient."""
-    out: Tensor = _Join.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatherFromRegion.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out

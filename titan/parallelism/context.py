@@ -29,10 +29,10 @@ from titan.model.attention import FlexAttention, Tokens, block_mask, visible, vi
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
 from titan.model.masks import masks_of
 from titan.parallelism import context_chunks, context_kernels
-from titan.parallelism.collectives import all_gather, gather, wait
+from titan.parallelism.collectives import all_gather, all_gather_autograd, wait
 from titan.parallelism.context_kernels import KeyMask
-from titan.parallelism.context_ring import ring_attention, ring_mask
-from titan.parallelism.schema import key_repeats
+from titan.parallelism.context_ring import make_ring_mask, ring_attention
+from titan.parallelism.schema import count_key_repeats
 
 Method = Literal["allgather", "ulysses", "ring"]
 """How queries attend to the keys of other ranks."""
@@ -51,12 +51,12 @@ class _CausalTail(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, kernel: str, scale: float | None) -> Tensor:
-        before = kv.shape[3] - q.shape[2]
-        diagonal = context_kernels.forward(kernel, q, kv[:, :, :, before:], KeyMask(causal=True), scale)
-        out, lse = context_kernels.begin(*diagonal)
-        if before:
-            past = context_kernels.forward(kernel, q, kv[:, :, :, :before], KeyMask(causal=False), scale)
-            context_kernels.merge(out, lse, *past)
+        tail_start = kv.shape[3] - q.shape[2]
+        tail_result = context_kernels.forward(kernel, q, kv[:, :, :, tail_start:], KeyMask(causal=True), scale)
+        out, lse = context_kernels.init_merge(*tail_result)
+        if tail_start:
+            earlier_result = context_kernels.forward(kernel, q, kv[:, :, :, :tail_start], KeyMask(causal=False), scale)
+            context_kernels.merge_block(out, lse, *earlier_result)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.kernel, ctx.scale = kernel, scale
@@ -65,15 +65,15 @@ class _CausalTail(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, kv, out, lse = ctx.saved_tensors
-        before, queries = kv.shape[3] - q.shape[2], (grads[0].contiguous(), q, out, lse)
-        dkv, own = torch.empty_like(kv), kv[:, :, :, before:]
-        dq, dkv[0, :, :, before:], dkv[1, :, :, before:] = context_kernels.backward(
-            ctx.kernel, queries, own, KeyMask(causal=True), ctx.scale
+        tail_start, queries = kv.shape[3] - q.shape[2], (grads[0].contiguous(), q, out, lse)
+        dkv, tail_kv = torch.empty_like(kv), kv[:, :, :, tail_start:]
+        dq, dkv[0, :, :, tail_start:], dkv[1, :, :, tail_start:] = context_kernels.backward(
+            ctx.kernel, queries, tail_kv, KeyMask(causal=True), ctx.scale
         )
-        if before:
-            earlier = kv[:, :, :, :before]
-            past = context_kernels.backward(ctx.kernel, queries, earlier, KeyMask(causal=False), ctx.scale)
-            dq, dkv[0, :, :, :before], dkv[1, :, :, :before] = dq.float() + past[0], *past[1:]
+        if tail_start:
+            earlier_kv = kv[:, :, :, :tail_start]
+            earlier_grads = context_kernels.backward(ctx.kernel, queries, earlier_kv, KeyMask(causal=False), ctx.scale)
+            dq, dkv[0, :, :, :tail_start], dkv[1, :, :, :tail_start] = dq.float() + earlier_grads[0], *earlier_grads[1:]
         return dq.to(q.dtype), dkv, None, None
 
 
@@ -87,27 +87,31 @@ def _attend_tail(q: Tensor, kv: Tensor, mask: Tensor | None, core: ContextAttent
 
 def _attend_allgather(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend to the gathered keys: with flex to all, else each chunk to those up to its end."""
-    kv = context_chunks.join(gather(torch.stack((k, v))[None], 0, core.group), -2, core.balance)
+    kv = context_chunks.join_rows(all_gather_autograd(torch.stack((k, v))[None], 0, core.group), -2, core.balance)
     if core.kernel == "flex":
         return core.flex(q, *kv.unbind(), mask)  # type: ignore[no-any-return]
     ends = core.chunk_ends(q.shape[2])
-    parts = zip(q.chunk(len(ends), 2), ends, mask or [None] * len(ends), strict=True)
-    return torch.cat([_attend_tail(x, kv[:, :, :, :end], part, core) for x, end, part in parts], 2)
+    chunks = zip(q.chunk(len(ends), 2), ends, mask or [None] * len(ends), strict=True)
+    return torch.cat([_attend_tail(x, kv[:, :, :, :end], chunk_mask, core) for x, end, chunk_mask in chunks], 2)
 
 
-def _mask_allgather(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
+def _make_allgather_mask(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
     """Return a block mask of queries here and keys of whole rows for flex, else a mask [B, 1, t, end] of each chunk."""
     size, length = core.group.size(), positions.shape[1]
-    rows = None if ids is None else core.gather_ids(ids)
+    row_ids = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
         order = torch.arange(length * size, device=positions.device)[None]
-        keys = Tokens(torch.zeros_like(order) if rows is None else rows, order)
-        places = context_chunks.split(order, size, -1, core.balance)[core.group.rank()]
-        queries = Tokens(torch.zeros_like(places) if ids is None else ids, places)
+        keys = Tokens(torch.zeros_like(order) if row_ids is None else row_ids, order)
+        query_positions = context_chunks.split_rows(order, size, -1, core.balance)[core.group.rank()]
+        queries = Tokens(torch.zeros_like(query_positions) if ids is None else ids, query_positions)
         return visible_blocks(queries, keys, visible(queries, keys))
     ends = core.chunk_ends(length)
-    each = length // len(ends)
-    return None if rows is None else tuple(document_mask(rows[:, :end], dtype, first=end - each) for end in ends)
+    chunk_length = length // len(ends)
+    return (
+        None
+        if row_ids is None
+        else tuple(document_mask(row_ids[:, :end], dtype, first=end - chunk_length) for end in ends)
+    )
 
 
 # --- ulysses
@@ -117,19 +121,19 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(x, group)
+        return _all_to_all_equal(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _exchange(grads[0], ctx.group), None
+        return _all_to_all_equal(grads[0], ctx.group), None
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all_equal(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sizes = [x.shape[0] // group.size()] * group.size()
     return wait(_ALL_TO_ALL(x.contiguous(), sizes, sizes, group.group_name))
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_to_all_autograd(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send the j-th of `size` equal parts of x along dimension 0 to rank j; receive theirs in rank order.
 
     The gradient takes the same way back.
@@ -140,24 +144,26 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _attend_ulysses(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend with some of the heads, over whole rows."""
-    group, size, repeats = core.group, core.group.size(), key_repeats(k.shape[1], core.group.size())
+    group, size, repeats = core.group, core.group.size(), count_key_repeats(k.shape[1], core.group.size())
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     by_rank = [x.reshape(x.shape[0], size, -1, *x.shape[2:]).transpose(0, 1) for x in (q, k, v)]
     heads, key_heads = q.shape[1] // size, k.shape[1] // size
-    rows = context_chunks.join(all_to_all(torch.cat(by_rank, 2), group), -2, core.balance)
+    rows = context_chunks.join_rows(all_to_all_autograd(torch.cat(by_rank, 2), group), -2, core.balance)
     q, k, v = rows.tensor_split((heads, heads + key_heads), 1)
-    flex = core.kernel == "flex"
-    out = core.flex(q, k, v, mask) if flex else attend(q, k, v, mask, core.kernels, scale=core.scale)
-    return all_to_all(context_chunks.split(out, size, -2, core.balance), group).transpose(0, 1).flatten(1, 2)
+    is_flex = core.kernel == "flex"
+    out = core.flex(q, k, v, mask) if is_flex else attend(q, k, v, mask, core.kernels, scale=core.scale)
+    return (
+        all_to_all_autograd(context_chunks.split_rows(out, size, -2, core.balance), group).transpose(0, 1).flatten(1, 2)
+    )
 
 
-def _mask_ulysses(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
+def _make_ulysses_mask(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
     """Return the mask of whole rows, as on a single rank."""
-    rows = None if ids is None else core.gather_ids(ids)
+    row_ids = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
-        return block_mask(rows, positions[:1].repeat(1, core.group.size()), dtype)
-    return None if rows is None else document_mask(rows, dtype)
+        return block_mask(row_ids, positions[:1].repeat(1, core.group.size()), dtype)
+    return None if row_ids is None else document_mask(row_ids, dtype)
 
 
 # --- ring
@@ -167,17 +173,17 @@ def _attend_ring(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: 
     return ring_attention(q, k, v, mask, core.group, core.balance, core.kernel, core.scale)
 
 
-def _mask_ring(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
-    return ring_mask(ids, positions, core.group, core.balance, core.kernel)
+def _make_ring_mask(core: ContextAttention, ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Mask:
+    return make_ring_mask(ids, positions, core.group, core.balance, core.kernel)
 
 
 # --- the module
 
 
 _METHODS = {
-    "allgather": (_attend_allgather, _mask_allgather),
-    "ulysses": (_attend_ulysses, _mask_ulysses),
-    "ring": (_attend_ring, _mask_ring),
+    "allgather": (_attend_allgather, _make_allgather_mask),
+    "ulysses": (_attend_ulysses, _make_ulysses_mask),
+    "ring": (_attend_ring, _make_ring_mask),
 }
 
 
@@ -189,7 +195,7 @@ class ContextAttention(nn.Module):
         method: str,
         group: dist.ProcessGroup,
         balance: bool,
-        allowed: Kernels = (),
+        kernels: Kernels = (),
         kernel: str = "flash",
         scale: float | None = None,
     ) -> None:
@@ -199,8 +205,8 @@ class ContextAttention(nn.Module):
             method: "allgather", "ulysses" (the number of query heads must be a multiple of the ranks) or "ring".
             group: the ranks that have a row's parts, in the order of its chunks.
             balance: see `titan.parallelism.context_chunks`.
-            allowed: torch's kernels for attention that is not merged from blocks: to whole rows, and with a dense mask.
-            kernel: of attention to blocks of keys, see `titan.parallelism.context_kernels.choose`; "flex": everywhere.
+            kernels: torch's kernels for attention that is not merged from blocks: to whole rows, and with a dense mask.
+            kernel: of attention to blocks of keys, see `titan.parallelism.context_kernels.choose_kernel`; "flex": everywhere.
             scale: factor of scores; None: d ** -0.5.
 
         Raises:
@@ -210,7 +216,7 @@ class ContextAttention(nn.Module):
         if method not in get_args(Method):
             raise ValueError(f"method {method!r}: must be one of {', '.join(get_args(Method))}")
         self.method, self.group, self.balance = method, group, balance
-        self.kernels, self.kernel, self.scale = allowed, kernel, scale
+        self.kernels, self.kernel, self.scale = kernels, kernel, scale
         self.flex = FlexAttention(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -244,27 +250,27 @@ class ContextAttention(nn.Module):
             chunk: return `Masks` of full attention and of attention in chunks of so many tokens.
         """
 
-        def make(ids: Tensor | None) -> Mask:
+        def make_mask(ids: Tensor | None) -> Mask:
             return _METHODS[self.method][1](self, ids, positions, dtype)
 
-        return masks_of(make, document_ids, positions, positions.shape[1] * self.group.size(), chunk)
+        return masks_of(make_mask, document_ids, positions, positions.shape[1] * self.group.size(), chunk)
 
     def gather_ids(self, ids: Tensor) -> Tensor:
         """Return the document ids of whole rows [B, T], from those of this rank's tokens [B, t]."""
-        return context_chunks.join(all_gather(ids[None], 0, self.group), -1, self.balance)
+        return context_chunks.join_rows(all_gather(ids[None], 0, self.group), -1, self.balance)
 
     def chunk_ends(self, length: int) -> list[int]:
         """Return where in the row the chunks of this rank's `length` tokens end."""
-        mine = context_chunks.chunks(self.group.size(), self.group.rank(), self.balance)
-        return [(chunk + 1) * length // len(mine) for chunk in mine]
+        rank_chunks = context_chunks.list_chunks(self.group.size(), self.group.rank(), self.balance)
+        return [(chunk + 1) * length // len(rank_chunks) for chunk in rank_chunks]
 
 
-def apply(model: Any, method: str, group: dist.ProcessGroup, balance: bool, kernel: str = "flash") -> None:
+def replace_attention(model: Any, method: str, group: dist.ProcessGroup, balance: bool, kernel: str = "flash") -> None:
     """Replace the attention of `model` by `ContextAttention`, which also makes its mask; arguments are the same."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention | FlexAttention) and not isinstance(module, ContextAttention):
-                allowed = getattr(child, "kernels", ())
-                core = ContextAttention(method, group, balance, allowed, kernel, child.scale)
+                kernels = getattr(child, "kernels", ())
+                core = ContextAttention(method, group, balance, kernels, kernel, child.scale)
                 setattr(module, name, core)
                 model.mask = core.mask

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-def chunks(size: int, rank: int, balance: bool) -> tuple[int, ...]:
+def list_chunks(size: int, rank: int, balance: bool) -> tuple[int, ...]:
     """Return the chunks of a row that a rank has, in its local order: two of 2 * size, or one of `size`."""
     return (rank, 2 * size - 1 - rank) if balance else (rank,)
 
 
-def positions(seq_len: int, size: int, rank: int, balance: bool) -> Tensor:
+def compute_positions(seq_len: int, size: int, rank: int, balance: bool) -> Tensor:
     """Return the positions in the row of a rank's tokens, in its local order: int64 [seq_len / size].
 
     Raises:
@@ -23,14 +23,14 @@ def positions(seq_len: int, size: int, rank: int, balance: bool) -> Tensor:
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank}: must be in [0, {size})")
-    mine = chunks(size, rank, balance)
-    length, rest = divmod(seq_len, size * len(mine))
-    if rest:
-        raise ValueError(f"a row of {seq_len} tokens can't be split into {size * len(mine)} equal chunks")
-    return torch.cat([torch.arange(c * length, (c + 1) * length) for c in mine])
+    rank_chunks = list_chunks(size, rank, balance)
+    length, remainder = divmod(seq_len, size * len(rank_chunks))
+    if remainder:
+        raise ValueError(f"a row of {seq_len} tokens can't be split into {size * len(rank_chunks)} equal chunks")
+    return torch.cat([torch.arange(c * length, (c + 1) * length) for c in rank_chunks])
 
 
-def join(parts: Tensor, dim: int, balance: bool) -> Tensor:
+def join_rows(parts: Tensor, dim: int, balance: bool) -> Tensor:
     """Join the parts of all ranks, [size, ...], to whole rows along `dim` (negative, counted from the end)."""
     if not balance:
         return torch.cat(parts.unbind(), dim)
@@ -38,7 +38,7 @@ def join(parts: Tensor, dim: int, balance: bool) -> Tensor:
     return torch.cat((*heads, *reversed(tails)), dim)
 
 
-def split(whole: Tensor, size: int, dim: int, balance: bool) -> Tensor:
-    """Split whole rows along `dim` into the parts of all ranks, [size, ...]; the inverse of `join`."""
-    pieces = whole.chunk(2 * size if balance else size, dim)
-    return torch.stack([torch.cat([pieces[c] for c in chunks(size, rank, balance)], dim) for rank in range(size)])
+def split_rows(rows: Tensor, size: int, dim: int, balance: bool) -> Tensor:
+    """Split whole rows along `dim` into the parts of all ranks, [size, ...]; the inverse of `join_rows`."""
+    pieces = rows.chunk(2 * size if balance else size, dim)
+    return torch.stack([torch.cat([pieces[c] for c in list_chunks(size, rank, balance)], dim) for rank in range(size)])

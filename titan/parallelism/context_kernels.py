@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from titan.model import attention
 
-SCORES = 2**27
+MAX_SCORES = 2**27
 """The number of scores that the explicit formula computes at once, in float32; larger blocks are split by queries."""
-PADDED = 32
+LSE_MULTIPLE = 32
 """The memory-efficient kernel's lse has a length that is a multiple of this."""
 
 _ATEN = torch.ops.aten
@@ -54,7 +54,9 @@ class KeyMask(NamedTuple):
     blocks: BlockMask | None = None
 
 
-def choose(choice: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, documents: bool) -> str:
+def choose_kernel(
+    choice: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, mask_documents: bool
+) -> str:
     """Return the kernel for attention to blocks, as named in `training.attention`; "math" is the formula.
 
     Args:
@@ -62,25 +64,25 @@ def choose(choice: str, shape: tuple[int, int, int], dtype: torch.dtype, device:
         shape: query heads, key heads and their width on this rank.
         dtype: of the queries.
         device: of the queries.
-        documents: whether documents are masked, which only flex and the formula support.
+        mask_documents: whether documents are masked, which only flex and the formula support.
 
     Raises:
         NoKernel: where torch lacks the chosen kernel.
     """
     if choice == "flex":
         return "flex"
-    if documents:
+    if mask_documents:
         return "math"
     name = attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=False)
-    padded = name == "flash" and device.type == "cuda" and shape[2] % 8 != 0  # torch would pad heads for it
-    return "math" if padded else name
+    needs_padding = name == "flash" and device.type == "cuda" and shape[2] % 8 != 0  # torch would pad heads for it
+    return "math" if needs_padding else name
 
 
 def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | None = None) -> Results:
     """Return the attention of queries to the keys of a block.
 
     Args:
-        kernel: see `choose`.
+        kernel: see `choose_kernel`.
         q: [B, H, t, d].
         kv: keys and values, [2, B, K, s, d].
         mask: which keys each query sees.
@@ -88,12 +90,15 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | No
     """
     k, v = kv.unbind()
     if kernel == "flex":
-        return attention.flex_with_lse(q, k, v, _blocks(mask), scale)
+        return attention.flex_with_lse(q, k, v, _require_block_mask(mask), scale)
     if kernel == "math" or mask.ids is not None:
-        tiles = [_formula(q[:, :, rows], k, v, _visible(rows, k, mask), scale) for rows in _tiles(q, k)]
+        tiles = [
+            _formula_forward(q[:, :, rows], k, v, _find_visible_keys(rows, k, mask), scale)
+            for rows in _split_queries(q, k)
+        ]
         out, lse = (torch.cat(part, 2) for part in zip(*tiles, strict=True))
         return out, lse
-    attend, _ = KERNELS[_on_device(kernel, q)]
+    attend, _ = KERNELS[_resolve_kernel(kernel, q)]
     return attend(q, k, v, mask.causal, scale)
 
 
@@ -101,24 +106,24 @@ def backward(kernel: str, queries: QueryState, kv: Tensor, mask: KeyMask, scale:
     """Return a block's part of the gradients of q, k and v; for the arguments see `forward`."""
     k, v = kv.unbind()
     if kernel == "flex":
-        return _flex_backward(queries, k, v, _blocks(mask), scale)
+        return _flex_backward(queries, k, v, _require_block_mask(mask), scale)
     if kernel == "math" or mask.ids is not None:
-        return _tiled_backward(queries, k, v, mask, scale)
-    _, gradients = KERNELS[_on_device(kernel, queries[1])]
+        return _formula_backward_tiled(queries, k, v, mask, scale)
+    _, gradients = KERNELS[_resolve_kernel(kernel, queries[1])]
     return gradients(queries, k, v, mask.causal, scale)
 
 
-def _on_device(kernel: str, q: Tensor) -> str:
+def _resolve_kernel(kernel: str, q: Tensor) -> str:
     """Return the name in `KERNELS` of a kernel for the device of q; fake and meta tensors count as a CPU's."""
     return "cpu" if kernel == "flash" and q.device.type != "cuda" else kernel
 
 
-def begin(out: Tensor, lse: Tensor) -> Results:
-    """Return float32 copies of a block's result, for `merge`."""
+def init_merge(out: Tensor, lse: Tensor) -> Results:
+    """Return float32 copies of a block's result, for `merge_block`."""
     return out.to(torch.float32, copy=True), lse.clone()
 
 
-def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+def merge_block(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge the result of a block of other keys into `out` and `lse`, which are float32 and finite, in place."""
     out.lerp_(new_out.float(), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
@@ -133,7 +138,7 @@ def slice_queries(queries: QueryState, rows: slice) -> QueryState:
 # --- torch's kernels
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
     out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
@@ -146,7 +151,7 @@ def _cpu_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale
     return dq, dk, dv
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
     out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     return out, lse
 
@@ -155,9 +160,9 @@ def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, sca
     grad, q, out, lse = queries
     # without dropout the random state is not read; the kernel assumes that lse is contiguous
     seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
-    rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
+    extra_args = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
     dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), *rest, scale=scale
+        grad, q, k, v, out, lse.contiguous(), *extra_args, scale=scale
     )
     return dq, dk, dv
 
@@ -166,7 +171,7 @@ def _flash_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, sca
 # its gradient: with other strides than at the first call the gradients are silently wrong. So all are contiguous.
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.view(q.shape[:3])  # from [B, H, t, 1]
@@ -174,47 +179,47 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -
 
 def _cudnn_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = (x.contiguous() for x in queries)
-    seed, offset = _no_dropout(q)
-    rest = (None, None, None, q.shape[2], k.shape[2], 0.0, causal)
+    seed, offset = _make_unused_seed(q)
+    extra_args = (None, None, None, q.shape[2], k.shape[2], 0.0, causal)
     dq, dk, dv = _ATEN._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k.contiguous(), v.contiguous(), out, lse.unsqueeze(-1), seed, offset, *rest, scale=scale
+        grad, q, k.contiguous(), v.contiguous(), out, lse.unsqueeze(-1), seed, offset, *extra_args, scale=scale
     )
     return dq, dk, dv
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
-    k, v = _repeated(k, q), _repeated(v, q)
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Results:
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.narrow(2, 0, q.shape[2])
 
 
 def _efficient_backward(queries: QueryState, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Gradients:
     grad, q, out, lse = queries
-    lse = F.pad(lse, (0, -q.shape[2] % PADDED), value=torch.inf)
-    rest = (*_no_dropout(q), 0.0, [True, True, True, False], causal)
-    whole = (_repeated(k, q), _repeated(v, q))
+    lse = F.pad(lse, (0, -q.shape[2] % LSE_MULTIPLE), value=torch.inf)
+    extra_args = (*_make_unused_seed(q), 0.0, [True, True, True, False], causal)
+    repeated_kv = (_repeat_heads(k, q), _repeat_heads(v, q))
     dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-        grad, q, *whole, None, out, lse, *rest, scale=scale
+        grad, q, *repeated_kv, None, out, lse, *extra_args, scale=scale
     )
-    return dq, _grouped(dk, k).sum(2), _grouped(dv, v).sum(2)
+    return dq, _group_heads(dk, k).sum(2), _group_heads(dv, v).sum(2)
 
 
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+def _make_unused_seed(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return a seed and an offset, which are not read without dropout."""
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     return seed, offset
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Return keys or values repeated for each query head: [B, H, s, d]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 KERNELS = {
-    "cpu": (_cpu, _cpu_backward),
-    "flash": (_flash, _flash_backward),
-    "cudnn": (_cudnn, _cudnn_backward),
-    "efficient": (_efficient, _efficient_backward),
+    "cpu": (_cpu_forward, _cpu_backward),
+    "flash": (_flash_forward, _flash_backward),
+    "cudnn": (_cudnn_forward, _cudnn_backward),
+    "efficient": (_efficient_forward, _efficient_backward),
 }
 """The forward and backward pass of a block, by the name of torch's kernel."""
 
@@ -222,7 +227,7 @@ KERNELS = {
 # --- FlexAttention
 
 
-def _blocks(mask: KeyMask) -> BlockMask:
+def _require_block_mask(mask: KeyMask) -> BlockMask:
     if mask.blocks is None:
         raise ValueError("flex needs a block mask")
     return mask.blocks
@@ -237,25 +242,25 @@ def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask, s
     """
     grad, q, out, lse = queries
     with torch.enable_grad():
-        own_q, own_k, own_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own_out, own_lse = attention.flex_with_lse(own_q, own_k, own_v, mask, scale)
-    weight = (own_lse.detach() - lse).exp()
-    grad_lse = weight * (grad.float() * (own_out.detach().float() - out.float())).sum(-1)
-    grad_out = (weight.unsqueeze(-1) * grad).to(own_out.dtype)
-    dq, dk, dv = torch.autograd.grad((own_out, own_lse), leaves, (grad_out, grad_lse))
+        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        block_out, block_lse = attention.flex_with_lse(leaf_q, leaf_k, leaf_v, mask, scale)
+    weight = (block_lse.detach() - lse).exp()
+    grad_lse = weight * (grad.float() * (block_out.detach().float() - out.float())).sum(-1)
+    grad_out = (weight.unsqueeze(-1) * grad).to(block_out.dtype)
+    dq, dk, dv = torch.autograd.grad((block_out, block_lse), leaves, (grad_out, grad_lse))
     return dq, dk, dv
 
 
 # --- the formula
 
 
-def _tiles(q: Tensor, k: Tensor) -> list[slice]:
+def _split_queries(q: Tensor, k: Tensor) -> list[slice]:
     """Return slices of a block's queries with at most SCORES scores each."""
-    rows = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    rows = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(start, min(start + rows, q.shape[2])) for start in range(0, q.shape[2], rows)]
 
 
-def _visible(rows: slice, k: Tensor, mask: KeyMask) -> Tensor:
+def _find_visible_keys(rows: slice, k: Tensor, mask: KeyMask) -> Tensor:
     """Return which keys the queries `rows` of a block see: bool [B or 1, t, s]."""
     if mask.ids is None:
         visible = torch.ones(1, rows.stop - rows.start, k.shape[2], dtype=torch.bool, device=k.device)
@@ -264,24 +269,24 @@ def _visible(rows: slice, k: Tensor, mask: KeyMask) -> Tensor:
     return visible.tril(rows.start) if mask.causal else visible
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """Reshape [B, H, ...] to [B, K, H / K, ...]."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
 
 
-def _factor(q: Tensor, scale: float | None) -> float:
+def _resolve_scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, visible: Tensor, scale: float | None) -> Tensor:
     """Return the scores, float32 [B, K, H / K, t, s], minus infinity where a query does not see a key."""
-    scores = torch.einsum("bkgtd,bksd->bkgts", _grouped(q.float() * _factor(q, scale), k), k.float())
+    scores = torch.einsum("bkgtd,bksd->bkgts", _group_heads(q.float() * _resolve_scale(q, scale), k), k.float())
     return scores.masked_fill(~visible[:, None, None], -torch.inf)
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Results:
+def _formula_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Results:
     """Return output and lse of a block by the explicit formula, in float32."""
-    scores = _scores(q, k, visible, scale)
+    scores = _compute_scores(q, k, visible, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
     return torch.einsum("bkgts,bksd->bkgtd", weights, v.float()).flatten(1, 2), lse.flatten(1, 2)
@@ -289,20 +294,20 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | No
 
 def _formula_backward(queries: QueryState, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Gradients:
     """Return a block's gradients by the explicit formula, in float32 (FlashAttention-2, arXiv:2307.08691, alg. 2)."""
-    grad, q, out, lse = (_grouped(x.float(), k) for x in queries)
-    weights = (_scores(queries[1], k, visible, scale) - lse[..., None]).exp()
+    grad, q, out, lse = (_group_heads(x.float(), k) for x in queries)
+    weights = (_compute_scores(queries[1], k, visible, scale) - lse[..., None]).exp()
     grad_scores = torch.einsum("bkgtd,bksd->bkgts", grad, v.float()) - (grad * out).sum(-1, keepdim=True)
-    grad_scores = weights * grad_scores * _factor(q, scale)
+    grad_scores = weights * grad_scores * _resolve_scale(q, scale)
     dq = torch.einsum("bkgts,bksd->bkgtd", grad_scores, k.float()).flatten(1, 2)
     return dq, torch.einsum("bkgts,bkgtd->bksd", grad_scores, q), torch.einsum("bkgts,bkgtd->bksd", weights, grad)
 
 
-def _tiled_backward(queries: QueryState, k: Tensor, v: Tensor, mask: KeyMask, scale: float | None) -> Gradients:
+def _formula_backward_tiled(queries: QueryState, k: Tensor, v: Tensor, mask: KeyMask, scale: float | None) -> Gradients:
     dqs = []
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-    for rows in _tiles(queries[1], k):
-        some = slice_queries(queries, rows)
-        dq, more_k, more_v = _formula_backward(some, k, v, _visible(rows, k, mask), scale)
+    for rows in _split_queries(queries[1], k):
+        tile_queries = slice_queries(queries, rows)
+        dq, tile_dk, tile_dv = _formula_backward(tile_queries, k, v, _find_visible_keys(rows, k, mask), scale)
         dqs.append(dq)
-        dk, dv = dk + more_k, dv + more_v
+        dk, dv = dk + tile_dk, dv + tile_dv
     return torch.cat(dqs, 2), dk, dv

@@ -23,7 +23,10 @@ from titan.parallelism.collectives import all_gather, wait
 from titan.parallelism.context_kernels import KeyMask, QueryState, Results
 
 BLOCK_LISTS = tuple(
-    f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
+    f"{prefix}{side}_{suffix}"
+    for side in ("kv", "q")
+    for prefix in ("", "full_")
+    for suffix in ("num_blocks", "indices")
 )
 """The tensors of a block mask, in the order of `BlockMask`'s arguments."""
 
@@ -45,10 +48,10 @@ def ring_attention(
     Args:
         q: [B, H, t, d].
         k, v: [B, K, t, d], of the same tokens.
-        mask: what `ring_mask` returns.
+        mask: what `make_ring_mask` returns.
         group: the ranks.
         balance: see `titan.parallelism.context_chunks`.
-        kernel: see `titan.parallelism.context_kernels.choose`.
+        kernel: see `titan.parallelism.context_kernels.choose_kernel`.
         scale: factor of scores; None: d ** -0.5.
     """
     ring = (group.group_name, group.rank(), group.size(), balance, kernel, scale)
@@ -56,7 +59,7 @@ def ring_attention(
     return out
 
 
-def ring_mask(
+def make_ring_mask(
     ids: Tensor | None, positions: Tensor, group: dist.ProcessGroup, balance: bool, kernel: str
 ) -> tuple[Tensor, ...] | None:
     """Return the mask of a round, as tensors that a custom operation can take; None where nothing but causality masks.
@@ -75,7 +78,7 @@ def ring_mask(
         return None if ids is None else (all_gather(ids[None], 0, group),)
     all_ids = positions.new_zeros(size, 1, length) if ids is None else all_gather(ids[None], 0, group)
     row = torch.arange(length * size, device=positions.device)
-    all_positions = context_chunks.split(row, size, -1, balance)
+    all_positions = context_chunks.split_rows(row, size, -1, balance)
     queries = Tokens(all_ids[group.rank()].repeat(size, 1), all_positions[group.rank(), None])
     keys = Tokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
     mask = visible_blocks(queries, keys, visible(queries, keys))
@@ -93,13 +96,13 @@ class _Ring(NamedTuple):
     scale: float | None
 
 
-def _hop(x: Tensor, ring: _Ring) -> Tensor:
+def _send_to_next(x: Tensor, ring: _Ring) -> Tensor:
     """Send x to the next rank and receive the previous rank's, of the same shape; `wait` completes it."""
     if ring.size == 1:
         return x
-    to = [x.shape[0] if other == (ring.rank + 1) % ring.size else 0 for other in range(ring.size)]
-    source = [x.shape[0] if other == (ring.rank - 1) % ring.size else 0 for other in range(ring.size)]
-    out: Tensor = _ALL_TO_ALL(x.contiguous(), source, to, ring.name)
+    send_counts = [x.shape[0] if peer == (ring.rank + 1) % ring.size else 0 for peer in range(ring.size)]
+    receive_counts = [x.shape[0] if peer == (ring.rank - 1) % ring.size else 0 for peer in range(ring.size)]
+    out: Tensor = _ALL_TO_ALL(x.contiguous(), receive_counts, send_counts, ring.name)
     return out
 
 
@@ -114,7 +117,7 @@ class _Block(NamedTuple):
     mask: KeyMask
 
 
-def _visible_part(ring: _Ring, source: int, length: int) -> tuple[int, int, bool] | None:
+def _find_visible_part(ring: _Ring, source: int, length: int) -> tuple[int, int, bool] | None:
     """Return the first query that sees keys of rank `source`, the end of these keys, and whether causality cuts them.
 
     None where all keys are later. With `balance` a rank's tokens are a head and a tail: an earlier rank's head comes
@@ -127,26 +130,26 @@ def _visible_part(ring: _Ring, source: int, length: int) -> tuple[int, int, bool
     return (length // 2, length, False) if ring.balance else None
 
 
-def _block(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> _Block | None:
+def _make_block(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> _Block | None:
     """Return what this rank computes with the t = `length` keys of rank `source`; None where all are later."""
-    part = _visible_part(ring, source, length)
+    part = _find_visible_part(ring, source, length)
     if part is None:
         return None
     if ring.kernel == "flex":
-        blocks = _block_mask(ring, source, length, mask)
+        blocks = _make_block_mask(ring, source, length, mask)
         return _Block(slice(0, length), slice(0, length), KeyMask(causal=False, blocks=blocks))
     first, end, causal = part
     ids = (mask[0][ring.rank, :, first:], mask[0][source, :, :end]) if mask else None
     return _Block(slice(first, length), slice(0, end), KeyMask(causal, ids))
 
 
-def _block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> BlockMask:
-    """Return the block mask for the keys of rank `source`, from the tensors of `ring_mask`."""
+def _make_block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> BlockMask:
+    """Return the block mask for the keys of rank `source`, from the tensors of `make_ring_mask`."""
     ids, positions, *lists = mask
     rows = slice(source * ids.shape[1], (source + 1) * ids.shape[1])
     queries, keys = (Tokens(ids[rank], positions[rank : rank + 1]) for rank in (ring.rank, source))
-    parts: dict[str, Any] = {name: whole[rows] for name, whole in zip(BLOCK_LISTS, lists, strict=True)}
-    return BlockMask((length, length), **parts, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible(queries, keys))
+    fields: dict[str, Any] = {name: tensor[rows] for name, tensor in zip(BLOCK_LISTS, lists, strict=True)}
+    return BlockMask((length, length), **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible(queries, keys))
 
 
 # --- a round forward and backward
@@ -154,16 +157,16 @@ def _block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> Bl
 
 def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Results:
     """Return the output in q's type, and lse; the next keys and values are sent while a block is computed."""
-    length, pending = q.shape[2], _hop(kv, ring)
-    out, lse = context_kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, mask), ring))
+    length, pending = q.shape[2], _send_to_next(kv, ring)
+    out, lse = context_kernels.init_merge(*_attend(q, kv, _make_block(ring, ring.rank, length, mask), ring))
     for step in range(1, ring.size):
         kv, source = wait(pending), (ring.rank - step) % ring.size
         if step < ring.size - 1:
-            pending = _hop(kv, ring)
-        block = _block(ring, source, length, mask)
+            pending = _send_to_next(kv, ring)
+        block = _make_block(ring, source, length, mask)
         if block is not None:
             rows = block.queries
-            context_kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring))
+            context_kernels.merge_block(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring))
     return out.to(q.dtype), lse
 
 
@@ -171,8 +174,8 @@ def _attend(q: Tensor, kv: Tensor, block: _Block | None, ring: _Ring) -> Results
     """Return the output and lse of a block's queries and keys; a rank always attends to its own keys."""
     if block is None:
         raise RuntimeError("a rank that sees none of its own keys")
-    some, keys = q[:, :, block.queries], kv[:, :, :, block.keys]
-    return context_kernels.forward(ring.kernel, some, keys, block.mask, ring.scale)
+    block_q, keys = q[:, :, block.queries], kv[:, :, :, block.keys]
+    return context_kernels.forward(ring.kernel, block_q, keys, block.mask, ring.scale)
 
 
 def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring) -> tuple[Tensor, Tensor]:
@@ -181,38 +184,40 @@ def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _R
     kv goes round again, followed one step later by the sum of its gradients from the ranks that it visited: so this
     sum, too, is sent while a block is computed. After the last visit one more hop returns it to its own rank.
     """
-    dq, pending = torch.zeros_like(queries[1], dtype=torch.float32), _hop(kv, ring)
-    total = _accumulate(dq, queries, kv, mask, ring, ring.rank)
+    dq, pending = torch.zeros_like(queries[1], dtype=torch.float32), _send_to_next(kv, ring)
+    total = _accumulate_gradients(dq, queries, kv, mask, ring, ring.rank)
     kv = wait(pending)
     for step in range(1, ring.size):
-        last = step == ring.size - 1
-        pending = _hop(total if last else _pack(kv, total), ring)
-        own = _accumulate(dq, queries, kv, mask, ring, (ring.rank - step) % ring.size)
-        arrived = wait(pending)
-        kv, before = (kv, arrived) if last else _unpack(arrived, kv)
-        total = own + before
-    return dq.to(queries[1].dtype), wait(_hop(total, ring)).to(kv.dtype)
+        is_last = step == ring.size - 1
+        pending = _send_to_next(total if is_last else _pack_message(kv, total), ring)
+        block_gradient = _accumulate_gradients(dq, queries, kv, mask, ring, (ring.rank - step) % ring.size)
+        received = wait(pending)
+        kv, previous_total = (kv, received) if is_last else _unpack_message(received, kv)
+        total = block_gradient + previous_total
+    return dq.to(queries[1].dtype), wait(_send_to_next(total, ring)).to(kv.dtype)
 
 
-def _accumulate(dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int) -> Tensor:
+def _accumulate_gradients(
+    dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int
+) -> Tensor:
     """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, float32."""
     dkv = torch.zeros_like(kv, dtype=torch.float32)
-    block = _block(ring, source, dq.shape[2], mask)
+    block = _make_block(ring, source, dq.shape[2], mask)
     if block is not None:
-        some, keys = context_kernels.slice_queries(queries, block.queries), block.keys
-        part = context_kernels.backward(ring.kernel, some, kv[:, :, :, keys], block.mask, ring.scale)
-        dq[:, :, block.queries] += part[0]
-        dkv[0, :, :, keys], dkv[1, :, :, keys] = part[1:]
+        block_queries, keys = context_kernels.slice_queries(queries, block.queries), block.keys
+        gradients = context_kernels.backward(ring.kernel, block_queries, kv[:, :, :, keys], block.mask, ring.scale)
+        dq[:, :, block.queries] += gradients[0]
+        dkv[0, :, :, keys], dkv[1, :, :, keys] = gradients[1:]
     return dkv
 
 
-def _pack(kv: Tensor, dkv: Tensor) -> Tensor:
+def _pack_message(kv: Tensor, dkv: Tensor) -> Tensor:
     """Return both as one message of kv's type; the bits of float32 are kept."""
     return torch.cat((kv.flatten(), dkv.view(kv.dtype).flatten()))
 
 
-def _unpack(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_pack` packed, in the shape of `kv`."""
+def _unpack_message(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_pack_message` packed, in the shape of `kv`."""
     first, second = message[: kv.numel()], message[kv.numel() :]
     return first.view(kv.shape), second.view(torch.float32).view(kv.shape)
 
@@ -220,7 +225,7 @@ def _unpack(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
 # --- the custom operation
 
 
-def _round(
+def _run_round(
     q: Tensor,
     kv: Tensor,
     mask: list[Tensor],
@@ -236,7 +241,7 @@ def _round(
     Args:
         q: [B, H, t, d].
         kv: this rank's keys and values, [2, B, K, t, d].
-        mask: see `ring_mask`.
+        mask: see `make_ring_mask`.
         name: of the process group.
         rank: of this rank in the group.
         size: of the group.
@@ -249,11 +254,11 @@ def _round(
     return out.contiguous(), lse.contiguous()
 
 
-def _round_shapes(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _infer_round_shapes(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _round_backward(
+def _run_round_backward(
     grad: Tensor,
     q: Tensor,
     out: Tensor,
@@ -273,7 +278,7 @@ def _round_backward(
     return dq.contiguous(), dkv.contiguous()
 
 
-def _round_backward_shapes(grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, *rest: Any) -> Any:
+def _infer_round_backward_shapes(grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, *rest: Any) -> Any:
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
 
@@ -282,12 +287,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(q, *output, kv, *mask)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _differentiate_round(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, out, lse, kv, *mask = ctx.saved_tensors
     dq, dkv = torch.ops.titan.ring_attention_backward(grad, q, out, lse, kv, mask, *ctx.ring)
     return dq, dkv, [None] * len(mask), *(None for _ in ctx.ring)
 
 
-register("titan::ring_attention", _round, _round_shapes)
-register("titan::ring_attention_backward", _round_backward, _round_backward_shapes)
-torch.library.register_autograd("titan::ring_attention", _differentiate, setup_context=_setup_context)
+register("titan::ring_attention", _run_round, _infer_round_shapes)
+register("titan::ring_attention_backward", _run_round_backward, _infer_round_backward_shapes)
+torch.library.register_autograd("titan::ring_attention", _differentiate_round, setup_context=_setup_context)

@@ -17,11 +17,11 @@ class DataShard:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks}")
 
-    def slots(self, rows: int) -> int:
-        """Return the number of rows that each rank computes in a step of `rows` rows, padding included."""
+    def count_slots(self, rows: int) -> int:
+        """Return the number of rows that each rank computes in a step of `slice_rows` rows, padding included."""
         return -(-rows // self.ranks)
 
-    def rows(self, rows: int) -> range:
-        """Return this rank's range of a step's `rows` rows."""
-        slots = self.slots(rows)
+    def slice_rows(self, rows: int) -> range:
+        """Return this rank's range of a step's `slice_rows` rows."""
+        slots = self.count_slots(rows)
         return range(min(rows, self.rank * slots), min(rows, (self.rank + 1) * slots))

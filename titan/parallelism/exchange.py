@@ -8,10 +8,10 @@ round takes a few small requests per rank to one server, and any thread may make
     broadcast  rank 0 writes its message under one key; every other rank reads it
     scatter    rank 0 writes a message for each rank under a key, which that rank reads and deletes
 
-A message above `LARGEST` bytes is split over further keys, because torch's TCPStore drops a connection that sends a
+A message above `MAX_PART_BYTES` bytes is split over further keys, because torch's TCPStore drops a connection that sends a
 value of 8 MiB. The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread
 at a time. A rank that leaves writes a mark in place of its next message, so that rank 0 (or all others where it is rank
-0) fails at once instead of waiting. A killed rank causes a timeout after `PATIENCE`; the launcher ends the other ranks
+0) fails at once instead of waiting. A killed rank causes a timeout after `MESSAGE_TIMEOUT`; the launcher ends the other ranks
 before that.
 """
 
@@ -22,34 +22,34 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-PATIENCE = timedelta(hours=1)
+MESSAGE_TIMEOUT = timedelta(hours=1)
 """The timeout of a message: another rank may have gigabytes to write first."""
-MARGIN = timedelta(seconds=30)
+TIMEOUT_MARGIN = timedelta(seconds=30)
 """How much longer than `cluster.timeout` a message may take: the watcher of a hang (`titan.debug.watch`) is first."""
-PARTING = timedelta(minutes=1)
+DRAIN_TIMEOUT = timedelta(minutes=1)
 """The timeout at the end, while rank 0 waits until all ranks have read its last message."""
-LARGEST = 7 * 2**20
+MAX_PART_BYTES = 7 * 2**20
 """The largest part of a message, in bytes."""
-_MESSAGE, _LEFT = b"+", b"-"
-_COUNT = 4
+_MESSAGE, _ABORTED = b"+", b"-"
+_COUNT_BYTES = 4
 """Bytes of a message's number of parts."""
 
 
-class Exchange:
+class StoreExchange:
     """One rank's end of the messages between all ranks."""
 
-    def __init__(self, store: Any, rank: int, size: int, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = MESSAGE_TIMEOUT) -> None:
         """Open a separate connection to the store of `size` ranks; this one is `rank`.
 
         A request that waits blocks its connection, and training's requests must not wait for it.
         """
         self.store: Any = store.clone()
-        self.store.set_timeout(patience)
-        self.patience = patience
+        self.store.set_timeout(timeout)
+        self.timeout = timeout
         self.rank, self.size = rank, size
-        self.gathered = self.answered = self.deleted = 0
-        self.parts: dict[int, int] = {}  # of rank 0's messages to all that are split, by round
-        self.parted = False
+        self.gather_round = self.reply_round = self.deleted_rounds = 0
+        self.part_counts: dict[int, int] = {}  # of rank 0's messages to all that are split, by round
+        self.is_drained = False
 
     def gather(self, message: bytes) -> list[bytes] | None:
         """Send a message of each rank to rank 0; all ranks call it together.
@@ -60,12 +60,15 @@ class Exchange:
         Raises:
             ConnectionError: on rank 0, when a rank has left or sent no message in time.
         """
-        number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
+        round_number, self.gather_round, self.is_drained = self.gather_round, self.gather_round + 1, False
         if self.rank:
-            self._put(_key(number, self.rank), message)
+            self._write_message(_message_key(round_number, self.rank), message)
             return None
-        messages = [message, *(self._take(_key(number, rank), rank) for rank in range(1, self.size))]
-        self._forget()
+        messages = [
+            message,
+            *(self._pop_message(_message_key(round_number, rank), rank) for rank in range(1, self.size)),
+        ]
+        self._delete_read_messages()
         return messages
 
     def broadcast(self, message: bytes = b"") -> bytes:
@@ -74,10 +77,10 @@ class Exchange:
         Raises:
             ConnectionError: when rank 0 has left, or sent no message in time.
         """
-        number, self.answered = self.answered, self.answered + 1
+        round_number, self.reply_round = self.reply_round, self.reply_round + 1
         if self.rank:
-            return self._get(_key(number), 0)[0]
-        self.parts[number] = self._put(_key(number), message)
+            return self._read_message(_message_key(round_number), 0)[0]
+        self.part_counts[round_number] = self._write_message(_message_key(round_number), message)
         return message
 
     def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
@@ -86,73 +89,73 @@ class Exchange:
         Raises:
             ConnectionError: when rank 0 has left, or sent no message in time.
         """
-        number, self.answered = self.answered, self.answered + 1
+        round_number, self.reply_round = self.reply_round, self.reply_round + 1
         if self.rank:
-            return self._take(_key(number, to=self.rank), 0)
+            return self._pop_message(_message_key(round_number, to=self.rank), 0)
         for rank in range(1, self.size):
-            self._put(_key(number, to=rank), messages[rank])
+            self._write_message(_message_key(round_number, to=rank), messages[rank])
         return messages[0]
 
-    def part(self) -> None:
+    def drain(self) -> None:
         """Let rank 0 wait until all ranks have read its last message: the store may live in its process."""
-        self.store.set_timeout(PARTING)
+        self.store.set_timeout(DRAIN_TIMEOUT)
         with contextlib.suppress(ConnectionError, RuntimeError):
             self.gather(b"")
-        self.store.set_timeout(self.patience)
-        self.parted = True
+        self.store.set_timeout(self.timeout)
+        self.is_drained = True
 
-    def leave(self) -> None:
-        """Mark that this rank has left, so that the others' next round fails; does nothing after `part`."""
-        if self.parted:
+    def abort(self) -> None:
+        """Mark that this rank has left, so that the others' next round fails; does nothing after `drain`."""
+        if self.is_drained:
             return
-        number = self.answered
-        keys = [_key(number), *(_key(number, to=rank) for rank in range(1, self.size))]
+        round_number = self.reply_round
+        keys = [_message_key(round_number), *(_message_key(round_number, to=rank) for rank in range(1, self.size))]
         with contextlib.suppress(RuntimeError):  # the store may be gone already
-            for key in [_key(self.gathered, self.rank)] if self.rank else keys:
-                self.store.set(key, _LEFT)
+            for key in [_message_key(self.gather_round, self.rank)] if self.rank else keys:
+                self.store.set(key, _ABORTED)
 
-    def _put(self, key: str, message: bytes) -> int:
+    def _write_message(self, key: str, message: bytes) -> int:
         """Write a message and return its number of parts; the first is written last, so that a reader finds all."""
-        parts = [message[start : start + LARGEST] for start in range(0, len(message), LARGEST)] or [b""]
+        parts = [message[start : start + MAX_PART_BYTES] for start in range(0, len(message), MAX_PART_BYTES)] or [b""]
         for number, part in enumerate(parts[1:], 1):
-            self.store.set(_part(key, number), part)
-        self.store.set(key, _MESSAGE + len(parts).to_bytes(_COUNT, "little") + parts[0])
+            self.store.set(_part_key(key, number), part)
+        self.store.set(key, _MESSAGE + len(parts).to_bytes(_COUNT_BYTES, "little") + parts[0])
         return len(parts)
 
-    def _take(self, key: str, rank: int) -> bytes:
-        message, parts = self._get(key, rank)
-        self._delete(key, parts)
+    def _pop_message(self, key: str, rank: int) -> bytes:
+        message, part_count = self._read_message(key, rank)
+        self._delete_message(key, part_count)
         return message
 
-    def _get(self, key: str, rank: int) -> tuple[bytes, int]:
+    def _read_message(self, key: str, rank: int) -> tuple[bytes, int]:
         """Return a message and its number of parts."""
         try:
-            first: bytes = self.store.get(key)
-            if first[:1] == _LEFT:
+            first_part: bytes = self.store.get(key)
+            if first_part[:1] == _ABORTED:
                 raise ConnectionError(f"rank {rank} has left")
-            parts = int.from_bytes(first[1 : 1 + _COUNT], "little")
-            rest = [self.store.get(_part(key, number)) for number in range(1, parts)]
+            part_count = int.from_bytes(first_part[1 : 1 + _COUNT_BYTES], "little")
+            later_parts = [self.store.get(_part_key(key, number)) for number in range(1, part_count)]
         except RuntimeError as error:
             raise ConnectionError(f"rank {rank} sent no message ({' '.join(str(error).split())[:120]})") from error
-        return b"".join([first[1 + _COUNT :], *rest]), parts
+        return b"".join([first_part[1 + _COUNT_BYTES :], *later_parts]), part_count
 
-    def _delete(self, key: str, parts: int) -> None:
+    def _delete_message(self, key: str, part_count: int) -> None:
         self.store.delete_key(key)
-        for number in range(1, parts):
-            self.store.delete_key(_part(key, number))
+        for number in range(1, part_count):
+            self.store.delete_key(_part_key(key, number))
 
-    def _forget(self) -> None:
+    def _delete_read_messages(self) -> None:
         """Delete rank 0's earlier messages: all ranks have read them, since each has started a later round."""
-        for number in range(self.deleted, self.answered):
-            self._delete(_key(number), self.parts.pop(number, 1))
-        self.deleted = self.answered
+        for round_number in range(self.deleted_rounds, self.reply_round):
+            self._delete_message(_message_key(round_number), self.part_counts.pop(round_number, 1))
+        self.deleted_rounds = self.reply_round
 
 
-def _key(number: int, rank: int = 0, to: int | None = None) -> str:
+def _message_key(round_number: int, rank: int = 0, to: int | None = None) -> str:
     """Return the store's key of a rank's message in a round: to rank 0, or from rank 0 to all or to one rank."""
-    return f"titan/exchange/{rank}/{number}{'' if to is None else f'/{to}'}"
+    return f"titan/exchange/{rank}/{round_number}{'' if to is None else f'/{to}'}"
 
 
-def _part(key: str, number: int) -> str:
+def _part_key(key: str, number: int) -> str:
     """Return the key of a part of a split message after the first."""
     return f"{key}/part-{number}"

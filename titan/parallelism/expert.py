@@ -26,7 +26,7 @@ from titan.parallelism import collectives
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy
-from titan.parallelism.tensor import held
+from titan.parallelism.tensor import local_shard
 
 EXPERTS = "feed_forward.experts"
 """The name of a block's experts."""
@@ -59,19 +59,19 @@ class ExpertSharding(Strategy):
         """Shard along the dimension of experts where a rank has enough of them, else along the next one if it fits."""
         ranks = mesh.size(-1)
 
-        def placement(parameter: nn.Parameter) -> Shard:
+        def choose_placement(parameter: nn.Parameter) -> Shard:
             experts, width = parameter._local_tensor.shape[:2]  # type: ignore[attr-defined]
             return Shard(1 if experts % ranks and not width % ranks else 0)
 
-        super().wrap(modules, mesh, {**options, "shard_placement_fn": placement})
+        super().wrap(modules, mesh, {**options, "shard_placement_fn": choose_placement})
 
     def describe(self, mesh: DeviceMesh) -> str:
         """See `Strategy.describe`."""
-        _, _, sharded = super().describe(mesh).partition(", ")
-        return f"{self.experts // self.ranks} of {self.experts} on each of {self.ranks} ranks, {sharded}"
+        _, _, sharding = super().describe(mesh).partition(", ")
+        return f"{self.experts // self.ranks} of {self.experts} on each of {self.ranks} ranks, {sharding}"
 
 
-class Exchange:
+class ExpertDispatch:
     """Computes tokens by the experts of a group of ranks; see `titan.model.experts.dispatch`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,41 +81,43 @@ class Exchange:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
-        ranks, flat = self.group.size(), experts.flatten()
-        order = flat.argsort(stable=True)
-        sent = tally(flat, count).view(ranks, -1)
-        received = collectives.all_to_all(sent, self.group)
-        sending, receiving = _sizes(sent, received, len(flat))
-        rows = spread(x, order, sum(sending))
-        rows = collectives.exchange(rows, sending, receiving, self.group)
-        by_expert = _owners(received, sum(receiving)).argsort(stable=True)
-        out = compute(permute(rows, by_expert), received.sum(0).cumsum(0).to(torch.int32))
-        out = collectives.exchange(permute(out, inverse(by_expert)), receiving, sending, self.group)
-        return permute(with_zeros(out, len(flat)), inverse(order))
+        ranks, flat_experts = self.group.size(), experts.flatten()
+        order = flat_experts.argsort(stable=True)
+        sent_per_expert = tally(flat_experts, count).view(ranks, -1)
+        received_per_expert = collectives.all_to_all(sent_per_expert, self.group)
+        send_counts, receive_counts = _count_exchanged_rows(sent_per_expert, received_per_expert, len(flat_experts))
+        rows = spread(x, order, sum(send_counts))
+        rows = collectives.exchange_rows(rows, send_counts, receive_counts, self.group)
+        by_expert = _find_local_experts(received_per_expert, sum(receive_counts)).argsort(stable=True)
+        out = compute(permute(rows, by_expert), received_per_expert.sum(0).cumsum(0).to(torch.int32))
+        out = collectives.exchange_rows(permute(out, inverse(by_expert)), receive_counts, send_counts, self.group)
+        return permute(with_zeros(out, len(flat_experts)), inverse(order))
 
 
-def _sizes(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _count_exchanged_rows(
+    sent_per_expert: Tensor, received_per_expert: Tensor, rows: int
+) -> tuple[list[int], list[int]]:
     """Return the rows that go to each rank, and that come from it; of fake tensors as many as an even load has."""
-    if isinstance(sent, FakeTensor):
-        even = [rows // len(sent)] * len(sent)
-        return even, even
-    sending, receiving = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    return sending, receiving
+    if isinstance(sent_per_expert, FakeTensor):
+        even_counts = [rows // len(sent_per_expert)] * len(sent_per_expert)
+        return even_counts, even_counts
+    send_counts, receive_counts = torch.stack([sent_per_expert.sum(1), received_per_expert.sum(1)]).tolist()
+    return send_counts, receive_counts
 
 
-def _owners(received: Tensor, rows: int) -> Tensor:
+def _find_local_experts(received_per_expert: Tensor, rows: int) -> Tensor:
     """Return the local expert of each received row, int64 [rows]: they come rank by rank, sorted by expert.
 
     Args:
-        received: the rows of each rank and expert, int64 [ranks, experts].
+        received_per_expert: the rows of each rank and expert, int64 [ranks, experts].
         rows: their sum.
     """
-    ends = received.flatten().cumsum(0)
-    places = torch.arange(rows, device=received.device)
-    return torch.searchsorted(ends, places, right=True) % received.shape[1]
+    ends = received_per_expert.flatten().cumsum(0)
+    row_indices = torch.arange(rows, device=received_per_expert.device)
+    return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]
 
 
-def apply(model: Any, mesh: DeviceMesh) -> None:
+def shard_experts(model: Any, mesh: DeviceMesh) -> None:
     """Divide the experts of a model, built on meta, over a mesh of one dimension.
 
     Args:
@@ -124,13 +126,13 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.dispatch = Exchange(mesh.get_group())
+            layer.dispatch = ExpertDispatch(mesh.get_group())
             for module in layer.experts.children():
-                _divide(module, mesh)
+                _shard_weight(module, mesh)
 
 
-def _divide(module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(module, ExpertLinear):
         raise TypeError(f"{type(module).__name__} is no titan.model.experts.ExpertLinear")
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
-    module.use = held
+    module.use = local_shard

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor's local shard on this rank; a plain tensor as it is.
 
     `to_local` would create an autograd node, which takes most of the host's time after backward.
@@ -27,30 +27,30 @@ def sum_squares(gradients: Iterable[tuple[Tensor, float]], device: torch.device)
 
     Args:
         gradients: plain tensors and DTensors, sharded or replicated, each with the number of ranks that have the same
-            part (`titan.parallelism.tensor_norms.holders`).
+            part (`titan.parallelism.tensor_norms.count_replicas`).
         device: of the result; without gradients it is zero.
     """
     groups: dict[float, list[Tensor]] = {}
-    for gradient, count in gradients:
-        groups.setdefault(count, []).append(local(gradient))
+    for gradient, replica_count in gradients:
+        groups.setdefault(replica_count, []).append(local_tensor(gradient))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for count, shards in groups.items():
-        total += _sum_of_squares(shards).to(device) / count
+    for replica_count, shards in groups.items():
+        total += _sum_shard_squares(shards).to(device) / replica_count
     return total
 
 
-def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale all gradients in place so that their norm, an fp32 scalar, is at most `largest`."""
-    scale(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
+def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients in place so that their norm, an fp32 scalar, is at most `max_norm`."""
+    scale_gradients(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
-def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients in place by a scalar tensor."""
-    shards = [local(g) for g in gradients]
+    shards = [local_tensor(g) for g in gradients]
     torch._foreach_mul_(shards, factor.to(shards[0].device))
 
 
-def _sum_of_squares(shards: list[Tensor]) -> Tensor:
+def _sum_shard_squares(shards: list[Tensor]) -> Tensor:
     """Return the sum of all squares, a float64 scalar.
 
     On a CPU `vector_norm` adds one element after another, which loses five digits on a large matrix: so each row's norm

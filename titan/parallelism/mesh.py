@@ -27,14 +27,14 @@ from titan.cluster.rank_info import RankInfo
 from titan.debug.activity import Activity
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
-from titan.parallelism.exchange import MARGIN, Exchange
+from titan.parallelism.exchange import TIMEOUT_MARGIN, StoreExchange
 from titan.parallelism.schema import Layout
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
 MODEL_PARALLEL = ("pipeline", "context", "tensor")
 """The dimensions of the ranks that compute the same rows."""
-TIMEOUT = 1800.0
+DEFAULT_TIMEOUT = 1800.0
 """The default timeout of collective operations, in seconds."""
 
 
@@ -66,8 +66,8 @@ class World:
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
     model_parallel: dist.ProcessGroup | None = None
-    exchange: Exchange | None = None
-    timeout: float = TIMEOUT
+    exchange: StoreExchange | None = None
+    timeout: float = DEFAULT_TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
     experts: DeviceMesh | None = None
     data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
@@ -81,34 +81,36 @@ class World:
     @property
     def data_shard(self) -> DataShard:
         """This rank's rows of a global batch, which is divided over replicate and shard together."""
-        inner = self.coordinate("shard")
-        return DataShard(self.coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
+        shard_coordinate = self.get_coordinate("shard")
+        return DataShard(
+            self.get_coordinate("replicate") * self.layout.shard + shard_coordinate, self.layout.data_ranks
+        )
 
     @property
     def reads_data(self) -> bool:
         """Whether this rank reads its rows: the first of the ranks that compute the same rows."""
-        return not any(self.coordinate(name) for name in ("pipeline", "context", "tensor"))
+        return not any(self.get_coordinate(name) for name in ("pipeline", "context", "tensor"))
 
     @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss counts in the sum over ranks: tensor ranks all have the same loss."""
-        return self.coordinate("tensor") == 0
+        return self.get_coordinate("tensor") == 0
 
-    def coordinate(self, name: str) -> int:
+    def get_coordinate(self, name: str) -> int:
         """Return this rank's coordinate along a dimension of the layout."""
-        return self.layout.coordinates(self.rank_info.rank)[name]
+        return self.layout.compute_coordinates(self.rank_info.rank)[name]
 
-    def dimensions(self, *names: str) -> DeviceMesh | None:
+    def get_submesh(self, *names: str) -> DeviceMesh | None:
         """Return the submesh of the weights' mesh with those of `names` that it has; None when it has none of them."""
         dims = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        wanted = tuple(n for n in names if n in dims)
-        if not wanted or self.mesh is None:
+        present_names = tuple(n for n in names if n in dims)
+        if not present_names or self.mesh is None:
             return None
-        return self.mesh[wanted] if wanted != dims else self.mesh
+        return self.mesh[present_names] if present_names != dims else self.mesh
 
-    def group(self, name: str) -> dist.ProcessGroup | None:
+    def get_group(self, name: str) -> dist.ProcessGroup | None:
         """Return the process group of one dimension of the weights' mesh; None when the mesh lacks it."""
-        mesh = self.dimensions(name)
+        mesh = self.get_submesh(name)
         return None if mesh is None else mesh.get_group()
 
     def data_mesh(self, shards: int) -> DeviceMesh:
@@ -125,18 +127,18 @@ class World:
         Raises:
             RuntimeError: where no weights are sharded.
         """
-        usual = self.dimensions("replicate", "shard")
-        if usual is None:
+        layout_mesh = self.get_submesh("replicate", "shard")
+        if layout_mesh is None:
             raise RuntimeError(f"{self.layout}: no weights are sharded")
         if shards == self.layout.sharded:
-            return usual
+            return layout_mesh
         if shards not in self.data_meshes:
             replicas = self.layout.replicate * self.layout.sharded // shards
-            inner = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
-            self.data_meshes[shards] = _data_mesh(self, {"pipeline": self.layout.pipeline, **inner})
+            inner_sizes = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
+            self.data_meshes[shards] = _build_data_mesh(self, {"pipeline": self.layout.pipeline, **inner_sizes})
         return self.data_meshes[shards]
 
-    def along(self, *names: str) -> dist.ProcessGroup | None:
+    def get_group_along(self, *names: str) -> dist.ProcessGroup | None:
         """Return the ranks whose coordinates differ along some dimensions of the layout only; None for this one alone.
 
         All ranks call it together: along several dimensions it creates a group.
@@ -145,8 +147,8 @@ class World:
         if self.model_parallel is not None and names == tuple(n for n in MODEL_PARALLEL if getattr(self.layout, n) > 1):
             return self.model_parallel
         if len(names) > 1:
-            return _group_along(self.layout.degrees(), names, self.timeout)
-        return None if not names else self.context if names == ("context",) else self.group(names[0])
+            return _create_group_along(self.layout.degrees(), names, self.timeout)
+        return None if not names else self.context if names == ("context",) else self.get_group(names[0])
 
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
@@ -154,13 +156,13 @@ class World:
             dist.broadcast(rows, group=self.model_parallel, group_src=0)
         return rows
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place over all ranks."""
         if self.rank_info.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order."""
         if self.rank_info.world_size == 1:
             return [value]
@@ -198,7 +200,7 @@ class World:
             dist.destroy_process_group()
 
 
-def _device(rank_info: RankInfo, device_type: str) -> torch.device:
+def _select_device(rank_info: RankInfo, device_type: str) -> torch.device:
     """Return this rank's device; where the launcher makes only one GPU visible to each rank, that one."""
     if device_type != "cuda":
         _keep_freed_memory()
@@ -238,8 +240,13 @@ def release_freed_memory(device: torch.device) -> None:
         trim(0)
 
 
-def connect(
-    rank_info: RankInfo, layout: Layout, device_type: str, timeout: float, store: Any = None, exchange: bool = False
+def connect_world(
+    rank_info: RankInfo,
+    layout: Layout,
+    device_type: str,
+    timeout: float,
+    store: Any = None,
+    connect_exchange: bool = False,
 ) -> World:
     """Join the process group, where there is more than one rank, and build the mesh.
 
@@ -249,12 +256,12 @@ def connect(
         device_type: "cpu" or "cuda".
         timeout: of collective operations, in seconds.
         store: a store that the ranks have connected to already; None for a rendezvous at `rank_info.init_method`.
-        exchange: whether ranks send each other messages outside of the process groups (`World.exchange`).
+        connect_exchange: whether ranks send each other messages outside of the process groups (`World.exchange`).
 
     Raises:
         RunError: when there is no GPU for this rank.
     """
-    device = _device(rank_info, device_type)
+    device = _select_device(rank_info, device_type)
     if rank_info.world_size == 1:
         return World(rank_info, layout, device)
     rendezvous = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": rank_info.init_method}
@@ -267,15 +274,20 @@ def connect(
         **rendezvous,
     )
     world = build_world(rank_info, layout, device, timeout)
-    if exchange:
-        patience, common_store = timedelta(seconds=timeout) + MARGIN, dist.distributed_c10d._get_default_store()
-        world = replace(world, exchange=Exchange(common_store, rank_info.rank, rank_info.world_size, patience))
+    if connect_exchange:
+        message_timeout, common_store = (
+            timedelta(seconds=timeout) + TIMEOUT_MARGIN,
+            dist.distributed_c10d._get_default_store(),
+        )
+        world = replace(
+            world, exchange=StoreExchange(common_store, rank_info.rank, rank_info.world_size, message_timeout)
+        )
     if device_type != "cuda":  # a rank of gloo returns while others connect still: if it left, their connections broke
         world.barrier()
     return world
 
 
-def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
+def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = DEFAULT_TIMEOUT) -> World:
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:
@@ -284,38 +296,38 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     """
     degrees = layout.mesh_degrees()
     ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
-    groups = [_group_along(degrees, (name,), timeout) for name in degrees]
+    groups = [_create_group_along(degrees, (name,), timeout) for name in degrees]
     mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
     # a separate group, because in the weights' mesh context is a part of shard
-    context = _group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
+    context = _create_group_along(layout.degrees(), ("context",), timeout) if layout.context > 1 else None
     world = World(rank_info, layout, device, mesh, context, timeout=timeout)
-    world = replace(world, experts=_expert_mesh(world) if layout.expert > 1 else None)
-    return replace(world, model_parallel=world.along(*MODEL_PARALLEL))
+    world = replace(world, experts=_build_expert_mesh(world) if layout.expert > 1 else None)
+    return replace(world, model_parallel=world.get_group_along(*MODEL_PARALLEL))
 
 
-def _expert_mesh(world: World) -> DeviceMesh:
+def _build_expert_mesh(world: World) -> DeviceMesh:
     """Return the mesh of the experts' weights, of all ranks; they call it together."""
     layout = world.layout
     sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
-    return _regrouped(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))
+    return _rebuild_mesh(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))
 
 
-def _data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
+def _build_data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the dimensions replicate (where it is above one) and shard of a mesh of all ranks with other sizes."""
-    mesh = _regrouped(world, sizes, ("replicate", "shard"))
+    mesh = _rebuild_mesh(world, sizes, ("replicate", "shard"))
     return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
 
 
-def _regrouped(world: World, sizes: Mapping[str, int], new: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks with other sizes; dimensions that are not `new` are the weights' mesh's."""
-    names = tuple(name for name, size in sizes.items() if size > 1 or name in new)
-    own = {name: _group_along(sizes, (name,), world.timeout) for name in new}
-    groups: list[Any] = [own.get(name) or world.group(name) for name in names]
+def _rebuild_mesh(world: World, sizes: Mapping[str, int], new_dims: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks with other sizes; dimensions that are not `new_dims` are the weights' mesh's."""
+    names = tuple(name for name, size in sizes.items() if size > 1 or name in new_dims)
+    new_groups = {name: _create_group_along(sizes, (name,), world.timeout) for name in new_dims}
+    groups: list[Any] = [new_groups.get(name) or world.get_group(name) for name in names]
     ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])
     return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
 
 
-def _group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> dist.ProcessGroup:
+def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> dist.ProcessGroup:
     """Return the ranks whose coordinates differ from this one's along `names` only; all ranks call it together.
 
     Args:
@@ -346,15 +358,17 @@ def split_group(
     Raises:
         RuntimeError: without a process group to split, or when this rank is in none of the groups.
     """
-    limit, whole = timedelta(seconds=timeout), parent or dist.group.WORLD
-    if whole is None:
+    group_timeout, parent_group = timedelta(seconds=timeout), parent or dist.group.WORLD
+    if parent_group is None:
         raise RuntimeError("no process group to split: init_process_group was not called")
-    if whole.bound_device_id is not None:  # NCCL with eager initialisation
-        inside = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(whole))}
-        group = dist.split_group(whole, [[inside[rank] for rank in ranks] for ranks in lists], timeout=limit)
+    if parent_group.bound_device_id is not None:  # NCCL with eager initialisation
+        parent_ranks = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent_group))}
+        group = dist.split_group(
+            parent_group, [[parent_ranks[rank] for rank in ranks] for ranks in lists], timeout=group_timeout
+        )
     else:
-        mine = next(ranks for ranks in lists if dist.get_rank() in ranks)
-        group = dist.new_group(list(mine), timeout=limit, use_local_synchronization=True)
+        member_ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
+        group = dist.new_group(list(member_ranks), timeout=group_timeout, use_local_synchronization=True)
     if group is None:
         raise RuntimeError("this rank is in none of the groups")
     return group

@@ -23,7 +23,7 @@ class Microbatches(NamedTuple):
     positions: Tensor | None = None
     documents: Tensor | None = None
 
-    def microbatch(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def select_microbatch(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return micro-batch i: tokens, targets, positions and document ids, the arguments of `Stage.forward`."""
         positions = self.positions
         return (
@@ -33,7 +33,7 @@ class Microbatches(NamedTuple):
             None if self.documents is None else self.documents[i],
         )
 
-    def each(self) -> Iterator[Microbatches]:
+    def iterate_microbatches(self) -> Iterator[Microbatches]:
         """Yield one micro-batch after another, each as rows of one micro-batch."""
         for i in range(len(self.tokens)):
             positions = self.positions
@@ -44,7 +44,7 @@ class Microbatches(NamedTuple):
                 None if self.documents is None else self.documents[i : i + 1],
             )
 
-    def select(self, indices: Tensor) -> Microbatches:
+    def select_tokens(self, indices: Tensor) -> Microbatches:
         """Return the tokens of each row at `indices`, int64 [T], with their positions."""
         positions = indices if self.positions is None else self.positions[..., indices]
         targets, documents = (None if part is None else part[..., indices] for part in (self.targets, self.documents))

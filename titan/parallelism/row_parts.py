@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan.parallelism import collectives, context_chunks
 
-TOKENS = 1
+TOKEN_DIM = 1
 """The dimension of tokens in [B, T, ...]."""
 
 
@@ -37,11 +37,13 @@ class RowParts:
     def whole(self, x: Tensor) -> Tensor:
         """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
         parts = collectives.all_gather(x[None], 0, self.group).chunk(self.context)
-        rows = torch.stack([torch.cat(part.unbind(), TOKENS) for part in parts])
-        return context_chunks.join(rows, TOKENS - x.dim(), self.balance and self.context > 1)
+        rows = torch.stack([torch.cat(part.unbind(), TOKEN_DIM) for part in parts])
+        return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of whole rows [B, T, ...]."""
         context, tensor = divmod(self.group.rank(), self.tensor)
-        mine = context_chunks.split(x, self.context, TOKENS, self.balance and self.context > 1)[context]
-        return mine.chunk(self.tensor, TOKENS)[tensor]
+        context_tokens = context_chunks.split_rows(x, self.context, TOKEN_DIM, self.balance and self.context > 1)[
+            context
+        ]
+        return context_tokens.chunk(self.tensor, TOKEN_DIM)[tensor]

@@ -64,14 +64,14 @@ class Layout:
         keeps_shard = self.replicate > 1 and not self.only_replicated
         return {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and keeps_shard)}
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def compute_coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate along each dimension."""
-        found = {}
+        coordinates = {}
         for name, degree in reversed(self.degrees().items()):
-            rank, found[name] = divmod(rank, degree)
-        return found
+            rank, coordinates[name] = divmod(rank, degree)
+        return coordinates
 
-    def groups(self, name: str) -> list[range]:
+    def list_groups(self, name: str) -> list[range]:
         """Return the ranks that communicate along a dimension, or share experts, group by group."""
         if name == "expert":
             return [range(first, first + self.expert) for first in range(0, self.devices, self.expert)]
@@ -111,12 +111,12 @@ class StagePlan:
         """Stages in all."""
         return len(self.owners)
 
-    def stages_of(self, rank: int) -> list[int]:
+    def list_stages(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
 
-def _degree(help: str) -> int | str:
+def _make_degree(help: str) -> int | str:
     help += "; -1: all devices that are left, auto: by rule"
     degree: int | str = setting(1, help, words=("auto",), at_least=-1)
     return degree
@@ -126,11 +126,11 @@ def _degree(help: str) -> int | str:
 class Parallelism:
     """The degree of each dimension."""
 
-    replicate: int | str = _degree("replicas of the model (DDP; with shard: HSDP)")
-    shard: int | str = _degree("ranks that weights, gradients and optimizer state are sharded over (FSDP)")
-    context: int | str = _degree("ranks that each sequence is split over")
-    tensor: int | str = _degree("ranks that each weight matrix is split over")
-    pipeline: int | str = _degree("stages of the pipeline")
+    replicate: int | str = _make_degree("replicas of the model (DDP; with shard: HSDP)")
+    shard: int | str = _make_degree("ranks that weights, gradients and optimizer state are sharded over (FSDP)")
+    context: int | str = _make_degree("ranks that each sequence is split over")
+    tensor: int | str = _make_degree("ranks that each weight matrix is split over")
+    pipeline: int | str = _make_degree("stages of the pipeline")
     expert: int | str = setting(
         1,
         "ranks of shard, context and tensor that share the experts of each layer; -1: all of them; auto: as many of a "
@@ -195,7 +195,7 @@ class Parallelism:
                 "parallelism.expert=0: must be 1 or more, or -1 for all ranks of shard, context and tensor."
             )
 
-    def reshards(self, layout: Layout) -> bool | int:
+    def resolve_reshard(self, layout: Layout) -> bool | int:
         """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks."""
         if self.reshard == "auto":
             return layout.pipeline == 1
@@ -205,12 +205,12 @@ class Parallelism:
         """Whether gradients stay unsharded from micro-batch to micro-batch."""
         return layout.pipeline > 1 if self.accumulate == "auto" else self.accumulate == "whole"
 
-    def multiple(self, layout: Layout) -> int:
+    def compute_row_multiple(self, layout: Layout) -> int:
         """Return the number that the length of a row must be a multiple of."""
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
 
-    def layout(self, devices: int | None, limits: dict[str, int]) -> Layout:
+    def resolve_layout(self, devices: int | None, limits: dict[str, int]) -> Layout:
         """Resolve -1 and "auto" to numbers.
 
         Args:
@@ -227,41 +227,41 @@ class Parallelism:
             layout = Layout(
                 **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
             )
-            return self._with_experts(layout, limits)
+            return self._add_expert_degree(layout, limits)
         if degrees["shard"] == "auto" and -1 not in degrees.values():
             degrees["shard"] = -1
-        left = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
-        unknown = sum(d in (-1, "auto") for d in degrees.values())
+        remaining = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
+        open_count = sum(d in (-1, "auto") for d in degrees.values())
         for name in ("tensor", "context", "pipeline", "replicate", "shard"):
             if degrees[name] == "auto":
-                unknown -= 1
-                most = math.gcd(max(1, left), limits.get(name, 2))
+                open_count -= 1
+                largest = math.gcd(max(1, remaining), limits.get(name, 2))
                 # the largest that leaves two for each of the others
-                fitting = (d for d in range(most, 0, -1) if most % d == 0 and left // d >= 2**unknown)
+                fitting = (d for d in range(largest, 0, -1) if largest % d == 0 and remaining // d >= 2**open_count)
                 degrees[name] = next(fitting, 1)
-                left //= int(degrees[name])
-        layout = Layout(**{name: max(1, left) if d == -1 else int(d) for name, d in degrees.items()})
+                remaining //= int(degrees[name])
+        layout = Layout(**{name: max(1, remaining) if d == -1 else int(d) for name, d in degrees.items()})
         if layout.devices != devices:
             raise ConfigError(
-                f"parallelism: {layout} makes {_count(layout.devices, 'rank')}, but there are "
-                f"{_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
+                f"parallelism: {layout} makes {_format_count(layout.devices, 'rank')}, but there are "
+                f"{_format_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
                 f"cluster.devices={layout.devices}."
             )
-        return self._with_experts(layout, limits)
+        return self._add_expert_degree(layout, limits)
 
-    def _with_experts(self, layout: Layout, limits: dict[str, int]) -> Layout:
+    def _add_expert_degree(self, layout: Layout, limits: dict[str, int]) -> Layout:
         """Return a layout with the degree of expert parallelism."""
         ranks = layout.sharded * layout.tensor
-        whole = layout.tensor > 1 and not self.sequence_parallel
-        auto = 1 if whole else math.gcd(ranks, limits.get("expert", 1))
-        found: dict[int | str, int] = {-1: ranks, "auto": auto}
-        return replace(layout, expert=found.get(self.expert) or int(self.expert))
+        replicates_tokens = layout.tensor > 1 and not self.sequence_parallel
+        auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
+        resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
+        return replace(layout, expert=resolved.get(self.expert) or int(self.expert))
 
 
-def key_repeats(heads: int, size: int) -> int:
+def count_key_repeats(heads: int, size: int) -> int:
     """Return the least number of times that key heads must be repeated, so that `size` ranks get equally many."""
     return size // math.gcd(heads, size)
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

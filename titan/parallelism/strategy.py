@@ -91,69 +91,71 @@ class Strategy:
 
     def describe(self, mesh: DeviceMesh) -> str:
         """Return in a few words how the group is sharded over its mesh."""
-        own = f"{self._target_}, " if type(self) is not Strategy else ""
+        class_prefix = f"{self._target_}, " if type(self) is not Strategy else ""
         replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 and mesh.size(0) > 1 else ""
-        return f"{own}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
+        return f"{class_prefix}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
 
 
 DEFAULT = Strategy(match=())
 """The strategy of modules that no group matches."""
 
 
-def assign(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[str, str]:
+def assign_groups(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[str, str]:
     """Return the group of each module that is wrapped by itself, by the module's name.
 
     Args:
         names: of modules.
         groups: by their names; of several that match a module the first has it.
     """
-    found: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     for name in names:
-        mine = next((group for group, strategy in groups.items() if _begins(strategy, name)), None)
-        if mine is not None:
-            found[name] = mine
-    return found
+        group_name = next((group for group, strategy in groups.items() if _matches_outermost(strategy, name)), None)
+        if group_name is not None:
+            assigned[name] = group_name
+    return assigned
 
 
-def in_group(name: str, groups: Mapping[str, Strategy]) -> bool:
+def is_in_group(name: str, groups: Mapping[str, Strategy]) -> bool:
     """Return whether a module, or one around it, is in a group."""
-    return any(_matches(strategy, part) for strategy in groups.values() for part in (name, *_around(name)))
+    return any(_matches(strategy, part) for strategy in groups.values() for part in (name, *_list_outer_modules(name)))
 
 
-def shards_of(names: Iterable[str], groups: Mapping[str, Strategy], layout: Layout) -> dict[str, int]:
+def count_shards(names: Iterable[str], groups: Mapping[str, Strategy], layout: Layout) -> dict[str, int]:
     """Return the number of ranks that each module's parameters are sharded over, by the names of the innermost ones."""
     names = list(names)
-    assigned = assign(module_names(f"{name}.weight" for name in names), groups)
+    assigned = assign_groups(list_module_names(f"{name}.weight" for name in names), groups)
 
-    def shards(name: str) -> int:
-        group = next((assigned[part] for part in (name, *_around(name)[::-1]) if part in assigned), None)
-        return groups[group].shards(layout) if group is not None else layout.sharded
+    def count_module_shards(name: str) -> int:
+        group_name = next(
+            (assigned[part] for part in (name, *_list_outer_modules(name)[::-1]) if part in assigned), None
+        )
+        return groups[group_name].shards(layout) if group_name is not None else layout.sharded
 
-    return {name: shards(name) for name in names}
+    return {name: count_module_shards(name) for name in names}
 
 
 def gathers_inside_blocks(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
     """Return whether a part of a block is in another group than the block, and so gathered by itself."""
-    return any(name.count(".") > 1 for name in assign(module_names(parameters), groups))
+    return any(name.count(".") > 1 for name in assign_groups(list_module_names(parameters), groups))
 
 
 def blocks_are_alike(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
     """Return whether groups have the same parts of every block."""
-    names = module_names(parameters)
+    names = list_module_names(parameters)
     parts: dict[str, dict[str, str]] = {name.split(".")[1]: {} for name in names if name.startswith(f"{BLOCKS}.")}
-    for name, group in assign(names, groups).items():
+    for name, group in assign_groups(names, groups).items():
         if name.startswith(f"{BLOCKS}."):
             _, number, *rest = name.split(".")
             parts[number][".".join(rest)] = group
     return all(part == next(iter(parts.values())) for part in parts.values())
 
 
-def _begins(strategy: Strategy, name: str) -> bool:
+def _matches_outermost(strategy: Strategy, name: str) -> bool:
     """Return whether a strategy matches a module and none around it."""
-    return _matches(strategy, name) and not any(_matches(strategy, outer) for outer in _around(name))
+    return _matches(strategy, name) and not any(_matches(strategy, outer) for outer in _list_outer_modules(name))
 
 
-def _around(name: str) -> list[str]:
+def _list_outer_modules(name: str) -> list[str]:
     """Return the names of the modules around one."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -163,15 +165,15 @@ def _matches(strategy: Strategy, name: str) -> bool:
     return name != BLOCKS and any(fnmatchcase(name, pattern) for pattern in strategy.match)
 
 
-def module_names(parameters: Iterable[str]) -> list[str]:
+def list_module_names(parameters: Iterable[str]) -> list[str]:
     """Return the names of the modules that parameters are in."""
-    found: dict[str, None] = {}
+    module_names: dict[str, None] = {}
     for parameter in parameters:
-        found |= dict.fromkeys(_around(parameter))
-    return list(found)
+        module_names |= dict.fromkeys(_list_outer_modules(parameter))
+    return list(module_names)
 
 
-def check(groups: Mapping[str, Strategy], parameters: Sequence[str], layout: Layout, tied: bool) -> None:
+def check_groups(groups: Mapping[str, Strategy], parameters: Sequence[str], layout: Layout, tied: bool) -> None:
     """Raise ConfigError for groups that match nothing, or that can't be sharded as they say.
 
     Args:
@@ -183,8 +185,8 @@ def check(groups: Mapping[str, Strategy], parameters: Sequence[str], layout: Lay
     Raises:
         ConfigError: with the setting to change.
     """
-    names = module_names(parameters)
-    assigned = assign([*names, "head"] if tied else names, groups)
+    names = list_module_names(parameters)
+    assigned = assign_groups([*names, "head"] if tied else names, groups)
     for name, group in groups.items():
         _check_match(name, group, names)
         _check_shards(name, group, layout)
@@ -203,11 +205,11 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
                 f"parallelism.groups.{name}.match={show(group.match)}: no module of the model matches {pattern}; "
-                f"names are such as {names[0]}, {_deepest(names)} and {names[-1]}{nearest(pattern, names)}"
+                f"names are such as {names[0]}, {_find_deepest(names)} and {names[-1]}{nearest(pattern, names)}"
             )
 
 
-def _deepest(names: Sequence[str]) -> str:
+def _find_deepest(names: Sequence[str]) -> str:
     return max(names, key=lambda name: name.count("."))
 
 
@@ -215,8 +217,10 @@ def _check_shards(name: str, group: Strategy, layout: Layout) -> None:
     """Reject a number of shards that ranks can't be divided into."""
     ranks, shards = layout.replicate * layout.sharded, group.shards(layout)
     if shards < 1 or ranks % shards:
-        given = f"parallelism.groups.{name}.shard={shards}" if group.shard else f"parallelism.groups.{name}: {shards}"
+        setting_text = (
+            f"parallelism.groups.{name}.shard={shards}" if group.shard else f"parallelism.groups.{name}: {shards}"
+        )
         raise ConfigError(
-            f"{given}: does not divide the {ranks} ranks of replicate, shard and context; give one that does, such as "
+            f"{setting_text}: does not divide the {ranks} ranks of replicate, shard and context; give one that does, such as "
             f"{layout.sharded}."
         )

@@ -27,42 +27,44 @@ from titan.model.layers import IGNORED, Product, cross_entropy, look_up
 from titan.model.loss import Results, chunked_loss, linear_cross_entropy, measure_logits, shapes
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 
-SEQUENCE = 1
+SEQUENCE_DIM = 1
 """The dimension of tokens in hidden states [B, T, D]."""
-FLAT = 2**22
+MAX_FLAT_BYTES = 2**22
 """Gradients of at most so many bytes are summed over the tensor ranks as one flat tensor, larger ones in place."""
 
 
-def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool, chunk: int | None = None) -> None:
+def apply_tensor_plan(
+    model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, chunk: int | None = None
+) -> None:
     """Split a model, built on meta, over a mesh of one dimension according to its `tensor_plan`.
 
     Args:
         model: declares the plan.
         mesh: the ranks that each matmul is split over.
-        sequence: whether the sequence is split between matmuls too.
-        loss: whether the loss is computed from split logits, which are then never whole.
-        chunk: tokens whose logits exist at a time, split whatever `loss` is; None: those of all tokens.
+        sequence_parallel: whether the sequence is split between matmuls too.
+        loss_parallel: whether the loss is computed from split logits, which are then never whole.
+        chunk: tokens whose logits exist at a time, split whatever `loss_parallel` is; None: those of all tokens.
     """
-    tied = _tied(model)
+    tied = _has_tied_weights(model)
     for name, style in model.tensor_plan().items():
         module = model.get_submodule(name)
         if not isinstance(getattr(module, "weight", None), DTensor):  # experts may be divided over ranks already
-            _STYLES[style](module, mesh, sequence)
+            _STYLES[style](module, mesh, sequence_parallel)
     if tied:
         model.head.weight = model.tok_embeddings.weight
     if model.head is not None:
         group = mesh.get_group()
-        model.head.whole = partial(_whole, complete=model.head.whole, group=group)
-        model.head.loss = partial(_split_loss if loss else _whole_loss, group=group)
+        model.head.whole = partial(_gather_logits, complete=model.head.whole, group=group)
+        model.head.loss = partial(_compute_split_loss if loss_parallel else _compute_gathered_loss, group=group)
         if isinstance(model.head.fused, Objective):
             model.head.fused = replace(model.head.fused, vocabulary=_SplitVocabulary(group))
         else:
-            model.head.fused = None if chunk is None else partial(_chunked_loss, chunk=chunk, group=group)
+            model.head.fused = None if chunk is None else partial(_compute_chunked_loss, chunk=chunk, group=group)
 
 
-def overlap(mesh: DeviceMesh) -> None:
+def enable_async_tensor(mesh: DeviceMesh) -> None:
     """Let Inductor split matmuls so that they overlap with the gathering of their inputs (async tensor parallelism).
 
     It works on CUDA only and needs compiled blocks: Inductor finds the pattern in the graph. The setting is global to
@@ -79,91 +81,91 @@ def sum_shared_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup,
     """Sum the gradients of weights that the tensor ranks use on different tokens or heads, in place: once a step.
 
     Args:
-        modules: of which `apply` has marked those with such a weight.
+        modules: of which `apply_tensor_plan` has marked those with such a weight.
         group: the tensor ranks.
         device: where messages are sent from; offloaded gradients are on the host.
     """
     weights = [module.get_parameter("weight") for module in modules if getattr(module, "sums_gradient", False)]
-    gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    for gradient in (g for g in gradients if g.nbytes > FLAT):
-        gradient.copy_(_sum_over(gradient.to(device).contiguous(), group))
+    gradients = [local_tensor(weight.grad) for weight in weights if weight.grad is not None]
+    for gradient in (g for g in gradients if g.nbytes > MAX_FLAT_BYTES):
+        gradient.copy_(_all_reduce_sum(gradient.to(device).contiguous(), group))
     small: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in (g for g in gradients if g.nbytes <= FLAT):
+    for gradient in (g for g in gradients if g.nbytes <= MAX_FLAT_BYTES):
         small.setdefault(gradient.dtype, []).append(gradient)
     for parts in small.values():
-        flat = _sum_over(torch.cat([part.flatten() for part in parts]).to(device), group).to(parts[0].device)
+        flat = _all_reduce_sum(torch.cat([part.flatten() for part in parts]).to(device), group).to(parts[0].device)
         sums = torch.split(flat, [part.numel() for part in parts])
         torch._foreach_copy_(parts, [total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
 
 
-def _sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def held(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def local_shard(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a layer's local shard; its gradient is of the same shard."""
-    return _local(weight).to(dtype)
+    return _to_local(weight).to(dtype)
 
 
-def _local(weight: Tensor) -> Tensor:
+def _to_local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def _tied(model: Any) -> bool:
+def _has_tied_weights(model: Any) -> bool:
     if model.head is None or model.tok_embeddings is None:
         return False
     return model.head.weight is model.tok_embeddings.weight
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:
+def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement, sums_gradient: bool = False) -> None:
     """Distribute a module's weight; `sums_gradient`: each rank's gradient is a part of a sum until the step's end."""
     weight = module.get_parameter("weight")
     module.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement], src_data_rank=None))
-    module.use, module.sums_gradient = held, sums_gradient  # type: ignore[assignment]
+    module.use, module.sums_gradient = local_shard, sums_gradient  # type: ignore[assignment]
 
 
-def _vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(0))
+def _apply_vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    _distribute_weight(module, mesh, Shard(0))
     if isinstance(module, nn.Embedding):
-        module.lookup = partial(_look_up, rank=mesh.get_local_rank())  # type: ignore[assignment]
-        module.register_forward_hook(_Leave(mesh.get_group(), sequence))
+        module.lookup = partial(_look_up_shard, rank=mesh.get_local_rank())  # type: ignore[assignment]
+        module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
     else:
-        module.register_forward_pre_hook(_Enter(mesh.get_group(), sequence))
+        module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
 
 
-def _region(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    module.register_forward_pre_hook(_Enter(mesh.get_group(), sequence))
+def _apply_region(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    module.register_forward_pre_hook(_EnterRegion(mesh.get_group(), sequence))
 
 
-def _colwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(0))
+def _apply_colwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    _distribute_weight(module, mesh, Shard(0))
 
 
-def _rowwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Shard(1))
-    module.register_forward_hook(_Leave(mesh.get_group(), sequence))
+def _apply_rowwise(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    _distribute_weight(module, mesh, Shard(1))
+    module.register_forward_hook(_LeaveRegion(mesh.get_group(), sequence))
 
 
-def _sequence(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Replicate(), sums_gradient=sequence)
+def _apply_sequence(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    _distribute_weight(module, mesh, Replicate(), sums_gradient=sequence)
 
 
-def _heads(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    _distribute(module, mesh, Replicate(), sums_gradient=True)
+def _apply_heads(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    _distribute_weight(module, mesh, Replicate(), sums_gradient=True)
 
 
 _STYLES = {
-    "vocab": _vocab,
-    "region": _region,
-    "colwise": _colwise,
-    "rowwise": _rowwise,
-    "sequence": _sequence,
-    "heads": _heads,
+    "vocab": _apply_vocab,
+    "region": _apply_region,
+    "colwise": _apply_colwise,
+    "rowwise": _apply_rowwise,
+    "sequence": _apply_sequence,
+    "heads": _apply_heads,
 }
 
 
-class _Enter:
+class _EnterRegion:
     """Forward pre-hook at the beginning of a region: gives its first argument whole on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool) -> None:
@@ -171,11 +173,15 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: Any) -> Any:
         x = args[0]
-        x = collectives.gather(x, SEQUENCE, self.group) if self.sequence else collectives.copy(x, self.group)
+        x = (
+            collectives.all_gather_autograd(x, SEQUENCE_DIM, self.group)
+            if self.sequence
+            else collectives.copy_to_region(x, self.group)
+        )
         return (x, *args[1:])
 
 
-class _Leave:
+class _LeaveRegion:
     """Forward hook at the end of a region: gives the sum of the ranks' outputs, split along the sequence or whole."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool) -> None:
@@ -183,23 +189,23 @@ class _Leave:
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if self.sequence:
-            return collectives.scatter(out, SEQUENCE, self.group)
-        return collectives.total(out, self.group)
+            return collectives.reduce_scatter_autograd(out, SEQUENCE_DIM, self.group)
+        return collectives.reduce_from_region(out, self.group)
 
 
-def _look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
+def _look_up_shard(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
     """Return embeddings of a shard of the vocabulary, zero for tokens of other shards. All shards have one size."""
     index = tokens - rank * weight.shape[0]
-    elsewhere = (index < 0) | (index >= weight.shape[0])
-    return look_up(index.masked_fill(elsewhere, 0), weight, dtype).masked_fill(elsewhere[..., None], 0)
+    is_outside = (index < 0) | (index >= weight.shape[0])
+    return look_up(index.masked_fill(is_outside, 0), weight, dtype).masked_fill(is_outside[..., None], 0)
 
 
-def _whole(logits: Tensor, complete: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Tensor:
+def _gather_logits(logits: Tensor, complete: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Tensor:
     """Return whole logits from split ones, on every rank."""
-    return complete(collectives.join(logits, -1, group))
+    return complete(collectives.gather_from_region(logits, -1, group))
 
 
-class _Shared(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
@@ -220,46 +226,48 @@ class _SplitVocabulary(Vocabulary):
         return collectives.all_reduce(x, self.group, "max")
 
     def total(self, x: Tensor) -> Tensor:
-        return collectives.total(x, self.group)
+        return collectives.reduce_from_region(x, self.group)
 
     def whole(self, x: Tensor) -> Tensor:
-        return collectives.join(x, -1, self.group)
+        return collectives.gather_from_region(x, -1, self.group)
 
     def shared(self, x: Tensor) -> Tensor:
-        out: Tensor = _Shared.apply(x, self.ranks)  # type: ignore[no-untyped-call]
+        out: Tensor = _DivideGradient.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         return out
 
 
-def _split_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _compute_split_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the summed cross-entropy from split logits [..., vocab / ranks]; ranks exchange 3 elements per token."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     largest = collectives.all_reduce(logits.detach().amax(-1), group, "max")
     index = targets - group.rank() * logits.shape[-1]
-    elsewhere = (index < 0) | (index >= logits.shape[-1])
+    is_outside = (index < 0) | (index >= logits.shape[-1])
     shifted = logits - largest[:, None]
-    chosen = shifted.gather(-1, index.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0)
-    sums, chosen = collectives.total(torch.stack([shifted.exp().sum(-1), chosen]), group).unbind()
-    return (sums.log() - chosen).masked_fill(targets == IGNORED, 0).sum()
+    target_logits = shifted.gather(-1, index.masked_fill(is_outside, 0)[:, None])[:, 0].masked_fill(is_outside, 0)
+    sums, target_logits = collectives.reduce_from_region(
+        torch.stack([shifted.exp().sum(-1), target_logits]), group
+    ).unbind()
+    return (sums.log() - target_logits).masked_fill(targets == IGNORED, 0).sum()
 
 
-def _whole_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _compute_gathered_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the summed cross-entropy from logits that are gathered on every rank."""
-    return cross_entropy(collectives.join(logits, -1, group), targets)
+    return cross_entropy(collectives.gather_from_region(logits, -1, group), targets)
 
 
-def _chunked_loss(
+def _compute_chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, product: Product, chunk: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Return the summed cross-entropy from split logits of `chunk` tokens at a time."""
 
-    def operation(*args: Any) -> Results:
+    def compute_chunks(*args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_parts_loss(*args, chunk, group.group_name, group.rank())
         return results
 
-    return linear_cross_entropy(hidden, weight, targets, operation)
+    return linear_cross_entropy(hidden, weight, targets, compute_chunks)
 
 
-def _split_in_chunks(
+def _compute_split_chunks(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -270,9 +278,9 @@ def _split_in_chunks(
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `in_chunks` does, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
-    largest, total = (partial(collectives.reduced, group=group, how=how) for how in ("max", "sum"))
+    largest, total = (partial(collectives.all_reduce_by_name, group=group, op=op) for op in ("max", "sum"))
     measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
     return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
 
 
-register("titan::chunked_parts_loss", _split_in_chunks, shapes)
+register("titan::chunked_parts_loss", _compute_split_chunks, shapes)

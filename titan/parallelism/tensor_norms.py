@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.mesh import World
 
 
-def squares(tensor: Tensor) -> Tensor:
+def sum_row_squares(tensor: Tensor) -> Tensor:
     """Return the sum of squares along the last dimension, float64; float32 norms keep low precision from overflow."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
     return norms.double().square()
 
 
-def holders(tensor: Tensor, world: World) -> float:
+def count_replicas(tensor: Tensor, world: World) -> float:
     """Return the number of ranks that hold the same part of a tensor."""
     parts = 1
     if isinstance(tensor, DTensor):
@@ -28,7 +28,7 @@ def holders(tensor: Tensor, world: World) -> float:
 
 
 @torch.no_grad()
-def norms(tensors: Mapping[str, Tensor], names: Sequence[str], world: World) -> dict[str, Tensor]:
+def compute_norms(tensors: Mapping[str, Tensor], names: Sequence[str], world: World) -> dict[str, Tensor]:
     """Return the 2-norm of each whole tensor, float64 scalars on the device; all ranks call it together.
 
     Args:
@@ -37,7 +37,9 @@ def norms(tensors: Mapping[str, Tensor], names: Sequence[str], world: World) -> 
         world: the ranks.
     """
     sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
-    places = {name: place for place, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     for name, tensor in tensors.items():
-        sums[places[name]] = (squares(local(tensor)).sum() / holders(tensor, world)).to(world.device)
-    return dict(zip(names, world.sum(sums).sqrt(), strict=True))
+        sums[indices[name]] = (sum_row_squares(local_tensor(tensor)).sum() / count_replicas(tensor, world)).to(
+            world.device
+        )
+    return dict(zip(names, world.all_reduce(sums).sqrt(), strict=True))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import Corrupt
-from titan.checkpoint.remote import Remote, of
-from titan.checkpoint.select import Candidate
+from titan.checkpoint.manifest import CorruptCheckpointError
+from titan.checkpoint.remote import Remote, open_remote
+from titan.checkpoint.select import CheckpointCandidate
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
@@ -82,7 +82,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
     check_data(run, mix)
     directory = Path(run.directory)
     earlier = read_attempts(directory) or _attempts_elsewhere(run)
-    last, notes = select.latest(directory, run.checkpoint.path, earlier[-1]["run_id"] if earlier else None)
+    last, notes = select.find_latest(directory, run.checkpoint.path, earlier[-1]["run_id"] if earlier else None)
     if last and not earlier:
         raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
@@ -95,7 +95,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
         result, wrong = read_result(directory, _sciences(earlier))
         done = result.get("finished") and result["step"] == run.training.steps
         done = done or ended.by_hook(run, earlier[-1], result)
-        if done and not (last and select.post_save_pending(run.checkpoint, directory, last.about.step)):
+        if done and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
         notes += (*_missing_steps(earlier[-1], result, last), *([wrong] if wrong else []))
@@ -124,12 +124,12 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, wrong: str) -> Attempt:
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one."
         )
-    if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
-        _retire(of(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}")
+    if run.checkpoint.path and damaged.startswith(open_remote(run.checkpoint.path, run.directory).url):
+        _retire(open_remote(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}")
     else:
-        manifest.set_aside(Path(damaged))
+        manifest.mark_damaged(Path(damaged))
     earlier = read_attempts(directory)
-    last, more = select.latest(directory, run.checkpoint.path, attempt.run_id)
+    last, more = select.find_latest(directory, run.checkpoint.path, attempt.run_id)
     notes = (*attempt.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
     notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
     if last and last.path == damaged:
@@ -137,7 +137,7 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, wrong: str) -> Attempt:
     _check_last(run, {}, last, notes)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
     found = last or parent(run, earlier, mix, own=False).checkpoint
-    step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
+    step, rows = (found.manifest.step, rows_read(run, mix, found.manifest)) if found else (0, 0)
     attempt = replace(attempt, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
     records.correct_start(directory, attempt)
     return attempt
@@ -146,8 +146,8 @@ def use_previous_checkpoint(run: Run, attempt: Attempt, wrong: str) -> Attempt:
 def _retire(copies: Remote, step: int, setting: str) -> None:
     """Mark a corrupt copy in `checkpoint.path` as not to be used."""
     try:
-        copies.forget(step)
-    except (OSError, Corrupt) as error:
+        copies.forget_step(step)
+    except (OSError, CorruptCheckpointError) as error:
         raise ConfigError(
             f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); fix this."
         ) from error
@@ -216,10 +216,10 @@ def _attempts_elsewhere(run: Run) -> list[dict[str, Any]]:
     """Return the documents of a run whose directory is gone, or on another machine, from `checkpoint.path`."""
     if run.checkpoint.path is None:
         return []
-    copies = of(run.checkpoint.path, run.directory)
+    copies = open_remote(run.checkpoint.path, run.directory)
     try:
         text = copies.read("run.yaml")
-    except OSError:  # `select.latest` reports it
+    except OSError:  # `select.find_latest` reports it
         return []
     return parse_attempts(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
 
@@ -228,11 +228,11 @@ def _is_own(run: Run, checkpoint: str) -> bool:
     """Return whether a checkpoint is the run's, not the one that it was forked from."""
     own = [str(Path(run.directory) / "checkpoints")]
     if run.checkpoint.path:
-        own.append(of(run.checkpoint.path, run.directory).url)
+        own.append(open_remote(run.checkpoint.path, run.directory).url)
     return checkpoint.rpartition("/")[0] in own
 
 
-def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, notes: tuple[str, ...]) -> None:
+def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
     """Raise ConfigError where a run had got further, but none of its checkpoints can be used: it must not restart."""
     if last is not None:
         return
@@ -248,7 +248,9 @@ def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, not
         )
 
 
-def _missing_steps(before: Mapping[str, Any], result: Mapping[str, Any], last: Candidate | None) -> tuple[str, ...]:
+def _missing_steps(
+    before: Mapping[str, Any], result: Mapping[str, Any], last: CheckpointCandidate | None
+) -> tuple[str, ...]:
     """Return a note where a run had checkpoints and has none any more."""
     done = max(int(before.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0)
     return (f"there is no checkpoint any more of a run that had got to step {done}",) if done and last is None else ()
@@ -261,10 +263,10 @@ def _attempt(
     mix: RowMixture,
     folders: corpora.Folders,
     begins: Parent,
-    last: Candidate | None,
+    last: CheckpointCandidate | None,
 ) -> Attempt:
     found = last or begins.checkpoint
-    step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
+    step, rows = (found.manifest.step, rows_read(run, mix, found.manifest)) if found else (0, 0)
     more = bool(earlier) and ids.science != earlier[-1]["ids"]["science"]
     kind = "continuation" if more else "resume" if earlier else "fork" if found else "start"
     run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:12]

@@ -32,7 +32,7 @@ def decaying(recipe: Recipe) -> Recipe:
     if not isinstance(recipe.schedule, WSD):
         kind = type(recipe.schedule).__name__
         raise ConfigError(f"checkpoint.decay_steps={count}: the schedule {kind} has no decay; give schedule=wsd.")
-    steps = select.load_named(resume).about.step + count
+    steps = select.load_named(resume).manifest.step + count
     training, schedule = recipe.training, dataclasses.replace(recipe.schedule, decay=count / steps)
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps), schedule=schedule)
 

@@ -192,7 +192,7 @@ def _check_tensor(run: Run) -> None:
 def _check_context(run: Run) -> None:
     """Reject rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
     layout, how, length = run.layout, run.parallelism, run.training.seq_len
-    multiple = how.multiple(layout)
+    multiple = how.compute_row_multiple(layout)
     if length % multiple:
         halves = " (a head and a tail each)" if how.balance else ""
         cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
@@ -242,7 +242,7 @@ def _check_sharding(run: Run) -> None:
             "group."
         )
     if how.groups:
-        strategy.check(how.groups, run.model.parameter_names(), layout, run.model.tied)
+        strategy.check_groups(how.groups, run.model.parameter_names(), layout, run.model.tied)
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise ConfigError(
             f"parallelism.reshard={how.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "
@@ -282,7 +282,7 @@ def _check_experts(run: Run) -> None:
             f"{given}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
         )
     names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
-    if taken := strategy.assign(names, run.parallelism.groups or {}):
+    if taken := strategy.assign_groups(names, run.parallelism.groups or {}):
         raise ConfigError(
             f"parallelism.groups.{next(iter(taken.values()))}: matches experts, which {given} divides over ranks "
             "already; give 1, or match other modules."

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
-from titan.checkpoint.select import Candidate
+from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import show
 from titan.console.text import redacted
 from titan.dataset import permutation
@@ -33,7 +33,7 @@ class Parent:
     """
 
     id: str | None = None
-    checkpoint: Candidate | None = None
+    checkpoint: CheckpointCandidate | None = None
     weights: str | None = None
 
 
@@ -72,12 +72,12 @@ def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
 
 def _fork(run: Run, resume: str, mix: RowMixture) -> Parent:
     found = select.load_named(resume)
-    check_resumable(found.about, resume)
+    check_resumable(found.manifest, resume)
     _check_model(run, found)
-    rows_read(run, mix, found.about)
-    if found.about.step >= run.training.steps:
+    rows_read(run, mix, found.manifest)
+    if found.manifest.step >= run.training.steps:
         raise ConfigError(
-            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.about.step} steps "
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.manifest.step} steps "
             "already; give more steps."
         )
     return Parent(found.id, found)
@@ -112,9 +112,9 @@ def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
     return Parent(identity, weights=weights.path)
 
 
-def _check_model(run: Run, found: Candidate) -> None:
+def _check_model(run: Run, found: CheckpointCandidate) -> None:
     """Raise ConfigError for a checkpoint of another model; the message names what differs."""
-    here, there = as_model(run), found.about.model
+    here, there = as_model(run), found.manifest.model
     differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
     if differ:
         what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)

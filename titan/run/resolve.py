@@ -141,7 +141,7 @@ def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool
     if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
         return on(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _open(recipe.parallelism):
-        return recipe.parallelism.layout(None, fit.largest_degrees(recipe, node))
+        return recipe.parallelism.resolve_layout(None, fit.largest_degrees(recipe, node))
     return on(machine.count * cluster.nodes)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.select import Candidate
+from titan.checkpoint.select import CheckpointCandidate
 from titan.config.kinds import FORMER_DEFAULTS
 from titan.config.settings import show
 from titan.dataset.mixture import RowMixture
@@ -22,7 +22,7 @@ _DEFAULT = object()
 
 
 def check_same(
-    run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: Candidate | None
+    run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: CheckpointCandidate | None
 ) -> None:
     """Raise ConfigError when the run's settings make it another experiment than its last attempt's.
 
@@ -31,7 +31,7 @@ def check_same(
     """
     old, new = dict(last["science"]), dict(science)
     differ = sorted(k for k in old.keys() | new.keys() if _differ(k, old, new))
-    if differ and not (saved and _concerns_later_rows(run, differ, mix, saved.about)):
+    if differ and not (saved and _concerns_later_rows(run, differ, mix, saved.manifest)):
         _reject_other(run, last, new, differ)
     _reject_fewer_steps(run, last)
 

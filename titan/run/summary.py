@@ -97,7 +97,7 @@ def _dimensions(run: Run) -> dict[str, str]:
     lines = {}
     for name, degree in {**run.layout.degrees(), "expert": run.layout.expert}.items():
         if degree > 1:
-            groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.groups(name)]
+            groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.list_groups(name)]
             lines[f"  {name} {degree}"] = f"ranks {' | '.join(_few(groups))} {PURPOSES[name]}"
     if run.staging.count > 1:
         lines["  stages"] = _stages(run)

@@ -21,10 +21,10 @@ from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
-from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, p2p_groups
+from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
 from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, in_group
+from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, is_in_group
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
@@ -76,7 +76,7 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
         scales=_build_scales(stages, run, world),
         token_positions=_build_token_positions(run, world),
         tied_weights=_build_tied_weights(stages, run, world),
-        seq_len_multiple=run.parallelism.multiple(run.layout),
+        seq_len_multiple=run.parallelism.compute_row_multiple(run.layout),
         notes=tuple(notes),
         terms=(*run.training.terms, *_list_model_terms(stages)),
         num_block_sums=_count_block_sums(stages) if _has_split_rows(run) else 0,
@@ -122,7 +122,7 @@ def _has_split_rows(run: Run) -> bool:
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     """Return this rank's stages by their number, on meta."""
     stage_plan, stages = run.staging, {}
-    for number in stage_plan.stages_of(world.coordinate("pipeline")):
+    for number in stage_plan.list_stages(world.get_coordinate("pipeline")):
         with torch.device("meta"):
             model: Any = run.model.build()
         if stage_plan.count > 1:
@@ -139,7 +139,7 @@ def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -
     """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = next(iter(stages.values())).model.counted and balance.sees_rows(run.model)
-    if not needed or (group := world.along(*names)) is None:
+    if not needed or (group := world.get_group_along(*names)) is None:
         return balance.WholeRows()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
@@ -149,7 +149,7 @@ def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
     """Return a model, or the part of it that a pipeline stage has, as a stage."""
     if not StageWithLosses.count_block_sums(model):
         return ModelStage(model)
-    return StageWithLosses(model, world.coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
+    return StageWithLosses(model, world.get_coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
 
 
 def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
@@ -164,7 +164,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     attention.set_kernels(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
         kernel = _choose_attention_kernel(run, world)
-        context.apply(model, parallelism.context_method, world.context, parallelism.balance, kernel)
+        context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
     checkpoint_blocks(model.blocks(), run.memory, first=int(next(iter(model.layers))))
     compile_stage(
         stage,
@@ -177,11 +177,11 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     if mesh is not None and (gathered := _select_float8_gathered(run)):
         low_precision.use_float8_gather(model, gathered)
     if mesh is not None or groups:
-        data.shard(
+        data.shard_stage(
             stage,
             mesh,
             run.precision.dtype,
-            reshard=parallelism.reshards(run.layout),
+            reshard=parallelism.resolve_reshard(run.layout),
             prefetch=parallelism.prefetch,
             offload=run.memory.offload,
             groups=groups,
@@ -191,7 +191,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
 def _select_float8_gathered(run: Run) -> tuple[str, ...]:
     """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
     gathered = run.precision.gathered(run.model.linear_layers(), run.cut)
-    return tuple(name for name in gathered if not in_group(name, run.parallelism.groups or {}))
+    return tuple(name for name in gathered if not is_in_group(name, run.parallelism.groups or {}))
 
 
 def _build_scales(stages: dict[int, ModelStage], run: Run, world: World) -> low_precision.Scales | None:
@@ -227,12 +227,12 @@ def _apply_precision_and_tensor(
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.apply(model.head, terms, chunk, model.config.logit_cap)
     if world.experts is not None:
-        expert.apply(model, world.experts["expert"])
-    if (mesh := world.dimensions("tensor")) is not None:
+        expert.shard_experts(model, world.experts["expert"])
+    if (mesh := world.get_submesh("tensor")) is not None:
         if parallelism.async_tensor:
-            tensor.overlap(mesh)
+            tensor.enable_async_tensor(mesh)
         sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
-        tensor.apply(model, mesh, sequence=sequence, loss=loss_parallel, chunk=chunk)
+        tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, chunk=chunk)
 
 
 def build_for_generation(schema: Decoder, precision: Precision, world: World) -> Any:
@@ -268,7 +268,7 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
         ):  # torch's kernels for both masks
             attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=True)
         if choice == "flex" or _merges_blocks(run, world):
-            return context_kernels.choose(choice, shape, dtype, device, documents)
+            return context_kernels.choose_kernel(choice, shape, dtype, device, documents)
         return attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
         masked = f", with a mask for {_describe_masks(run)}" if _describe_masks(run) else ""
@@ -315,7 +315,7 @@ def _describe_attention(run: Run, world: World) -> str:
 
 def _find_fsdp_mesh(world: World) -> Any:
     """Return the mesh that FSDP shards weights over; None where they are whole."""
-    return None if world.layout.only_replicated else world.dimensions("replicate", "shard")
+    return None if world.layout.only_replicated else world.get_submesh("replicate", "shard")
 
 
 def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Sharding]) -> None:
@@ -339,7 +339,7 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     if (mesh := _find_fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(
-            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}"
+            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.resolve_reshard(layout))}"
         )
     for name, (strategy, ranks) in groups.items():
         if ranks is not None:
@@ -374,14 +374,16 @@ def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> Micr
     """Return what runs micro-batches through the stages."""
     advance = world.activity.advance
     if run.staging.count > 1:
-        group = world.group("pipeline")
+        group = world.get_group("pipeline")
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
         shape = _build_pipeline_shape(run)
         losses = len(run.training.terms), _count_block_sums(stages)
-        return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses, advance)
+        return Pipeline(
+            stages, shape, group, world.device, create_p2p_groups(shape, group, world.timeout), losses, advance
+        )
     stage: nn.Module = stages[0]
-    mesh = world.dimensions("replicate")
+    mesh = world.get_submesh("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
     return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout), advance)
 
@@ -395,7 +397,7 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
         width=run.model.dim,
         split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
-        whole=run.parallelism.accumulates_whole(run.layout),
+        accumulates_whole=run.parallelism.accumulates_whole(run.layout),
     )
 
 
@@ -403,18 +405,18 @@ def _build_token_positions(run: Run, world: World) -> Callable[[int], Tensor] | 
     """Return what gives this rank's positions of a row of some length; None where ranks have whole rows."""
     if world.context is None:
         return None
-    size, rank = run.layout.context, world.coordinate("context")
+    size, rank = run.layout.context, world.get_coordinate("context")
 
     @cache  # on the device already, so that no step waits for a copy
     def compute_token_positions(length: int) -> Tensor:
-        return context_chunks.positions(length, size, rank, run.parallelism.balance).to(world.device)
+        return context_chunks.compute_positions(length, size, rank, run.parallelism.balance).to(world.device)
 
     return compute_token_positions
 
 
 def _build_tied_weights(stages: dict[int, ModelStage], run: Run, world: World) -> TiedWeights | None:
     """Return the two replicas of a tied weight, on the ranks that have one of them."""
-    stage_plan, group = run.staging, world.group("pipeline")
+    stage_plan, group = run.staging, world.get_group("pipeline")
     if not run.model.tied or group is None:
         return None
     end_stages = stages.get(0), stages.get(stage_plan.count - 1)

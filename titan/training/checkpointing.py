@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.checkpoint import transfer
-from titan.checkpoint.coordinator import Coordinator, describing
-from titan.checkpoint.manager import Manager, PostSaveHook, SaveOutcome
+from titan.checkpoint.coordinator import Coordinator, prefix_errors
+from titan.checkpoint.manager import CheckpointManager, PostSaveHook, SaveOutcome
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.select import post_save_pending
+from titan.checkpoint.select import is_post_save_pending
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
@@ -57,7 +57,7 @@ class CheckpointPolicy:
         """
         self.run, self.attempt, self.mix, self.warn = run, attempt, mix, warn
         world = train_step.world
-        coordinator = Coordinator.of(world)
+        coordinator = Coordinator.from_world(world)
         self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
         manager_arguments = (
             Path(run.directory),
@@ -67,7 +67,7 @@ class CheckpointPolicy:
             tokenizer_files.copy_listed,
             _build_post_save_hooks(run, coordinator),
         )
-        self.manager = None if self.is_off else Manager(*manager_arguments)
+        self.manager = None if self.is_off else CheckpointManager(*manager_arguments)
         self.tokenizer = _find_tokenizer(mix)
         self.saved_step = self.started_step = attempt.step
         self.saved_at = self.polled_at = time.monotonic()
@@ -83,7 +83,7 @@ class CheckpointPolicy:
         """
         run, step = self.run, self.attempt.step
         if self.manager and self.manager.coordinator.on_rank0(
-            lambda: post_save_pending(run.checkpoint, Path(run.directory), step)
+            lambda: is_post_save_pending(run.checkpoint, Path(run.directory), step)
         ):
             self.manager.rerun_post_save(step)
 
@@ -120,11 +120,11 @@ class CheckpointPolicy:
 
     def find_running_save(self) -> tuple[int, float] | None:
         """Return the step of the save that is running, and when it began; None without any."""
-        return None if self.manager is None else self.manager.running()
+        return None if self.manager is None else self.manager.find_running_save()
 
     def poll_finished(self) -> list[dict[str, Any]]:
         """Process the saves that have finished, and return a metrics record of each that succeeded."""
-        return [] if self.manager is None else self._record_outcomes(self.manager.completed())
+        return [] if self.manager is None else self._record_outcomes(self.manager.pop_outcomes())
 
     def finish_saving(self, step: int, rows: int) -> list[dict[str, Any]]:
         """Save the state after the last step, unless it is saved, and run post-save hooks; all ranks call it together.
@@ -182,9 +182,9 @@ class CheckpointPolicy:
             log.info("saved step %d in %.2f s; training waited %.2f s", outcome.step, outcome.seconds, outcome.stall)
             self.saved_step, self.retry_delay = max(self.saved_step, outcome.step), RETRY_SECONDS
             self.retry_at = None
-            self.post_save_error = outcome.after
-            if outcome.after:
-                self.warn(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
+            self.post_save_error = outcome.post_save_error
+            if outcome.post_save_error:
+                self.warn(f"step {outcome.step}: the checkpoint is complete, but: {outcome.post_save_error}")
             records += [_build_record(outcome)] if outcome.bytes else []
         return records
 
@@ -226,7 +226,7 @@ def _build_post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSave
     """Return what runs after each save: the copy elsewhere and the export."""
     settings, hooks = run.checkpoint, list[PostSaveHook]()
     if settings.path:  # first: it is what protects against loss
-        hooks.append(transfer.copying(settings, settings.path, run.directory, coordinator))
+        hooks.append(transfer.make_copy_hook(settings, settings.path, run.directory, coordinator))
     if settings.export:
         hooks.append(_build_export_hook(settings.export, settings.export_dtype, coordinator))
     return tuple(hooks)
@@ -236,7 +236,7 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
     """Return what exports each checkpoint's weights into a folder inside of it; each rank writes some of the files."""
 
     def export_checkpoint(folder: Path, manifest: Manifest) -> None:
-        with describing(f"the export to {folder / format}"):
+        with prefix_errors(f"the export to {folder / format}"):
             weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
             options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _count_meta_ranks(weights.model)}
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan.debug.hooks import eagerly
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training import layer_norms
@@ -50,7 +50,7 @@ class LayerMetrics:
             observer.watch_logits()
             self.train_step.evaluate(rows)
         for stage in self.train_step.stages:
-            data.reshard(stage)
+            data.reshard_parameters(stage)
         table[LOGIT] = -math.inf
         for name, totals in observer.forward.items():
             table[ACTIVATION, self.layers.index(name)] = totals.squares
@@ -62,9 +62,9 @@ class LayerMetrics:
     def measure_gradients(self) -> None:
         """Measure complete gradients and weights, and keep the weights."""
         named_parameters = list(layer_norms.iterate_parameters(self.train_step))
-        self._old_weights = [local(p.detach()).clone() for _, p in named_parameters]
-        gradients = [(name, p, local(p.grad)) for name, p in named_parameters if p.grad is not None]
-        weights = [(name, p, local(p.detach())) for name, p in named_parameters]
+        self._old_weights = [local_tensor(p.detach()).clone() for _, p in named_parameters]
+        gradients = [(name, p, local_tensor(p.grad)) for name, p in named_parameters if p.grad is not None]
+        weights = [(name, p, local_tensor(p.detach())) for name, p in named_parameters]
         self._table[GRADIENT] = layer_norms.sum_squares(gradients, self.layers, self.train_step.world)
         self._table[WEIGHT] = layer_norms.sum_squares(weights, self.layers, self.train_step.world)
 
@@ -75,10 +75,10 @@ class LayerMetrics:
         for (name, p), old_weight in zip(
             layer_norms.iterate_parameters(self.train_step), self._old_weights, strict=True
         ):
-            updates.append((name, p, old_weight.sub_(local(p))))
+            updates.append((name, p, old_weight.sub_(local_tensor(p))))
         self._table[UPDATE] = layer_norms.sum_squares(updates, self.layers, self.train_step.world)
         self._old_weights = []
-        self.train_step.world.sum(self._table[:LOGIT])
+        self.train_step.world.all_reduce(self._table[:LOGIT])
         if self.train_step.world.rank_info.world_size > 1:
             dist.all_reduce(self._table[LOGIT], dist.ReduceOp.MAX)
         self._tables = {last: table for last, table in self._tables.items() if last == step - 1} | {step: self._table}

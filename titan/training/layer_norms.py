@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.parallelism.mesh import World
-from titan.parallelism.tensor_norms import holders, squares
+from titan.parallelism.tensor_norms import count_replicas, sum_row_squares
 from titan.training.train_step import TrainStep
 
 
@@ -27,7 +27,7 @@ def list_layers(train_step: TrainStep) -> tuple[str, ...]:
     rank_layers = [
         get_layer_name(name) for stage in train_step.stages for name, _ in stage.model.named_modules() if name
     ]
-    layers = {name for part in train_step.world.gather(rank_layers) for name in part if name != "layers"}
+    layers = {name for part in train_step.world.all_gather_object(rank_layers) for name in part if name != "layers"}
     return tuple(sorted(layers, key=_build_sort_key))
 
 
@@ -57,6 +57,6 @@ def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[st
     sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
     layer_indices = {name: i for i, name in enumerate(layers)}
     for name, parameter, part in parts:
-        square = squares(part).sum() / holders(parameter, world)
+        square = sum_row_squares(part).sum() / count_replicas(parameter, world)
         sums[layer_indices[get_layer_name(name)]] += square.to(world.device)
     return sums

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 
 UNWRITTEN = ("empty", "new_empty", "resize", "set_", "as_strided")
 """Beginnings of names of operations whose result has no value yet."""
@@ -60,5 +60,5 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 @torch.no_grad()
 def _is_finite(x: Tensor) -> bool:
     """Whether a tensor has no NaN and no infinity but minus infinity; assumed of types with separate storage."""
-    x = local(x)
+    x = local_tensor(x)
     return type(x) not in (Tensor, torch.nn.Parameter) or bool((x < torch.inf).all())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titan.debug.hooks import Call, Hooks, eagerly, submodules
 from titan.files.atomic import write_atomic
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.non_finite_op_mode import NonFiniteOpMode
@@ -115,7 +115,7 @@ def investigate_step(
         _number_rows(origin, train_step.world.rank_info.rank, rows_per_microbatch, row_number_of)
         for origin in tracer.origins
     )
-    rank_findings = tuple(train_step.world.gather(RankFindings(origins, weights, gradients)))
+    rank_findings = tuple(train_step.world.all_gather_object(RankFindings(origins, weights, gradients)))
     return NonFiniteReport(_describe_origin(rank_findings, compiled), rank_findings)
 
 
@@ -133,7 +133,7 @@ def _number_rows(
 
 
 def _list_not_finite(tensors: Any) -> tuple[str, ...]:
-    return tuple(name for name, x in tensors if not torch.isfinite(local(x)).all().item())
+    return tuple(name for name, x in tensors if not torch.isfinite(local_tensor(x)).all().item())
 
 
 class NonFiniteTracer(Hooks):
@@ -141,8 +141,8 @@ class NonFiniteTracer(Hooks):
 
     def __init__(self, train_step: TrainStep, run: Run) -> None:
         super().__init__(train_step.stages)
-        pipeline = train_step.world.coordinate("pipeline")
-        self.stage_numbers = list(run.staging.stages_of(pipeline))
+        pipeline = train_step.world.get_coordinate("pipeline")
+        self.stage_numbers = list(run.staging.list_stages(pipeline))
         self.origins_by_pass: dict[tuple[Direction, int, int], NonFiniteOrigin] = {}
         self.value_counts: dict[tuple[Direction, int, int], int] = {}
         self.bad_tokens: list[Tensor] = []

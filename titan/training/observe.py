@@ -22,7 +22,7 @@ from titan.debug.hooks import Call, Hooks
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
-from titan.parallelism.tensor_norms import squares
+from titan.parallelism.tensor_norms import sum_row_squares
 from titan.training.replay.job import TokenLoss
 from titan.training.train_step import TrainStep
 
@@ -45,7 +45,7 @@ class StepRows:
 
     def __init__(self, train_step: TrainStep, rows: int, rows_per_microbatch: int, seq_len: int) -> None:
         """Take the step's rows, the rows of a micro-batch, and the tokens of a row."""
-        self.world, self.rank_rows = train_step.world, train_step.world.data_shard.rows(rows)
+        self.world, self.rank_rows = train_step.world, train_step.world.data_shard.slice_rows(rows)
         self.total_rows, self.rows_per_microbatch, self.seq_len = rows, rows_per_microbatch, seq_len
         positions = train_step.token_positions
         self._positions = torch.arange(seq_len) if positions is None else positions(seq_len).cpu()
@@ -60,14 +60,14 @@ class StepRows:
 
     def select_positions(self, tokens: int) -> Tensor:
         """Return the positions of a hidden state's tokens, int64 on the CPU: all that this rank has, or its part."""
-        all_positions, rank = self._positions, self.world.coordinate("tensor")
+        all_positions, rank = self._positions, self.world.get_coordinate("tensor")
         return (
             all_positions if tokens == len(all_positions) else all_positions.chunk(len(all_positions) // tokens)[rank]
         )
 
     def is_counted(self, tokens: int) -> bool:
         """Whether this rank counts a hidden state: where tensor ranks have replicas only the first does."""
-        return tokens < len(self._positions) or self.world.coordinate("tensor") == 0
+        return tokens < len(self._positions) or self.world.get_coordinate("tensor") == 0
 
 
 @dataclass
@@ -88,7 +88,7 @@ class RunningTotals:
     def add_tensor(self, x: Tensor) -> None:
         """Add a tensor."""
         if x.numel():
-            self.squares += squares(x).sum()
+            self.squares += sum_row_squares(x).sum()
             self.values += x.sum(dtype=torch.float32)
             self.largest = torch.maximum(self.largest, x.abs().amax().double())
             self.count += x.numel()

@@ -181,7 +181,7 @@ class RunProfiler:
 
     def _set_step_ranges(self) -> None:
         """Give the coming step its ranges."""
-        numbers = self.staging.stages_of(self.world.coordinate("pipeline"))
+        numbers = self.staging.list_stages(self.world.get_coordinate("pipeline"))
         stages = dict(zip(numbers, self.train_step.stages, strict=True))
         step_ranges = StepRanges(self.staging.count)
         self.hooks.callback(step_ranges.ranges.set, [])

@@ -19,7 +19,9 @@ def find_ended_by(trainer: Trainer) -> dict[str, Any]:
     """Return which hook ended the run and why, as `find_ended_by`; empty otherwise. All ranks call it together."""
     if not trainer.ended_by_hook:
         return {}
-    hook, reason = next(stop for stop in trainer.world.gather(trainer.hooks.stop_request) if stop is not None)
+    hook, reason = next(
+        stop for stop in trainer.world.all_gather_object(trainer.hooks.stop_request) if stop is not None
+    )
     return {"ended_by": {"hook": hook, "reason": reason}}
 
 
@@ -35,7 +37,7 @@ def build_result(
         ended_by: see the function.
     """
     run, directory = trainer.run, Path(trainer.run.directory)
-    metrics, checkpoints = directory / "metrics.jsonl", manifest.complete(directory)
+    metrics, checkpoints = directory / "metrics.jsonl", manifest.list_complete(directory)
     first, last = find_first_and_last_loss(metrics)
     plot = plot_losses(metrics, directory / "loss.png") if run.metrics.plot else None
     return {

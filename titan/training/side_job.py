@@ -26,7 +26,9 @@ def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSigna
     set_log_file(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
-        world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
+        world = mesh.connect_world(
+            rank_info, run.layout, run.machine.device, run.cluster.timeout, connect_exchange=True
+        )
         try:
             yield world, stop
         except Exception as error:

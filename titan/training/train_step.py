@@ -15,7 +15,7 @@ from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline.runtime import TiedWeights
-from titan.parallelism.tensor_norms import holders
+from titan.parallelism.tensor_norms import count_replicas
 from titan.precision.low_precision import Scales
 from titan.training.expert_load import ExpertLoad
 
@@ -127,8 +127,10 @@ class GradAccumulation:
         """See `MicrobatchRunner`."""
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
-            with data.accumulating(self.wrapped, last=i == count - 1, whole=self.unsharded_gradients):
-                loss = self.wrapped(*rows.microbatch(i))
+            with data.defer_gradient_sync(
+                self.wrapped, is_last=i == count - 1, accumulates_whole=self.unsharded_gradients
+            ):
+                loss = self.wrapped(*rows.select_microbatch(i))
                 loss.backward(torch.full_like(loss, scale))
             total = total + loss.detach()
             self.advance()
@@ -136,7 +138,7 @@ class GradAccumulation:
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
         """See `MicrobatchRunner`."""
-        return [self.stage(*rows.microbatch(i)) for i in range(len(rows.tokens))]
+        return [self.stage(*rows.select_microbatch(i)) for i in range(len(rows.tokens))]
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class TrainStep:
         loss = self.runner.backward(self._select_local_rows(rows), scale)
         if self.tied_weights is not None:
             self.tied_weights.sum_gradients()
-        if (ranks := self.world.group("tensor")) is not None:
+        if (ranks := self.world.get_group("tensor")) is not None:
             tensor.sum_shared_gradients((m for stage in self.stages for m in stage.modules()), ranks, self.device)
         return loss if self.world.counts_loss else self._keep_rank_sums(loss)
 
@@ -207,7 +209,7 @@ class TrainStep:
     def evaluate(self, rows: Microbatches) -> Tensor:
         """Return this rank's summed loss on whole rows, without gradients; see `backward`."""
         losses = []
-        for microbatch in self._select_local_rows(rows).each():
+        for microbatch in self._select_local_rows(rows).iterate_microbatches():
             losses += self.runner.forward(microbatch)
             self.world.activity.advance()
         if not losses or not self.world.counts_loss:
@@ -227,7 +229,7 @@ class TrainStep:
         for logits in self.runner.forward(local):
             if self.world.counts_loss and self.world.data_shard.rank == 0:
                 out += logits[0, last].float().sum(0) if positions is not None else logits[0, last].float()
-        return self.world.sum(out)
+        return self.world.all_reduce(out)
 
     def list_gradients(self) -> list[Tensor]:
         """Return the gradients that exist, in the order of the parameters."""
@@ -237,15 +239,15 @@ class TrainStep:
         """Return this rank's part of the sum of squares of all gradients, a float64 scalar on its device."""
         replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
         gradients = (p.grad for p in self.parameters() if p.grad is not None and p is not replica)
-        return grad_norm.sum_squares(((g, holders(g, self.world)) for g in gradients), self.device)
+        return grad_norm.sum_squares(((g, count_replicas(g, self.world)) for g in gradients), self.device)
 
     def compute_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's."""
-        return self.world.sum(self.sum_gradient_squares()).sqrt().float()
+        return self.world.all_reduce(self.sum_gradient_squares()).sqrt().float()
 
     def _select_local_rows(self, rows: Microbatches) -> Microbatches:
         """Return this rank's tokens of whole rows (context parallelism)."""
-        return rows if self.token_positions is None else rows.select(self.token_positions(rows.tokens.shape[-1]))
+        return rows if self.token_positions is None else rows.select_tokens(self.token_positions(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their names in the whole model, each name once."""

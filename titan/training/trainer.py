@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan.checkpoint import retention
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.restore import restore
+from titan.checkpoint.restore import restore_train_state
 from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
@@ -173,10 +173,10 @@ class Trainer:
     def _restore_state(self) -> None:
         """Remove what a killed attempt may have left, and load a checkpoint's state or initial weights."""
         if self.world.is_rank0:
-            retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
-        coordinator, complete = Coordinator.of(self.world), False
+            retention.remove_leftovers(Path(self.run.directory), self.run.checkpoint.grace)
+        coordinator, complete = Coordinator.from_world(self.world), False
         if self.attempt.checkpoint:
-            complete = restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
+            complete = restore_train_state(self.train_step, Path(self.attempt.checkpoint), coordinator)
             self._add_note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
             self.saving.resume_post_save()
         elif self.attempt.weights:
@@ -232,11 +232,11 @@ class Trainer:
             layers.measure_forward(self.step, rows)
         loss = self.train_step.backward(rows, 1 / tokens)
         self.rank_times.end_backward()
-        metrics = self.world.sum(self._pack_metrics(loss, batch))
+        metrics = self.world.all_reduce(self._pack_metrics(loss, batch))
         gradients, norm = self.train_step.list_gradients(), metrics[SQUARES].sqrt()
         if self.masks_targets:  # how many targets count is known only now
             scale = tokens / metrics[VALID].clamp(min=1)
-            grad_norm.scale(gradients, scale.float())
+            grad_norm.scale_gradients(gradients, scale.float())
             norm = norm * scale
         norm = norm.float()
         if self.hooks.has_method("before_optimizer"):  # it may change gradients
@@ -245,7 +245,7 @@ class Trainer:
         if layers:
             layers.measure_gradients()
         if self.run.training.clip_norm is not None:
-            grad_norm.clip(gradients, norm, self.run.training.clip_norm)
+            grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         bad = ~torch.isfinite(metrics[LOSS] + norm)
         self.activity.enter(UPDATING)
@@ -352,7 +352,7 @@ class Trainer:
             self.bad_steps = 0
             return {}
         self.bad_steps += 1
-        losses = self.world.gather(float(step.local_loss.flatten()[0]))
+        losses = self.world.all_gather_object(float(step.local_loss.flatten()[0]))
         ranks = [r for r, value in enumerate(losses) if not math.isfinite(value)]
         origin = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
         rows = f"rows {step.batch.first} to {step.batch.last}"
@@ -387,7 +387,7 @@ class Trainer:
     def _build_row_numbering(self, step: int) -> Callable[[int], int | None]:
         """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
         training = self.run.training
-        rank_rows = self.world.data_shard.rows(training.find_phase(step).rows)
+        rank_rows = self.world.data_shard.slice_rows(training.find_phase(step).rows)
         numbers = self.mix.numbers(
             np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
         ).tolist()

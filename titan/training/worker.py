@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
-from titan.checkpoint.remote import Remote, is_url, of
-from titan.checkpoint.restore import corruption as detect_corruption
-from titan.checkpoint.transfer import fetched
+from titan.checkpoint.remote import Remote, is_url, open_remote
+from titan.checkpoint.restore import find_corruption as detect_corruption
+from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
 from titan.debug.activity import Activity
@@ -93,7 +93,7 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
     if run.machine.device == "cuda":
         record_nccl_timeouts(Path(run.directory))
     exchanges = _needs_exchange(run, attempt)
-    return mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, store, exchanges)
+    return mesh.connect_world(rank_info, run.layout, run.machine.device, run.cluster.timeout, store, exchanges)
 
 
 def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
@@ -166,7 +166,7 @@ def _find_timeout_setting(run: Run, seconds: float) -> str:
 def list_groups(world: World) -> dict[str, Group]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
-    named_groups = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
+    named_groups = [("world", dist.group.WORLD), *((name, world.get_group(name)) for name in names)]
     named_groups += [("context", world.context), ("model parallel", world.model_parallel)]
     named_groups += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
     experts = world.experts
@@ -201,7 +201,7 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
     Raises:
         ConfigError: when there is none, or the initial weights are corrupt.
     """
-    coordinator = Coordinator.of(world)
+    coordinator = Coordinator.from_world(world)
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
         folder, corruption = _fetch_checkpoint(run, attempt, coordinator)
@@ -231,13 +231,13 @@ def _fetch_checkpoint(run: Run, attempt: Attempt, coordinator: Coordinator) -> t
     """
     url = str(attempt.checkpoint)
     parent = url.rpartition("/")[0]
-    is_copy = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
+    is_copy = run.checkpoint.path is not None and parent == open_remote(run.checkpoint.path, run.directory).url
     if not (is_copy or is_url(url)):
         return Path(url), None
     try:
-        return fetched(Remote(parent), attempt.step, Path(run.directory), coordinator), None
+        return fetch_checkpoint(Remote(parent), attempt.step, Path(run.directory), coordinator), None
     except CoordinationError as error:
-        if error.damaged:
+        if error.is_corrupt:
             return Path(run.directory), str(error)
         raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 

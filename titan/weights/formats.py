@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Corrupt
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.errors import ConfigError
@@ -49,8 +49,8 @@ def verify(weights: Weights, setting: str) -> None:
     folder = Path(weights.path)
     try:
         if found := manifest.inspect(folder):
-            manifest.verify(folder, found.files)
-    except Corrupt as damage:
+            manifest.verify_checksums(folder, found.files)
+    except CorruptCheckpointError as damage:
         raise ConfigError(f"{setting}={weights.path}: is corrupt: {damage}; give another checkpoint.") from damage
 
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from titan.checkpoint.coordinator import reason
-from titan.checkpoint.reader import LoadPlanner as Planner
+from titan.checkpoint.coordinator import find_reason
+from titan.checkpoint.reader import ProgressLoadPlanner as Planner
 from titan.errors import ConfigError, RunError
 from titan.weights.interface import Weights
 
@@ -115,7 +115,7 @@ def load_weights(
                 raise cause from None
         # torch's error is not an Exception, so the handlers that end a run orderly would miss it
         raise RunError(
-            f"{setting}={weights.path}: can't be read: {reason(error)}; fix this, or give other weights."
+            f"{setting}={weights.path}: can't be read: {find_reason(error)}; fix this, or give other weights."
         ) from error
 
 

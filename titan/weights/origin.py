@@ -98,7 +98,7 @@ def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
     raise ConfigError(_nothing(folder, label))
 
 
-def _last(found: select.Candidate) -> str:
+def _last(found: select.CheckpointCandidate) -> str:
     """Return the folder of a run's last complete checkpoint, and log those that were skipped."""
     for note in found.notes:
         print(f"titan: {safe(note)}; using {Path(found.path).name}", file=sys.stderr)
@@ -127,7 +127,7 @@ def model_of(found: Manifest, label: str) -> Any:
 def _nothing(folder: Path, label: str) -> str:
     if any(folder.glob("pytorch_model*.bin")):
         return f"{label}: has its weights in pytorch_model.bin, which titan doesn't read; save them as safetensors."
-    for name, what in ((manifest.BROKEN, "is corrupt"), (manifest.RETIRED, "is about to be deleted")):
+    for name, what in ((manifest.DAMAGED, "is corrupt"), (manifest.RETIRED, "is about to be deleted")):
         if (folder / name).exists():
             return f"{label}: {what}; give another checkpoint."
     if (folder / ".metadata").exists():

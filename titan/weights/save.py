@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import File, Manifest
+from titan.checkpoint.manifest import Manifest, ManifestFile
 from titan.checkpoint.state import MODEL
 from titan.config.kinds import kind
 from titan.config.settings import plain
@@ -49,9 +49,9 @@ class _Counted:
         self.out.flush()
 
     @property
-    def file(self) -> File:
+    def file(self) -> ManifestFile:
         """The file's entry in a manifest."""
-        return File(self.size, f"{self.crc:08x}")
+        return ManifestFile(self.size, f"{self.crc:08x}")
 
 
 def files_of(weights: Weights, dtype: str = "keep", shard_bytes: int = SHARD_BYTES) -> dict[str, dict[str, int]]:
@@ -78,7 +78,7 @@ def save_weights(
         progress: called with the number of bytes just written.
     """
     places: dict[MetadataIndex, _StorageInfo] = {}
-    files: dict[str, File] = {}
+    files: dict[str, ManifestFile] = {}
     for name, group in files_of(weights, dtype, shard_bytes).items():
         with atomic_file(folder / name, sync=True) as opened:
             out = _Counted(opened)
@@ -113,7 +113,7 @@ def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _Storage
     return Metadata(tensors, storage_data=places)
 
 
-def _manifest(weights: Weights, folder: Path, files: dict[str, File]) -> Manifest:
+def _manifest(weights: Weights, folder: Path, files: dict[str, ManifestFile]) -> Manifest:
     tokenizer = tokenizer_files.copy(weights.tokenizer, folder)
     files |= tokenizer_files.listed(tokenizer, folder)
     model = {"_target_": kind(type(weights.model)), **plain(weights.model)}

@@ -20,6 +20,6 @@ def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -
         advance = coordinator.activity.advance
         coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True, advance=advance))
     except CoordinationError as error:
-        raise (ConfigError if error.refused else RunError)(str(error)) from error
+        raise (ConfigError if error.is_config_error else RunError)(str(error)) from error
     if state.tied_weights is not None:
         state.tied_weights.align(state.optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from titan.checkpoint import manifest
-from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.checkpoint.state import EVALUATION, MODEL
 from titan.console.text import as_line
 from titan.errors import ConfigError
@@ -32,7 +32,7 @@ class TitanFormat:
         Raises:
             ConfigError: when it can't be read, or its tensors don't match its model.
         """
-        self.path, self.label, self._reader = str(folder), label, Reader(folder)
+        self.path, self.label, self._reader = str(folder), label, CheckpointReader(folder)
         found = manifest.inspect(folder)
         if found is None:
             raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
@@ -92,7 +92,7 @@ class TitanFormat:
     def _read_metadata(self) -> Any:
         try:
             return self._reader.read_metadata()
-        except (Foreign, OSError) as error:
+        except (UnknownContentError, OSError) as error:
             raise ConfigError(
                 f"{self.label}: .metadata can't be used: {as_line(error)}; give another checkpoint."
             ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import File
+from titan.checkpoint.manifest import ManifestFile
 from titan.config.optional import optional_package
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
@@ -43,13 +43,13 @@ def copy(name: str | None, folder: Path) -> str | None:
     return source.name
 
 
-def copy_listed(name: str | None, folder: Path) -> tuple[dict[str, File], str | None]:
+def copy_listed(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile], str | None]:
     """Copy a tokenizer's files unchanged; return them by name, and the result of `copy`."""
     copied = copy(name, folder)
     return listed(copied, folder), copied
 
 
-def listed(name: str | None, folder: Path) -> dict[str, File]:
+def listed(name: str | None, folder: Path) -> dict[str, ManifestFile]:
     """Return size and checksum of the files that `copy` wrote into a folder, by name.
 
     Args:
@@ -57,7 +57,7 @@ def listed(name: str | None, folder: Path) -> dict[str, File]:
         folder: the target.
     """
     names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
-    return {file: manifest.checksum_of(folder / file) for file in names if (folder / file).is_file()}
+    return {file: manifest.checksum_file(folder / file) for file in names if (folder / file).is_file()}
 
 
 def copy_whole(name: str | None, folder: Path) -> None:

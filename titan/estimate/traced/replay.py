@@ -17,7 +17,7 @@ from titan.estimate.block_time import LAUNCHES, Parts
 from titan.estimate.operations import Speeds
 from titan.estimate.step_time import CONTENTION, StepModel, StepTime, on_all_nodes
 from titan.estimate.traced.events import COMPUTE, Event, Trace
-from titan.parallelism.pipeline.schedules import Action, timetable
+from titan.parallelism.pipeline.schedules import Action, compute_timetable
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -218,7 +218,7 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
         return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
 
     model = StepModel(recipe, layout, microbatches, speeds)
-    spans = timetable(model.order(), seconds, model.send())
+    spans = compute_timetable(model.order(), seconds, model.send())
     end = max(span.end for span in spans)
     rank = max(ranks, key=lambda one: sum(one.parts.values()) - one.busy)
     parts = Parts(rank.parts)

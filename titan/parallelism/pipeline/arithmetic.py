@@ -1,8 +1,8 @@
 """The arithmetic of pipelines: the layers of each stage, the rank of each stage, the number of micro-batches.
 
-A model's layers are split into stages (`split`, `by_layers`, `explicit`), which are placed on ranks (`placement`). The
+A model's layers are split into stages (`split_layers`, `split_evenly`, `split_at`), which are placed on ranks (`place_stages`). The
 order of the ranks' actions is that of a schedule: one of torch's (`titan.parallelism.pipeline.schedules`), or a user's
-from a CSV file (`read_csv`). `microbatches` chooses the number of micro-batches, `check` raises ConfigError early for
+from a CSV file (`read_csv`). `choose_microbatches` chooses the number of micro-batches, `check_schedule` raises ConfigError early for
 what torch would reject later. Free of torch.
 """
 
@@ -25,38 +25,38 @@ from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
     Cell,
-    Deadlock,
+    DeadlockError,
     Overlap,
-    Schedule,
+    PipelineSchedule,
     Timeline,
-    actions_of,
-    idle_share,
-    order,
-    rounds,
-    schedule_info,
-    simulate,
+    compute_idle_share,
+    count_rounds,
+    find_schedule,
+    list_actions,
+    order_actions,
+    simulate_order,
 )
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Cell",
-    "Deadlock",
+    "DeadlockError",
     "Overlap",
-    "Schedule",
-    "Table",
+    "PipelineSchedule",
+    "ScheduleTable",
     "Timeline",
-    "by_layers",
-    "check",
-    "explicit",
-    "idle_share",
-    "microbatches",
-    "order",
-    "placement",
+    "check_schedule",
+    "choose_microbatches",
+    "compute_idle_share",
+    "find_schedule",
+    "order_actions",
+    "place_stages",
     "read_csv",
-    "schedule_info",
-    "simulate",
-    "split",
+    "simulate_order",
+    "split_at",
+    "split_evenly",
+    "split_layers",
 ]
 
 DIGITS = 12
@@ -66,7 +66,7 @@ DIGITS = 12
 # ---- layers to stages, stages to ranks ----
 
 
-def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Split layers into stages so that the most expensive stage is as cheap as possible.
 
     Exact. Among such splits the most even one is taken (the least sum of squared costs), and among those the one whose
@@ -85,40 +85,40 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
         ConfigError: when there are more stages than layers.
         ValueError: on a cost that is negative or not finite.
     """
-    _enough(len(costs), stages)
-    return list(_split(tuple(costs), stages, first, last))
+    _check_stage_count(len(costs), stages)
+    return list(_split_balanced(tuple(costs), stages, first, last))
 
 
 @functools.lru_cache(512)
-def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
-    ends = list(itertools.accumulate(_whole(costs, first, last), initial=0))
-    most = _least_most(ends, stages)
+def _split_balanced(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
+    ends = list(itertools.accumulate(_scale_to_integers(costs, first, last), initial=0))
+    max_cost = _find_least_maximum(ends, stages)
     layers = len(costs)
     rest, choices = {layers: 0}, []
     for _ in range(stages):  # from the last stage to the first: the layers from which the rest can be split, and how
-        options = {i: _first_end(i, ends, most, rest) for i in range(layers)}
-        found = {i: option for i, option in options.items() if option is not None}
-        rest = {i: squares for i, (squares, _) in found.items()}
-        choices.append({i: end for i, (_, end) in found.items()})
+        options = {i: _find_first_end(i, ends, max_cost, rest) for i in range(layers)}
+        feasible = {i: option for i, option in options.items() if option is not None}
+        rest = {i: squares for i, (squares, _) in feasible.items()}
+        choices.append({i: end for i, (_, end) in feasible.items()})
     cuts = [0]
     for choice in reversed(choices):
         cuts.append(choice[cuts[-1]])
-    return tuple(_ranges(cuts))
+    return tuple(_make_ranges(cuts))
 
 
-def by_layers(layers: int, stages: int) -> list[range]:
+def split_evenly(layers: int, stages: int) -> list[range]:
     """Split layers into stages of equal numbers; where that is impossible, the last stages have one more.
 
     Raises:
         ConfigError: when there are more stages than layers.
     """
-    _enough(layers, stages)
-    few, more = divmod(layers, stages)
-    sizes = [few + (stage >= stages - more) for stage in range(stages)]
-    return _ranges(itertools.accumulate(sizes, initial=0))
+    _check_stage_count(layers, stages)
+    base_size, remainder = divmod(layers, stages)
+    sizes = [base_size + (stage >= stages - remainder) for stage in range(stages)]
+    return _make_ranges(itertools.accumulate(sizes, initial=0))
 
 
-def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
+def split_at(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     """Split layers at the user's indices.
 
     Args:
@@ -129,30 +129,32 @@ def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     Raises:
         ConfigError: when these are not `stages` stages of one or more layers.
     """
-    given = f"parallelism.starts={show(list(starts))}"
+    setting_text = f"parallelism.starts={show(list(starts))}"
     if len(starts) != stages - 1:
         raise ConfigError(
-            f"{given}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each stage but "
+            f"{setting_text}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each stage but "
             f"the first; correct the list or give parallelism.stages={len(starts) + 1}."
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):
-        raise ConfigError(f"{given}: the numbers must ascend and be from 1 to {layers - 1}, the model's last layer.")
-    return _ranges(cuts)
+        raise ConfigError(
+            f"{setting_text}: the numbers must ascend and be from 1 to {layers - 1}, the model's last layer."
+        )
+    return _make_ranges(cuts)
 
 
-def placement(schedule: str, ranks: int, stages: int) -> list[int]:
+def place_stages(schedule: str, ranks: int, stages: int) -> list[int]:
     """Return the pipeline rank of each stage.
 
     Raises:
         ConfigError: when there is no such schedule.
     """
-    v = schedule_info(schedule).placement == "v"
+    is_v_shaped = find_schedule(schedule).placement == "v"
     laps = [divmod(stage, ranks) for stage in range(stages)]
-    return [ranks - 1 - place if v and lap % 2 else place for lap, place in laps]
+    return [ranks - 1 - position if is_v_shaped and lap % 2 else position for lap, position in laps]
 
 
-def _enough(layers: int, stages: int) -> None:
+def _check_stage_count(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ConfigError(
             f"parallelism.pipeline: {stages} stages need a layer each, and the model has {layers} layers; give a "
@@ -160,47 +162,47 @@ def _enough(layers: int, stages: int) -> None:
         )
 
 
-def _whole(costs: Sequence[float], first: float, last: float) -> list[int]:
+def _scale_to_integers(costs: Sequence[float], first: float, last: float) -> list[int]:
     """Return costs as integers in a common unit, so that equal sums compare equal."""
     exact = [Fraction(cost) for cost in (*costs, first, last)]
     if min(exact) < 0:
         raise ValueError(f"a negative cost in {costs}, first {first}, last {last}")
     unit = math.lcm(*(cost.denominator for cost in exact))
-    *sizes, before, after = [int(cost * unit) for cost in exact]
-    sizes[0] += before
-    sizes[-1] += after
+    *sizes, first_cost, last_cost = [int(cost * unit) for cost in exact]
+    sizes[0] += first_cost
+    sizes[-1] += last_cost
     return sizes
 
 
-def _least_most(ends: list[int], stages: int) -> int:
+def _find_least_maximum(ends: list[int], stages: int) -> int:
     """Return the least possible cost of the most expensive stage, by bisection."""
     low, high = max(end - start for start, end in itertools.pairwise(ends)), ends[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _parts(ends, middle) <= stages else (middle + 1, high)
+        low, high = (low, middle) if _count_parts(ends, middle) <= stages else (middle + 1, high)
     return low
 
 
-def _parts(ends: list[int], most: int) -> int:
-    """Return the number of parts that are needed when each costs at most `most`."""
+def _count_parts(ends: list[int], max_cost: int) -> int:
+    """Return the number of parts that are needed when each costs at most `max_cost`."""
     count, start = 1, 0
-    for before, end in itertools.pairwise(ends):
-        if end - start > most:
-            count, start = count + 1, before
+    for previous_end, end in itertools.pairwise(ends):
+        if end - start > max_cost:
+            count, start = count + 1, previous_end
     return count
 
 
-def _first_end(start: int, ends: list[int], most: int, rest: dict[int, int]) -> tuple[int, int] | None:
+def _find_first_end(start: int, ends: list[int], max_cost: int, rest: dict[int, int]) -> tuple[int, int] | None:
     """Return the least sum of squares from layer `start` on, and the end of the first part of this split."""
-    reach = itertools.takewhile(lambda end: ends[end] - ends[start] <= most, range(start + 1, len(ends)))
+    reach = itertools.takewhile(lambda end: ends[end] - ends[start] <= max_cost, range(start + 1, len(ends)))
     return min(((rest[end] + (ends[end] - ends[start]) ** 2, end) for end in reach if end in rest), default=None)
 
 
-def _ranges(cuts: Iterable[int]) -> list[range]:
+def _make_ranges(cuts: Iterable[int]) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idle: float = 0.1) -> int | None:
+def choose_microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idle: float = 0.1) -> int | None:
     """Return the number of micro-batches that a rank's rows are split into.
 
     A micro-batch has ceil(rows / number) rows, so some may be padding: time is lost where ranks are idle or compute
@@ -220,11 +222,13 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
     Raises:
         ConfigError: when there is no such schedule.
     """
-    kind = schedule_info(schedule)
+    kind = find_schedule(schedule)
     counts = [n for n in range(1, rows + 1) if kind.allows(ranks, stages_per_rank, n)]
     # few micro-batches need a simulation, which is slow for many ranks: so only for possible results
-    least = {n: _lost(kind.least_idle(ranks, stages_per_rank, n), rows, n) for n in counts}
-    exact = functools.cache(lambda n: _lost(idle_share(schedule, ranks, stages_per_rank, n), rows, n))
+    least = {n: _compute_lost_share(kind.least_idle(ranks, stages_per_rank, n), rows, n) for n in counts}
+    exact = functools.cache(
+        lambda n: _compute_lost_share(compute_idle_share(schedule, ranks, stages_per_rank, n), rows, n)
+    )
     for n in counts:
         if round(least[n], DIGITS) <= idle and round(exact(n), DIGITS) <= idle:
             return n
@@ -236,7 +240,7 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
     return min(simulated, key=exact, default=None)
 
 
-def _lost(idle: float, rows: int, count: int) -> float:
+def _compute_lost_share(idle: float, rows: int, count: int) -> float:
     return 1 - (1 - idle) * rows / (count * -(-rows // count))
 
 
@@ -244,7 +248,7 @@ def _lost(idle: float, rows: int, count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScheduleTable:
     """A schedule from a file.
 
     Attributes:
@@ -252,7 +256,7 @@ class Table:
         owners: the rank of each stage.
         microbatches: their number.
         splits_backward: whether any gradients of inputs and of weights are computed in two passes.
-        idle: the ranks' idle share of the time, as in `idle_share`.
+        idle: the ranks' idle share of the time, as in `compute_idle_share`.
     """
 
     order: tuple[tuple[Cell, ...], ...]
@@ -272,7 +276,7 @@ class Table:
         return len(self.owners)
 
 
-def read_csv(path: str | Path) -> Table:
+def read_csv(path: str | Path) -> ScheduleTable:
     """Read a schedule from a file: one row per rank, one cell per action, in torch's format "compute_only".
 
     A cell is `<stage><F|B|I|W><micro-batch>`, all counted from 0, such as 0F3; or several of them as
@@ -283,109 +287,123 @@ def read_csv(path: str | Path) -> Table:
     """
     try:
         rows = [
-            tuple(_cell(text, row, column) for column, text in enumerate(cells, 1))
-            for row, cells in enumerate(_texts(path), 1)
+            tuple(_parse_cell(text, row, column) for column, text in enumerate(cells, 1))
+            for row, cells in enumerate(_read_cells(path), 1)
         ]
-        owners = _owners(rows)
-        listed = [action for row in rows for cell in row for action in actions_of(cell)]
-        count = _complete(listed, len(owners))
-        return Table(tuple(rows), owners, count, any(a.kind == "I" for a in listed), _idle(rows))
-    except _Bad as bad:
-        raise ConfigError(f"parallelism.schedule={path}: {bad}.") from None
+        owners = _find_owners(rows)
+        all_actions = [action for row in rows for cell in row for action in list_actions(cell)]
+        count = _count_microbatches(all_actions, len(owners))
+        return ScheduleTable(tuple(rows), owners, count, any(a.kind == "I" for a in all_actions), _compute_idle(rows))
+    except _InvalidScheduleError as error:
+        raise ConfigError(f"parallelism.schedule={path}: {error}.") from None
 
 
-class _Bad(Exception):
+class _InvalidScheduleError(Exception):
     """An invalid file: what is wrong, and how to correct it."""
 
 
-def _texts(path: str | Path) -> list[list[str]]:
+def _read_cells(path: str | Path) -> list[list[str]]:
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
     except FileNotFoundError:
-        raise _Bad(f"there is no such file; correct its name, or choose one of {', '.join(SCHEDULES)}") from None
+        raise _InvalidScheduleError(
+            f"there is no such file; correct its name, or choose one of {', '.join(SCHEDULES)}"
+        ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _Bad(f"the file can't be read ({error}); give a text file of comma-separated actions") from None
+        raise _InvalidScheduleError(
+            f"the file can't be read ({error}); give a text file of comma-separated actions"
+        ) from None
     if not rows:
-        raise _Bad("the file is empty; give it a row of actions for each rank")
+        raise _InvalidScheduleError("the file is empty; give it a row of actions for each rank")
     return rows
 
 
-def _cell(text: str, row: int, column: int) -> Cell:
+def _parse_cell(text: str, row: int, column: int) -> Cell:
     overlap = re.fullmatch(r"\(([^()]+)\)OVERLAP_F_B", text.strip())
-    found = [
+    matches = [
         re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", part.strip())
         for part in (overlap[1].split(";") if overlap else [text])
     ]
-    actions = tuple(Action(int(match[1]), match[2], int(match[3])) for match in found if match)
-    if text.strip() and len(actions) < len(found):
-        raise _Bad(
+    actions = tuple(Action(int(match[1]), match[2], int(match[3])) for match in matches if match)
+    if text.strip() and len(actions) < len(matches):
+        raise _InvalidScheduleError(
             f"row {row}, column {column} is {text.strip()!r}; write <stage><F, B, I or W><micro-batch>, such as 0F3, "
             "or nothing (sending, receiving and reducing come by themselves)"
         )
     return Overlap(actions) if overlap else next(iter(actions), None)
 
 
-def _owners(rows: list[tuple[Cell, ...]]) -> tuple[int, ...]:
+def _find_owners(rows: list[tuple[Cell, ...]]) -> tuple[int, ...]:
     """Return the rank of each stage."""
     owners: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        actions = [action for cell in row for action in actions_of(cell)]
+        actions = [action for cell in row for action in list_actions(cell)]
         if not actions:
-            raise _Bad(f"row {rank + 1} has no action, but each row is a rank that needs a stage; fill or remove it")
+            raise _InvalidScheduleError(
+                f"row {rank + 1} has no action, but each row is a rank that needs a stage; fill or remove it"
+            )
         for stage, *_ in actions:
             if owners.setdefault(stage, rank) != rank:
-                raise _Bad(f"stage {stage} is in rows {owners[stage] + 1} and {rank + 1}; keep it in one")
+                raise _InvalidScheduleError(
+                    f"stage {stage} is in rows {owners[stage] + 1} and {rank + 1}; keep it in one"
+                )
     gap = next((stage for stage in range(len(owners)) if stage not in owners), None)
     if gap is not None:
-        raise _Bad(f"there is a stage {max(owners)}, but no stage {gap}; number stages from 0 without a gap")
+        raise _InvalidScheduleError(
+            f"there is a stage {max(owners)}, but no stage {gap}; number stages from 0 without a gap"
+        )
     return tuple(owners[stage] for stage in range(len(owners)))
 
 
-def _complete(actions: list[Action], stages: int) -> int:
+def _count_microbatches(actions: list[Action], stages: int) -> int:
     """Return the number of micro-batches, after checking that each goes once through all stages and back."""
     counts = Counter(actions)
-    twice = next((action for action, count in counts.items() if count > 1), None)
-    if twice:
-        raise _Bad(f"{twice} is there twice; remove one")
+    duplicate = next((action for action, count in counts.items() if count > 1), None)
+    if duplicate:
+        raise _InvalidScheduleError(f"{duplicate} is there twice; remove one")
     count = 1 + max(action.microbatch for action in actions)
     for stage in range(stages):
         for m in range(count):  # which may be a huge number, but ends at the first that is missing
-            _once(stage, m, "".join(kind for kind in "FBIW" if (stage, kind, m) in counts))
-    return _in_turn([m for stage, kind, m in actions if stage == stages - 1 and kind == "F"])
+            _check_passes(stage, m, "".join(kind for kind in "FBIW" if (stage, kind, m) in counts))
+    return _check_order([m for stage, kind, m in actions if stage == stages - 1 and kind == "F"])
 
 
-def _once(stage: int, microbatch: int, kinds: str) -> None:
-    """Raise `_Bad` for a micro-batch that doesn't go forward and backward through a stage once."""
+def _check_passes(stage: int, microbatch: int, kinds: str) -> None:
+    """Raise `_InvalidScheduleError` for a micro-batch that doesn't go forward and backward through a stage once."""
     name = {kind: str(Action(stage, kind, microbatch)) for kind in "FBIW"}
     if "F" not in kinds:
-        raise _Bad(f"{name['F']} is missing; each micro-batch goes forward through each stage once")
+        raise _InvalidScheduleError(f"{name['F']} is missing; each micro-batch goes forward through each stage once")
     if "B" in kinds and kinds != "FB":
-        raise _Bad(f"{name[kinds[-1]]} repeats a part of {name['B']}; keep either B, or I and W")
+        raise _InvalidScheduleError(f"{name[kinds[-1]]} repeats a part of {name['B']}; keep either B, or I and W")
     if kinds in ("FI", "FW"):
         missing = name["W" if kinds == "FI" else "I"]
-        raise _Bad(f"{name[kinds[1]]} is there without {missing}; add it, or replace both by {name['B']}")
+        raise _InvalidScheduleError(
+            f"{name[kinds[1]]} is there without {missing}; add it, or replace both by {name['B']}"
+        )
     if kinds == "F":
-        raise _Bad(f"{name['B']} is missing; each micro-batch goes backward through each stage once")
+        raise _InvalidScheduleError(f"{name['B']} is missing; each micro-batch goes backward through each stage once")
 
 
-def _in_turn(forward: list[int]) -> int:
+def _check_order(forward: list[int]) -> int:
     """Return the last stage's number of micro-batches, after checking their order.
 
     torch appends losses in the order of computation, and reads a micro-batch's loss by its number.
     """
-    wrong = next((m for turn, m in enumerate(forward) if turn != m), None)
-    if wrong is not None:
-        raise _Bad(f"the last stage computes micro-batch {wrong} forward out of order; use the order 0, 1, 2, ...")
+    misplaced = next((m for turn, m in enumerate(forward) if turn != m), None)
+    if misplaced is not None:
+        raise _InvalidScheduleError(
+            f"the last stage computes micro-batch {misplaced} forward out of order; use the order 0, 1, 2, ..."
+        )
     return len(forward)
 
 
-def _idle(rows: list[tuple[Cell, ...]]) -> float:
+def _compute_idle(rows: list[tuple[Cell, ...]]) -> float:
     try:
-        return simulate(rows).idle
-    except Deadlock as deadlock:
-        rank, cell = next(iter(deadlock.waiting.items()))
-        raise _Bad(
+        return simulate_order(rows).idle
+    except DeadlockError as error:
+        rank, cell = next(iter(error.waiting.items()))
+        raise _InvalidScheduleError(
             f"the order deadlocks: row {rank + 1} waits at {cell} for an action that comes too late; "
             "put it after what it needs"
         ) from None
@@ -394,7 +412,7 @@ def _idle(rows: list[tuple[Cell, ...]]) -> float:
 # ---- checks ----
 
 
-def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
+def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
     """Check stages and micro-batches against a schedule.
 
     Args:
@@ -404,47 +422,51 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         microbatches: of a step.
 
     Raises:
-        ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.
+        ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `choose_microbatches`.
     """
     if schedule.endswith(".csv"):
         _check_table(f"parallelism.schedule={schedule}", read_csv(schedule), ranks, stages, microbatches)
         return
-    kind = schedule_info(schedule)
+    kind = find_schedule(schedule)
     _check_stages(kind, ranks, stages)
     if kind.allows(ranks, stages // ranks, microbatches):
         return
-    given = f"parallelism.microbatches={microbatches}: {schedule} on parallelism.pipeline={ranks}"
+    setting_text = f"parallelism.microbatches={microbatches}: {schedule} on parallelism.pipeline={ranks}"
     if kind.microbatches == "stages":
-        raise ConfigError(f"{given} needs at least as many as stages; give {stages} or more, or another schedule.")
+        raise ConfigError(
+            f"{setting_text} needs at least as many as stages; give {stages} or more, or another schedule."
+        )
     if microbatches < 1:
-        raise ConfigError(f"{given} needs at least 1; give 1 or more, or auto.")
+        raise ConfigError(f"{setting_text} needs at least 1; give 1 or more, or auto.")
     below, above = (
         next(n for n in itertools.count(microbatches, step) if kind.allows(ranks, stages // ranks, n))
         for step in (-1, 1)
     )
-    times = rounds(ranks, microbatches)
-    raise ConfigError(f"{given} has {times} rounds and needs a multiple of that; give {below}, {above} or auto.")
+    round_count = count_rounds(ranks, microbatches)
+    raise ConfigError(
+        f"{setting_text} has {round_count} rounds and needs a multiple of that; give {below}, {above} or auto."
+    )
 
 
-def _check_stages(kind: Schedule, ranks: int, stages: int) -> None:
-    given, degree = f"parallelism.stages={stages}: {kind.name}", f"parallelism.pipeline={ranks}"
-    wanted = ranks * kind.stages
-    if kind.fixed and stages != wanted:
-        each = "one stage" if kind.stages == 1 else f"{kind.stages} stages"
-        raise ConfigError(f"{given} has {each} on each rank; give {wanted} or auto for {degree}.")
+def _check_stages(kind: PipelineSchedule, ranks: int, stages: int) -> None:
+    setting_text, degree = f"parallelism.stages={stages}: {kind.name}", f"parallelism.pipeline={ranks}"
+    expected = ranks * kind.stages
+    if kind.fixed and stages != expected:
+        stage_text = "one stage" if kind.stages == 1 else f"{kind.stages} stages"
+        raise ConfigError(f"{setting_text} has {stage_text} on each rank; give {expected} or auto for {degree}.")
     if stages < 1 or stages % ranks:
         below = max(1, stages // ranks) * ranks
-        raise ConfigError(f"{given} needs a multiple of {degree}; give {below}, {below + ranks} or auto.")
+        raise ConfigError(f"{setting_text} needs a multiple of {degree}; give {below}, {below + ranks} or auto.")
 
 
-def _check_table(given: str, table: Table, ranks: int, stages: int, microbatches: int) -> None:
-    for name, value, wanted, noun in (
+def _check_table(setting_text: str, table: ScheduleTable, ranks: int, stages: int, microbatches: int) -> None:
+    for name, value, expected, noun in (
         ("pipeline", ranks, table.ranks, "ranks (rows)"),
         ("stages", stages, table.stages, "stages"),
         ("microbatches", microbatches, table.microbatches, "micro-batches"),
     ):
-        if value != wanted:
+        if value != expected:
             raise ConfigError(
-                f"parallelism.{name}={value}: {given} has {wanted} {noun}; "
-                f"give parallelism.{name}={wanted}, or another file."
+                f"parallelism.{name}={value}: {setting_text} has {expected} {noun}; "
+                f"give parallelism.{name}={expected}, or another file."
             )

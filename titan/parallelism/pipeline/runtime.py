@@ -27,7 +27,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from titan.model.loss_terms import attach
 from titan.parallelism import mesh
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 
 if TYPE_CHECKING:
     from titan.parallelism.microbatches import Microbatches
@@ -45,7 +45,7 @@ class PipelineShape:
         width: of the hidden states.
         split: ranks that hidden states are split over along the sequence between stages (sequence parallelism).
         dtype: of the hidden states.
-        whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
+        accumulates_whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
     """
 
     schedule: str
@@ -55,7 +55,7 @@ class PipelineShape:
     width: int
     split: int
     dtype: torch.dtype
-    whole: bool = True
+    accumulates_whole: bool = True
 
     def empty_hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor for the hidden states of rows of `length` tokens: [rows, length / split, width]."""
@@ -66,7 +66,7 @@ P2PGroups = Mapping[tuple[int, int], dist.ProcessGroup]
 """The process group for messages from one pipeline rank to another, by (sender, receiver)."""
 
 
-def neighbours(owners: Sequence[int]) -> list[list[tuple[int, int]]]:
+def pair_neighbours(owners: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return the pairs of ranks with consecutive stages, each as (lower, higher), in rounds of disjoint pairs.
 
     Args:
@@ -75,14 +75,14 @@ def neighbours(owners: Sequence[int]) -> list[list[tuple[int, int]]]:
     rounds: list[list[tuple[int, int]]] = []
     for low, high in sorted({(min(a, b), max(a, b)) for a, b in pairwise(owners) if a != b}):
         disjoint = (pairs for pairs in rounds if not {low, high} & {rank for pair in pairs for rank in pair})
-        found = next(disjoint, None)
-        if found is None:
-            rounds.append(found := [])
-        found.append((low, high))
+        round_pairs = next(disjoint, None)
+        if round_pairs is None:
+            rounds.append(round_pairs := [])
+        round_pairs.append((low, high))
     return rounds
 
 
-def p2p_groups(shape: PipelineShape, group: dist.ProcessGroup, timeout: float) -> P2PGroups:
+def create_p2p_groups(shape: PipelineShape, group: dist.ProcessGroup, timeout: float) -> P2PGroups:
     """Create a group for each direction between neighbours, so that messages to different ranks don't block each other.
 
     With NCCL a group with eager initialisation has one queue for all its messages: a receive that was posted early
@@ -101,13 +101,13 @@ def p2p_groups(shape: PipelineShape, group: dist.ProcessGroup, timeout: float) -
     if shape.schedule == "1F1B":
         return {}
     ranks, rank, groups = dist.get_process_group_ranks(group), group.rank(), {}
-    for pairs in neighbours(shape.owners):
+    for pairs in pair_neighbours(shape.owners):
         single = [(i,) for i in range(len(ranks)) if not any(i in pair for pair in pairs)]
         lists = [[ranks[i] for i in part] for part in sorted([*pairs, *single])]  # every rank creates as many groups
-        both = [mesh.split_group(lists, timeout, group) for _ in range(2)]
+        both_groups = [mesh.split_group(lists, timeout, group) for _ in range(2)]
         for low, high in pairs:
             if rank in (low, high):
-                groups[low, high], groups[high, low] = both
+                groups[low, high], groups[high, low] = both_groups
     return groups
 
 
@@ -121,7 +121,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         groups: P2PGroups | None = None,
-        losses: tuple[int, int] = (0, 0),
+        loss_counts: tuple[int, int] = (0, 0),
         advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
@@ -131,17 +131,17 @@ class Pipeline:
             shape: the pipeline.
             group: the ranks along it.
             device: where messages are sent from.
-            groups: see `p2p_groups`; messages without one use `group`.
-            losses: the number of loss terms of the logits, and of figures of the model's blocks.
+            groups: see `create_p2p_groups`; messages without one use `group`.
+            loss_counts: the number of loss terms of the logits, and of figures of the model's blocks.
             advance: called when a stage begins with a micro-batch.
         """
         self.advance = advance
-        self.count, self.of_blocks = losses
-        self.own: list[Tensor] = []
+        self.term_count, self.block_figure_count = loss_counts
+        self.block_figures: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
         self.groups = groups or {}
-        self.last = len(shape.owners) - 1
-        self._connect()
+        self.last_stage = len(shape.owners) - 1
+        self._connect_neighbours()
         self.losses: list[Tensor] = []
         self.scale = 1.0
         self._schedules: dict[int, Any] = {}
@@ -150,39 +150,39 @@ class Pipeline:
         """Run one step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
         self.scale = scale
         self.losses.clear()
-        self.own.clear()
-        tokens, targets = rows.tokens.flatten(0, 1), _flat(rows.targets)
+        self.block_figures.clear()
+        tokens, targets = rows.tokens.flatten(0, 1), _flatten_rows(rows.targets)
         x = (tokens,) if 0 in self.stages else ()
-        kwargs = {"targets": targets, "positions": _positions(rows.positions, rows.tokens).flatten(0, 1)}
+        kwargs = {"targets": targets, "positions": _expand_positions(rows.positions, rows.tokens).flatten(0, 1)}
         if rows.documents is not None:
-            kwargs["document_ids"] = _flat(rows.documents)
-        self._schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **kwargs)
-        return self._total()
+            kwargs["document_ids"] = _flatten_rows(rows.documents)
+        self._get_schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **kwargs)
+        return self._sum_losses()
 
-    def _total(self) -> Tensor:
+    def _sum_losses(self) -> Tensor:
         """Return the loss of this rank's stages: the last one's, and of the others what blocks return."""
-        shape = (1 + self.count + self.of_blocks,) if self.count + self.of_blocks else ()
+        shape = (1 + self.term_count + self.block_figure_count,) if self.term_count + self.block_figure_count else ()
         total = torch.stack(self.losses).sum(0) if self.losses else torch.zeros(shape, device=self.device)
-        if self.own:
-            total[-self.of_blocks :] += torch.stack(self.own).sum(0)
+        if self.block_figures:
+            total[-self.block_figure_count :] += torch.stack(self.block_figures).sum(0)
         return total
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
         """Run one micro-batch after another through all stages; see `titan.training.train_step.MicrobatchRunner`."""
         out = []
         for i in range(len(rows.tokens)):
-            x, targets, positions, documents = rows.microbatch(i)
-            positions = _positions(positions, x)
+            x, targets, positions, documents = rows.select_microbatch(i)
+            positions = _expand_positions(positions, x)
             hidden = x
             for number, stage in self.stages.items():
-                hidden = stage(self._input(number, hidden, x), targets, positions, documents)
+                hidden = stage(self._receive_input(number, hidden, x), targets, positions, documents)
                 self._send_output(number, hidden)
-            if self.last in self.stages:
+            if self.last_stage in self.stages:
                 out.append(hidden)
         return out
 
-    def _input(self, number: int, local: Tensor, tokens: Tensor) -> Tensor:
-        """Return the input of a stage: `local`, where this rank has it, or what the previous stage's rank sends."""
+    def _receive_input(self, number: int, local: Tensor, tokens: Tensor) -> Tensor:
+        """Return the input of a stage: `local_tensor`, where this rank has it, or what the previous stage's rank sends."""
         if number == 0 or number - 1 in self.stages:
             return local
         hidden = self.shape.empty_hidden(len(tokens), tokens.shape[-1], self.device)
@@ -191,28 +191,28 @@ class Pipeline:
 
     def _send_output(self, number: int, hidden: Tensor) -> None:
         """Send a stage's output to the next stage, where that is on another rank."""
-        if number < self.last and number + 1 not in self.stages:
+        if number < self.last_stage and number + 1 not in self.stages:
             self._transfer(dist.isend, hidden.contiguous(), self.shape.owners[number + 1])
 
     def _transfer(self, operation: Any, tensor: Tensor, rank: int) -> None:
         """Send a tensor to, or receive it from, another rank of the pipeline."""
         message = dist.P2POp(operation, tensor, dist.get_global_rank(self.group, rank), self.group)
-        for work in dist.batch_isend_irecv([in_direction_group(message, self.groups)]):
+        for work in dist.batch_isend_irecv([use_direction_group(message, self.groups)]):
             work.wait()
 
-    def _connect(self) -> None:
+    def _connect_neighbours(self) -> None:
         """Send a message in each direction between neighbours, while no other operation runs.
 
         NCCL connects two ranks at their first message, which both of them wait for: within a step, with operations
         running on other groups, that deadlocked on several nodes (pytorch #160210).
         """
         rank, empty = self.group.rank(), torch.zeros(1, device=self.device)
-        mine = [pair for pairs in neighbours(self.shape.owners) for pair in pairs if rank in pair]
-        for sender, receiver in (direction for low, high in mine for direction in ((low, high), (high, low))):
+        rank_pairs = [pair for pairs in pair_neighbours(self.shape.owners) for pair in pairs if rank in pair]
+        for sender, receiver in (direction for low, high in rank_pairs for direction in ((low, high), (high, low))):
             operation, peer = (dist.isend, receiver) if rank == sender else (dist.irecv, sender)
             self._transfer(operation, empty, peer)
 
-    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _record_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function: the last stage's output is the loss already."""
         self.losses.append(output.detach())
         return output.sum() * self.scale  # loss terms behind the first element have no gradients
@@ -223,18 +223,18 @@ class Pipeline:
         if isinstance(out, Tensor):
             return out
         hidden, extra, figures = out
-        self.own.append(figures)
+        self.block_figures.append(figures)
         return attach(hidden, extra, self.scale)
 
-    def _schedule(self, microbatches: int) -> Any:
+    def _get_schedule(self, microbatches: int) -> Any:
         """Return the schedule for a number of micro-batches, which grows with the batch."""
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = self._build(microbatches)
+            self._schedules[microbatches] = self._build_schedule(microbatches)
         return self._schedules[microbatches]
 
-    def _build(self, microbatches: int) -> Any:
-        shape, stages = self.shape, [self._stage(number, module) for number, module in self.stages.items()]
-        common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._loss, "scale_grads": False}
+    def _build_schedule(self, microbatches: int) -> Any:
+        shape, stages = self.shape, [self._build_stage(number, module) for number, module in self.stages.items()]
+        common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._record_loss, "scale_grads": False}
         if shape.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._load_csv(shape.schedule)
@@ -246,33 +246,33 @@ class Pipeline:
             schedule._warmup_p2p = _set_static_shapes
         return schedule
 
-    def _stage(self, number: int, module: nn.Module) -> PipelineStage:
+    def _build_stage(self, number: int, module: nn.Module) -> PipelineStage:
         """Return a stage with known input and output shapes, so that torch need not run it to infer them."""
         shape, count = self.shape, len(self.shape.owners)
         hidden = shape.empty_hidden(shape.rows, shape.length, "meta").requires_grad_()
         tokens = torch.empty((shape.rows, shape.length), dtype=torch.int64, device="meta")
-        several = self.count + self.of_blocks
-        loss = torch.empty((1 + several,) if several else (), device="meta", requires_grad=True)
-        stage_class = _Stage if shape.whole else _ReducingStage
+        extra_losses = self.term_count + self.block_figure_count
+        loss = torch.empty((1 + extra_losses,) if extra_losses else (), device="meta", requires_grad=True)
+        stage_class = _Stage if shape.accumulates_whole else _ReducingStage
         stage = stage_class(
             module,
             number,
             count,
             self.device,
             input_args=tokens if number == 0 else hidden,
-            output_args=loss if number == self.last else hidden,
+            output_args=loss if number == self.last_stage else hidden,
             group=self.group,
         )
         stage.groups, stage.advance = self.groups, self.advance
-        if self.of_blocks:
+        if self.block_figure_count:
             compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
             stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
-        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]  # before torch 2.13; see `_connect`
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]  # before torch 2.13; see `_connect_neighbours`
         return stage
 
 
 class _Stage(PipelineStage):
-    """A stage whose messages use the groups of `p2p_groups`."""
+    """A stage whose messages use the groups of `create_p2p_groups`."""
 
     groups: P2PGroups
     advance: Callable[[], None]
@@ -288,16 +288,16 @@ class _Stage(PipelineStage):
         return super().backward_one_chunk(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [in_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
+        return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [in_direction_group(op, self.groups) for op in super().get_fwd_send_ops(fwd_chunk_id)]
+        return [use_direction_group(op, self.groups) for op in super().get_fwd_send_ops(fwd_chunk_id)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return [in_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
+        return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return [in_direction_group(op, self.groups) for op in super().get_bwd_send_ops(bwd_chunk_id)]
+        return [use_direction_group(op, self.groups) for op in super().get_bwd_send_ops(bwd_chunk_id)]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of weights, in a schedule that splits the backward pass.
@@ -327,7 +327,7 @@ class _ReducingStage(_Stage):
         return stage_backward(*inputs), None
 
 
-def in_direction_group(op: dist.P2POp, groups: P2PGroups) -> dist.P2POp:
+def use_direction_group(op: dist.P2POp, groups: P2PGroups) -> dist.P2POp:
     """Return the same message in the group of its direction, where there is one."""
     ranks = (op.group.rank(), op.group_peer)
     group = groups.get(ranks if op.op is dist.isend else ranks[::-1])
@@ -355,19 +355,19 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Replace both replicas' gradients by their sum; both ranks call it together."""
         if self.first is not None and self.last is not None:
-            first, last = _gradient(self.first), _gradient(self.last)
+            first, last = _require_gradient(self.first), _require_gradient(self.last)
             last.copy_(first.add_(last))
         elif self.first is not None or self.last is not None:
-            local_gradient = _gradient(self.first if self.first is not None else self.last)
-            received = self._exchange(local_gradient.to(self.device))
+            local_gradient = _require_gradient(self.first if self.first is not None else self.last)
+            received = self._exchange_tensor(local_gradient.to(self.device))
             local_gradient.add_(received.to(local_gradient.device))  # offloaded gradients are on the host
 
     def connect(self) -> None:
         """Connect the two ranks, where there are two; see `Pipeline`. Both call it together."""
         if self.first is None or self.last is None:
-            self._exchange(torch.zeros(1, device=self.device))
+            self._exchange_tensor(torch.zeros(1, device=self.device))
 
-    def _exchange(self, tensor: Tensor) -> Tensor:
+    def _exchange_tensor(self, tensor: Tensor) -> Tensor:
         """Send a tensor to the peer, and return the peer's, which has the same shape."""
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=self.peer)
@@ -399,20 +399,20 @@ def _set_static_shapes(stages: Sequence[Any], has_backward: bool, p2p_done: bool
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _gradient(parameter: nn.Parameter | None) -> Tensor:
+def _require_gradient(parameter: nn.Parameter | None) -> Tensor:
     if parameter is None or parameter.grad is None:
         raise RuntimeError("a tied weight has no gradient")
-    return local(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
-def _flat(rows: Tensor | None) -> Tensor:
+def _flatten_rows(rows: Tensor | None) -> Tensor:
     """Flatten micro-batches [microbatches, rows, T] to [microbatches * rows, T], as torch's schedules take them."""
     if rows is None:
         raise RuntimeError("a step without targets")
     return rows.flatten(0, 1)
 
 
-def _positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
+def _expand_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
     """Return positions for each row: split hidden states don't have the sequence's length."""
     if positions is None:
         positions = torch.arange(tokens.shape[-1], device=tokens.device)

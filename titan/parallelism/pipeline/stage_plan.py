@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
 
 
-def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
+def list_microbatch_counts(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
     """Return the numbers of micro-batches that a pipeline may have, ascending from the one that meets `idle`.
 
     Args:
@@ -24,20 +24,22 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     Raises:
         ConfigError: when the schedule needs more micro-batches than there are rows.
     """
-    if _custom(parallelism):
+    if _is_custom(parallelism):
         return [arithmetic.read_csv(parallelism.schedule).microbatches]
-    ranks, each = layout.pipeline, stages_per_rank(parallelism, layout.pipeline)
-    least = arithmetic.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
+    ranks, per_rank = layout.pipeline, count_stages_per_rank(parallelism, layout.pipeline)
+    least = arithmetic.choose_microbatches(parallelism.schedule, ranks, per_rank, rows, parallelism.idle)
     if least is None:
-        count = _count(parallelism, layout)
-        arithmetic.check(parallelism.schedule, ranks, count, 2 * count)  # raises when the stages are the reason
+        count = _count_stages(parallelism, layout)
+        arithmetic.check_schedule(
+            parallelism.schedule, ranks, count, 2 * count
+        )  # raises when the stages are the reason
         raise ConfigError(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
             "schedule such as GPipe."
         )
-    kind = arithmetic.schedule_info(parallelism.schedule)
-    return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
+    kind = arithmetic.find_schedule(parallelism.schedule)
+    return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, per_rank, n))]
 
 
 def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> StagePlan:
@@ -52,24 +54,24 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
         return _single_stage(parallelism, model.layers)
-    table = arithmetic.read_csv(schedule) if _custom(parallelism) else None
-    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
-    arithmetic.check(schedule, ranks, count, microbatches)
+    table = arithmetic.read_csv(schedule) if _is_custom(parallelism) else None
+    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    arithmetic.check_schedule(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
         raise ConfigError(
             f"parallelism.pipeline={ranks}: {schedule} needs {count} stages, and the model has {model.layers} "
             f"layer{'s' if model.layers > 1 else ''}; give a smaller parallelism.pipeline."
         )
-    layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
+    layers = tuple((part.start, part.stop) for part in _split_layers(parallelism, model, seq_len, count))
     if table is not None:
         return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
-    owners = tuple(arithmetic.placement(schedule, ranks, count))
-    idle = arithmetic.idle_share(schedule, ranks, count // ranks, microbatches)
-    return StagePlan(schedule, layers, owners, arithmetic.schedule_info(schedule).splits_backward, idle)
+    owners = tuple(arithmetic.place_stages(schedule, ranks, count))
+    idle = arithmetic.compute_idle_share(schedule, ranks, count // ranks, microbatches)
+    return StagePlan(schedule, layers, owners, arithmetic.find_schedule(schedule).splits_backward, idle)
 
 
 @lru_cache(256)
-def stage_layers(
+def assign_layers(
     parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int
 ) -> tuple[tuple[int, range], ...]:
     """Return the pipeline rank and the layers of each stage.
@@ -77,19 +79,19 @@ def stage_layers(
     Raises:
         ConfigError: when there are too few layers.
     """
-    table = arithmetic.read_csv(parallelism.schedule) if _custom(parallelism) else None
-    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    table = arithmetic.read_csv(parallelism.schedule) if _is_custom(parallelism) else None
+    count = _count_stages(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
     if table is None:
-        arithmetic.check(parallelism.schedule, layout.pipeline, count, 2 * count)
-    owners = table.owners if table else arithmetic.placement(parallelism.schedule, layout.pipeline, count)
-    return tuple(zip(owners, _layers(parallelism, model, seq_len, count), strict=True))
+        arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
+    owners = table.owners if table else arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
+    return tuple(zip(owners, _split_layers(parallelism, model, seq_len, count), strict=True))
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
-    if _custom(parallelism):
+    if _is_custom(parallelism):
         return arithmetic.read_csv(parallelism.schedule).splits_backward
-    return arithmetic.schedule_info(parallelism.schedule).splits_backward
+    return arithmetic.find_schedule(parallelism.schedule).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -98,8 +100,8 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     Raises:
         ConfigError: when the settings ask for several stages.
     """
-    if not _custom(parallelism):
-        arithmetic.schedule_info(parallelism.schedule)
+    if not _is_custom(parallelism):
+        arithmetic.find_schedule(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
@@ -109,35 +111,35 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     return StagePlan("", ((0, layers),), (0,))
 
 
-def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
+def _split_layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
     if parallelism.starts:
-        return arithmetic.explicit(model.layers, count, parallelism.starts)
+        return arithmetic.split_at(model.layers, count, parallelism.starts)
     if parallelism.split == "layers":
-        return arithmetic.by_layers(model.layers, count)
+        return arithmetic.split_evenly(model.layers, count)
     kinds = {kind: model.block_flops(seq_len, layers[0]) for kind, layers in model.kinds().items()}
     costs = [kinds[model.kind(layer)] for layer in range(model.layers)]
-    return arithmetic.split(costs, count, last=model.head_flops())
+    return arithmetic.split_layers(costs, count, last=model.head_flops())
 
 
-def _custom(parallelism: Parallelism) -> bool:
+def _is_custom(parallelism: Parallelism) -> bool:
     return parallelism.schedule.endswith(".csv")
 
 
-def _count(parallelism: Parallelism, layout: Layout) -> int:
+def _count_stages(parallelism: Parallelism, layout: Layout) -> int:
     """Return the number of stages."""
     if parallelism.stages == "auto":
-        return layout.pipeline * stages_per_rank(parallelism, layout.pipeline)
+        return layout.pipeline * count_stages_per_rank(parallelism, layout.pipeline)
     return int(parallelism.stages)
 
 
-def stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
+def count_stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
     """Return the number of stages on each of `ranks` pipeline ranks."""
     if parallelism.stages == "auto":
-        return default_stages_per_rank(parallelism)
+        return find_default_stages(parallelism)
     return max(1, int(parallelism.stages) // ranks)
 
 
-def default_stages_per_rank(parallelism: Parallelism) -> int:
+def find_default_stages(parallelism: Parallelism) -> int:
     """Return the schedule's default number of stages per rank."""
-    known = arithmetic.SCHEDULES.get(parallelism.schedule)
-    return known.stages if known else 1
+    schedule = arithmetic.SCHEDULES.get(parallelism.schedule)
+    return schedule.stages if schedule else 1

@@ -14,7 +14,7 @@ from titan.report.render.charts import WIDTH, Chart
 from titan.report.render.svg import Frame, Scale
 
 if TYPE_CHECKING:
-    from titan.parallelism.pipeline.schedules import Span
+    from titan.parallelism.pipeline.schedules import ActionSpan
 
 ROW, TOP = 26.0, 6.0
 """Height of a row of the waterfall, and the room above charts of rows."""
@@ -179,7 +179,7 @@ def _timetable_caption(step: StepTime, ranks: int, numbered: bool) -> str:
     )
 
 
-def _rank_row(frame: Frame, rank: int, height: float, spans: Sequence[Span], factor: float, many: bool) -> str:
+def _rank_row(frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, many: bool) -> str:
     """Return a rank's row: its name, its idle time as the background, its actions, and the idle share."""
     top, wide = frame.y.end + height * rank, frame.x.end - frame.x.start
     name, share = _row_words(frame, rank, height, spans, factor)
@@ -190,7 +190,7 @@ def _rank_row(frame: Frame, rank: int, height: float, spans: Sequence[Span], fac
     return name + back + "".join(actions) + share
 
 
-def _row_words(frame: Frame, rank: int, height: float, spans: Sequence[Span], factor: float) -> tuple[str, str]:
+def _row_words(frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float) -> tuple[str, str]:
     """Return a row's name and its idle share; in narrow rows those of every fourth rank."""
     if height < 11 and rank % 4:
         return "", ""
@@ -200,7 +200,7 @@ def _row_words(frame: Frame, rank: int, height: float, spans: Sequence[Span], fa
     return name, svg.text(frame.x.end + 8, middle, f"{idle:.0%} idle")
 
 
-def _single(frame: Frame, spans: Sequence[Span], top: float, height: float, factor: float) -> Iterator[str]:
+def _single(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
     """Yield a rectangle for each action, with the number of its micro-batch."""
     for span in spans:
         left, right = frame.x([factor * span.start, factor * span.end])
@@ -217,7 +217,7 @@ def _single(frame: Frame, spans: Sequence[Span], top: float, height: float, fact
             yield svg.text((left + right) / 2, top + height / 2 + 4, str(span.action.microbatch), "middle", "inside")
 
 
-def _merged(frame: Frame, spans: Sequence[Span], top: float, height: float, factor: float) -> Iterator[str]:
+def _merged(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
     """Yield one shape for each kind of action."""
     for kind, (colour, name) in KINDS.items():
         shapes = []

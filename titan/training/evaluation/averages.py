@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan.checkpoint.state import AVERAGE
 from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
 from titan.parallelism import data
-from titan.parallelism.grad_norm import local
+from titan.parallelism.grad_norm import local_tensor
 from titan.precision.low_precision import plain_tensor
 from titan.training.train_step import TrainStep
 
@@ -51,7 +51,9 @@ class MovingAverage:
 
     def _iterate_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return this rank's shards of the average and of the weights that are evaluated."""
-        averages = (local(self.train_step.optimizer.state[p][AVERAGE]) for p in _list_parameters(self.train_step))
+        averages = (
+            local_tensor(self.train_step.optimizer.state[p][AVERAGE]) for p in _list_parameters(self.train_step)
+        )
         return zip(averages, _iterate_evaluation_weights(self.train_step), strict=True)
 
 
@@ -87,7 +89,7 @@ def average_weights(train_step: TrainStep, loads: Sequence[Callable[[], None]]) 
 @torch.no_grad()
 def _set_weights(train_step: TrainStep, values: Sequence[Tensor]) -> None:
     for stage in train_step.stages:
-        data.reshard(stage)  # or the next forward pass would use weights that are still gathered
+        data.reshard_parameters(stage)  # or the next forward pass would use weights that are still gathered
     for weight, value in zip(_list_weights(train_step), values, strict=True):
         weight.copy_(value)
     if train_step.scales is not None:
@@ -95,7 +97,7 @@ def _set_weights(train_step: TrainStep, values: Sequence[Tensor]) -> None:
 
 
 def _list_weights(train_step: TrainStep) -> list[Tensor]:
-    return [local(plain_tensor(parameter)) for parameter in _list_parameters(train_step)]
+    return [local_tensor(plain_tensor(parameter)) for parameter in _list_parameters(train_step)]
 
 
 def _iterate_evaluation_weights(train_step: TrainStep) -> Iterator[Tensor]:
@@ -103,7 +105,7 @@ def _iterate_evaluation_weights(train_step: TrainStep) -> Iterator[Tensor]:
     optimizer = train_step.optimizer
     if not isinstance(optimizer, HasEvaluationWeights):
         return iter(_list_weights(train_step))
-    return (local(plain_tensor(evaluation_weights(optimizer, p))) for p in _list_parameters(train_step))
+    return (local_tensor(plain_tensor(evaluation_weights(optimizer, p))) for p in _list_parameters(train_step))
 
 
 def _list_parameters(train_step: TrainStep) -> list[nn.Parameter]:

@@ -46,7 +46,7 @@ def compute_loglikelihoods(
             _score_requests(
                 train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums
             )
-    losses, mismatches = train_step.world.sum(sums).cpu().numpy().T
+    losses, mismatches = train_step.world.all_reduce(sums).cpu().numpy().T
     return np.stack([-losses, mismatches == 0], axis=1).astype(np.float64)
 
 
@@ -72,7 +72,7 @@ def _score_requests(
         sums: [all requests, 2].
     """
     shard, (rows, length) = train_step.world.data_shard, shape
-    rank_requests, slots = shard.rows(len(requests)), shard.slots(len(requests))
+    rank_requests, slots = shard.slice_rows(len(requests)), shard.count_slots(len(requests))
     count = -(-slots // rows)
     tokens = torch.zeros(count * rows, length, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORED)

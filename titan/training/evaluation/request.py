@@ -103,9 +103,9 @@ def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compo
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
     check_science(name, document, science, user_overrides)
     copy_path = document["config"].get("checkpoint", {}).get("path")
-    saved = select.complete(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
+    saved = select.list_candidates(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
     selected = _select_checkpoints(
-        settings, {step: (checkpoint.path, checkpoint.about) for step, checkpoint in saved.items()}
+        settings, {step: (checkpoint.path, checkpoint.manifest) for step, checkpoint in saved.items()}
     )
     step, (path, manifest) = selected[-1]
     ids = identity.ids(run, science)

@@ -104,7 +104,9 @@ def evaluate_sets(train_step: TrainStep, world: World, sets: Mapping[str, EvalSe
 
     All ranks call it together.
     """
-    losses = {name: world.sum(train_step.evaluate(eval_set.rows).double()).item() for name, eval_set in sets.items()}
+    losses = {
+        name: world.all_reduce(train_step.evaluate(eval_set.rows).double()).item() for name, eval_set in sets.items()
+    }
     metrics = _compute_metrics("", sum(losses.values()), list(sets.values()))
     for name, eval_set in sets.items() if len(sets) > 1 else ():
         metrics |= _compute_metrics(f"/{name}", losses[name], [eval_set])
@@ -115,7 +117,7 @@ def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalS
     """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
     metrics: dict[str, float] = {}
     for name, eval_set in sets.items():
-        loss = world.sum(train_step.evaluate(eval_set.rows).double()).item()
+        loss = world.all_reduce(train_step.evaluate(eval_set.rows).double()).item()
         mean = loss / eval_set.count
         metrics |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
         if eval_set.bytes:
@@ -162,8 +164,8 @@ def _is_missing(source: Source, count: int) -> bool:
 def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return this rank's rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
     total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
-    rank_rows = shard.rows(total)
-    shape = (math.ceil(shard.slots(total) / size), size, run.training.seq_len)
+    rank_rows = shard.slice_rows(total)
+    shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
     reader = Reader(run.training.seq_len, run.dataset.mask_documents)
     out = reader.blank(reader.room(shape))
     out.reshape(len(out), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.restore import restore
+from titan.checkpoint.restore import restore_train_state
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import World
 from titan.training.build import build_train_step
@@ -70,8 +70,8 @@ class CheckpointEvaluator(Trainer):
 
     def _build_restore(self, folder: str) -> Any:
         coordinator = _build_coordinator(self.world)
-        return partial(restore, self.train_step, Path(folder), coordinator)
+        return partial(restore_train_state, self.train_step, Path(folder), coordinator)
 
 
 def _build_coordinator(world: World) -> Coordinator:
-    return Coordinator.of(world)
+    return Coordinator.from_world(world)

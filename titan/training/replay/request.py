@@ -125,15 +125,15 @@ def plan_replay(
         checkpoint = (
             None
             if lineage_parent.checkpoint is None
-            else (lineage_parent.checkpoint.path, lineage_parent.checkpoint.about)
+            else (lineage_parent.checkpoint.path, lineage_parent.checkpoint.manifest)
         )
     else:
         copy_path = document["config"].get("checkpoint", {}).get("path")
-        saved = select.complete(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
+        saved = select.list_candidates(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
         checkpoint = _select_checkpoint(
             name,
             settings,
-            {step: (saved_checkpoint.path, saved_checkpoint.about) for step, saved_checkpoint in saved.items()},
+            {step: (saved_checkpoint.path, saved_checkpoint.manifest) for step, saved_checkpoint in saved.items()},
         )
     path, manifest = checkpoint or (None, None)
     step, rows = (manifest.step, rows_read(run, mix, manifest)) if manifest else (0, 0)

@@ -13,8 +13,8 @@ from torch import Tensor
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
-from titan.checkpoint.restore import corruption
-from titan.checkpoint.transfer import fetched
+from titan.checkpoint.restore import find_corruption
+from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import Progress
 from titan.debug.hooks import eagerly
@@ -73,17 +73,17 @@ def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -
         ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
         RunError: when it can't be fetched.
     """
-    coordinator = Coordinator.of(world)
+    coordinator = Coordinator.from_world(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
         path = _fetch_copy(path, step, Path(run.directory), coordinator)
-    if difference := corruption(Path(path), coordinator, run.checkpoint.verify):
+    if difference := find_corruption(Path(path), coordinator, run.checkpoint.verify):
         raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
     return path
 
 
 def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
     try:
-        return str(fetched(Remote(url.rpartition("/")[0]), step, directory, coordinator))
+        return str(fetch_checkpoint(Remote(url.rpartition("/")[0]), step, directory, coordinator))
     except CoordinationError as error:
         raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 

@@ -75,7 +75,7 @@ def trace_rank(run: Run, rank: int, device: str) -> Trace:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    numbers = run.staging.stages_of(world.coordinate("pipeline"))
+    numbers = run.staging.list_stages(world.get_coordinate("pipeline"))
     return Trace(rank, recorder.list_events(), {number: run.staging.layers[number] for number in numbers})
 
 
@@ -88,7 +88,7 @@ def _find_location(error: Exception) -> str:
 
 def _record_step(run: Run, train_step: TrainStep, recorder: EventRecorder, fake: FakeTensorMode, rank: int) -> None:
     """Run the update once for the optimizer's state, then record a whole step."""
-    numbers = run.staging.stages_of(train_step.world.coordinate("pipeline"))
+    numbers = run.staging.list_stages(train_step.world.get_coordinate("pipeline"))
     stages = dict(zip(numbers, train_step.stages, strict=True))
     with fake:
         _create_states(train_step)
@@ -156,7 +156,7 @@ def _map_blocks(train_step: TrainStep) -> dict[int, int]:
 
 def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
     """Do what DDP, which is not Python, does: keep gradients in buckets, and sum each while backward continues."""
-    group = train_step.world.group("replicate")
+    group = train_step.world.get_group("replicate")
     ranks = dist.get_process_group_ranks(group)
     bucket: list[float] = []
 
@@ -184,7 +184,7 @@ def _sum_replicas(train_step: TrainStep, recorder: EventRecorder) -> None:
 
 def _map_streams(world: mesh.World) -> dict[str, str]:
     """Return the stream of each dimension's group, by the list of its ranks as text."""
-    groups = {name: world.group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
+    groups = {name: world.get_group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
     groups["context"] = world.context
     return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
 
