@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.supervisor import log_line, run_ranks
-from titan.cluster.environment import within
+from titan.cluster.environment import set_variables
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
@@ -47,7 +47,7 @@ def run_local(run: Run, apart: bool = False) -> int:
     Returns:
         The exit code.
     """
-    with within(run.cluster.environment), locked(Path(run.directory)):
+    with set_variables(run.cluster.environment), locked(Path(run.directory)):
         for restart in range(run.cluster.restarts + 1):
             attempt = _begin(run)
             if isinstance(attempt, attempts.FinishedRun):
@@ -107,7 +107,7 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _unreported) -> in
     store = meeting.join(rank_info)
     try:
         patience = LOST_SECONDS if rank_info.scheduled else 2.0
-        with within(run.cluster.environment), locked(Path(run.directory), patience):
+        with set_variables(run.cluster.environment), locked(Path(run.directory), patience):
             attempt = _begin(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)
@@ -134,7 +134,7 @@ def run_worker(rank_info: RankInfo, report: Report = _unreported) -> int:
     if isinstance(message, int):
         return message
     run, attempt = message
-    with within(run.cluster.environment):
+    with set_variables(run.cluster.environment):
         return _train_as_one(store, rank_info, run, attempt, worker, report)
 
 

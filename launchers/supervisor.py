@@ -24,9 +24,9 @@ from typing import IO, Any
 
 from launchers.scratch import scratch
 from titan.cluster import rank_error
-from titan.cluster.environment import before_torch, divide_cores, use_loopback
+from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_info import RankInfo
-from titan.cluster.signals import STOPPING, handle_signals, is_repeat
+from titan.cluster.signals import STOP_MESSAGE, handle_signals, is_repeat
 from titan.console import output
 from titan.console.text import safe_lines
 from titan.debug.verdict import Messages
@@ -113,7 +113,7 @@ class Supervisor:
                 return
             self.signals += 1
             if self.signals == 1 and announces():
-                output.write_stderr(STOPPING)
+                output.write_stderr(STOP_MESSAGE)
             self.send(signal.SIGTERM)
 
         with handle_signals(forward):
@@ -157,7 +157,7 @@ def _environment(size: int) -> dict[str, str]:
     """Return the ranks' environment: with this process's own titan on the path, and the cores divided."""
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    before_torch(env)
+    prepare_environment(env)
     divide_cores(env, size)
     if size > 1:
         use_loopback(env)
@@ -191,7 +191,7 @@ def _wait(ranks: Supervisor, folder: Path, directory: Path, messages: Messages) 
 
 
 def _show(directory: Path, messages: Messages) -> None:
-    for line in messages.new():
+    for line in messages.read_new():
         log_line(directory, line)
 
 
@@ -201,7 +201,7 @@ def _report_error(folder: Path, codes: list[int | None], first: int, directory: 
         error = rank_error.describe_kill(signal.Signals(-(codes[killed[0]] or 0)).name, killed[0])
         log_line(directory, f"rank {error.rank} was {error.text}; see log/rank-{error.rank}.log")
         return 1
-    cause = rank_error.first_cause(map(rank_error.read, folder.glob("*.error")))
+    cause = rank_error.find_first_cause(map(rank_error.read, folder.glob("*.error")))
     if cause is not None:
         log_line(directory, cause.text if cause.plain else f"rank {cause.rank} failed:\n{cause.text.rstrip()}")
         return cause.code

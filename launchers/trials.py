@@ -85,7 +85,7 @@ def expand_trials(
         ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
-    composer, machine = Composer(loader, config), _remembered(devices.elsewhere if elsewhere else _here)
+    composer, machine = Composer(loader, config), _remembered(devices.describe_remote_node if elsewhere else _here)
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
@@ -140,7 +140,7 @@ def _directory(cfg: DictConfig) -> str:
 
 
 def _here(cluster: Cluster) -> Machine:
-    return devices.detect(cluster.device)
+    return devices.detect_machine(cluster.device)
 
 
 def _remembered(find: Machines) -> Machines:

@@ -39,7 +39,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 

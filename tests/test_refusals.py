@@ -397,7 +397,7 @@ QUICK = (
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
     yield
 
@@ -409,7 +409,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_refused_before_anything_is_written(
     kind: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", detector(kind))
     called: list[Run] = []
     code = command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
     error = capfd.readouterr().err

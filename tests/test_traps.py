@@ -49,7 +49,7 @@ def start(rank: int, world: int) -> tuple[Tensor, bool]:
     module = nn.Linear(8, 16, bias=False, device="meta")
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
     module.init_buffers = lambda device: None  # type: ignore[assignment]
-    init_weights.materialise(module, {"weight": init_weights.Normal(1.0)}, 0, "cpu")
+    init_weights.materialise_model(module, {"weight": init_weights.Normal(1.0)}, 0, "cpu")
     whole: Tensor = module.weight.full_tensor().detach()  # type: ignore[attr-defined]
     first, second = whole.chunk(2)
     return whole, bool(torch.equal(first, second))

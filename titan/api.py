@@ -33,7 +33,7 @@ from launchers import start
 from launchers.command import compose_single, plan_command
 from titan.checkpoint import manifest
 from titan.cluster import rank_info
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import optional_package
@@ -179,7 +179,7 @@ def launch(run: Run, *, in_process: bool = True) -> int:
         ConfigError, RunError: when a rank in this process rejects the run, or fails.
     """
     if in_process:
-        before_torch(os.environ)
+        prepare_environment(os.environ)
     try:
         return start.run_local(run, apart=not in_process)
     except OSError as error:

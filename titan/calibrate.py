@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.cluster import devices
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import MISSING, setting
 from titan.console import output
@@ -56,7 +56,7 @@ class Settings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
 
@@ -66,7 +66,7 @@ def _main(given: list[str]) -> int:
         return 0
     settings = arguments(Settings, given)
     file = _file(settings.to)
-    machine = devices.detect("auto")
+    machine = devices.detect_machine("auto")
     ranks = ranks_of(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
     if busy := busy_cores():

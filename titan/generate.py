@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan.cluster import devices
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import arguments, describe, shows
 from titan.console import output
 from titan.errors import ConfigError, exit_code
@@ -34,7 +34,7 @@ _PREFIX = "parallelism."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
 
@@ -48,7 +48,7 @@ def _main(given: list[str]) -> int:
     _check_paths(settings)
     if settings.output:
         output.ignore_write_errors()
-    machine = devices.detect(settings.device)
+    machine = devices.detect_machine(settings.device)
 
     from titan.generation.request import plan
     from titan.weights.formats import open_weights, verify  # only now: errors need not wait for torch

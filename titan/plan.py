@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
@@ -200,7 +200,7 @@ def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
 
 
 def _trace(run: Run, settings: Settings) -> Traced:
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
 
     speeds = estimate.device_speeds(run, estimate.hardware_of(run.cluster, run.machine), run.machine, run.layout)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import arguments, describe, shows
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
@@ -41,7 +41,7 @@ Exit codes: 0 done, 1 failed, 2 wrong settings (the message says how to correct 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     words = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(words))
 

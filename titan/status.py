@@ -22,7 +22,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import rounded
 from titan.console.text import safe
-from titan.debug.verdict import hang_of
+from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError, exit_code
 from titan.metrics.schema import WARM
 from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
@@ -119,7 +119,7 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.trials if p.reason)]
     reasons += [f"{_name(p)}: {slow}" for p in sweep.trials if p.state == "running" and (slow := _slow_ranks(p))]
-    hangs = ((p, hang_of(Path(p.directory))) for p in sweep.trials if p.state == "running")
+    hangs = ((p, read_hang_sentence(Path(p.directory))) for p in sweep.trials if p.state == "running")
     reasons += [f"{_name(p)}: {sentence}" for p, sentence in hangs if sentence]
     shown = [
         *head,

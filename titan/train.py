@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from launchers.command import command
 from launchers.trials import Trial
 from titan.cluster import rank_info
-from titan.cluster.environment import before_torch
-from titan.cluster.rank_process import leave
+from titan.cluster.environment import prepare_environment
+from titan.cluster.rank_process import exit_now
 from titan.console import output
 from titan.errors import exit_code
 from titan.run.run import Run
@@ -18,7 +18,7 @@ from titan.run.run import Run
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line as command or as rank; return the exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     mine = rank_info.from_environment(os.environ)
     if mine is None:
         return command(argv, _train, describe=_plan)
@@ -67,7 +67,7 @@ def cli() -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = 1
-    leave(code)
+    exit_now(code)
 
 
 if __name__ == "__main__":

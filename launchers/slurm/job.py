@@ -22,9 +22,9 @@ from typing import NoReturn
 from launchers import frozen
 from launchers.supervisor import Supervisor, log_line
 from titan.cluster import devices, rank_error
-from titan.cluster.environment import before_torch, divide_cores, use_loopback
+from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_info import RankInfo
-from titan.cluster.rank_process import leave, report_error, run_body
+from titan.cluster.rank_process import exit_now, report_error, run_body
 from titan.cluster.signals import handle_signals, preempt_signal, scheduler_signals
 from titan.console import output
 from titan.errors import EXIT_REQUEUE
@@ -67,7 +67,7 @@ def _stop_before_start(number: int, frame: object) -> None:
 def _run_rank(trial: Path, ranks: int, attempt: Path) -> int:
     rank_info = _rank_info(os.environ, ranks, attempt)
     _divide_cores(ranks)
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     report = partial(report_error, _error_file(attempt, rank_info.rank), rank_info.rank)
     return run_body(partial(_run, trial, rank_info, attempt), report)
 
@@ -119,7 +119,7 @@ def _load(trial: Path, rank_info: RankInfo) -> Run:
     _write_to(log)
     if rank_info.rank > 0:
         return run
-    return moved(run, devices.detect(run.cluster.device))
+    return moved(run, devices.detect_machine(run.cluster.device))
 
 
 def _log_restart(run: Run, rank_info: RankInfo, attempt: Path) -> None:
@@ -179,7 +179,7 @@ def _report_kill(attempt: Path, rank: int, returned: int) -> None:
 def run(arguments: list[str]) -> NoReturn:
     """Carry out `main` and exit."""
     output.best_effort()
-    leave(main(arguments))
+    exit_now(main(arguments))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from signal import Signals
 from typing import Any
 
 from launchers.slurm.shape import Shape
-from titan.cluster.schema import Cluster, minutes
+from titan.cluster.schema import Cluster, parse_minutes
 from titan.cluster.signals import PREEMPT, preempt_signal
 from titan.errors import EXIT_REQUEUE
 from titan.sweep.job_exit import DIED, TERMINATING
@@ -206,7 +206,7 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
     }
     return {
         **{name: value for name, value in asked.items() if value is not None},
-        "time": minutes(cluster.time),  # None too: submitit would give five minutes, and a name for accounts
+        "time": parse_minutes(cluster.time),  # None too: submitit would give five minutes, and a name for accounts
         "wckey": None,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titan.cluster.schema import Cluster, minutes
+from titan.cluster.schema import Cluster, parse_minutes
 from titan.errors import ConfigError
 from titan.run.run import Run
 
@@ -35,7 +35,7 @@ class Shape:
 
     def hours(self) -> float | None:
         """Return the device-hours that a job may use, by its time limit; None where it has none."""
-        limit = minutes(self.cluster.time)
+        limit = parse_minutes(self.cluster.time)
         return None if limit is None else self.devices * limit / 60
 
     def __str__(self) -> str:

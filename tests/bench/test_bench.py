@@ -52,7 +52,7 @@ def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with the packages that compiling and float8 need."""
-    monkeypatch.setattr(devices, "detect", detector("h200"))
+    monkeypatch.setattr(devices, "detect_machine", detector("h200"))
     for module in (checks, compile_scope):
         monkeypatch.setattr(module, "missing_compiler", lambda *rest: None)
     find = importlib.util.find_spec
@@ -172,7 +172,7 @@ def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
 
 
 def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     monkeypatch.setattr(speed, "measure_separately", one_fails)
     overrides = [*command.LONG, *command._base("gpu")]
     assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for

@@ -16,8 +16,8 @@ from titan.model import grouped
 @pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.PRODUCTS[:2]])
 def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.Product) -> None:
     x, weight, grad, ends = experts._tensors(product, "cpu")
-    torch.testing.assert_close(grouped.kernel_product(x, weight, ends), grouped.loop_product(x, weight, ends))
-    both = (grouped.kernel_weight_grad(x, grad, ends), grouped.loop_weight_grad(x, grad, ends))
+    torch.testing.assert_close(grouped.multiply_with_kernel(x, weight, ends), grouped.multiply_in_loop(x, weight, ends))
+    both = (grouped.compute_weight_grad_with_kernel(x, grad, ends), grouped.compute_weight_grad_in_loop(x, grad, ends))
     torch.testing.assert_close(*both)
     assert ends[-1] == product.rows == len(x) and ends.unique().numel() > 1
 

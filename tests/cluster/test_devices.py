@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.cluster.devices import Machine, detect
-from titan.cluster.known_devices import PEAKS, peak_tflops
-from titan.cluster.probe import Probe, optional_module
+from titan.cluster.devices import Machine, detect_machine
+from titan.cluster.known_devices import PEAKS, look_up_peak_tflops
+from titan.cluster.probe import Probe, import_optional
 from titan.errors import ConfigError
 
 CUDA_TORCH = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -69,7 +69,7 @@ def driver_files(count: int, model: str = "NVIDIA A100-SXM4-80GB") -> dict[str, 
 
 
 def test_eight_h100(tmp_path: Path) -> None:
-    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
+    machine = detect_machine("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
     assert (machine.device, machine.name, machine.count, machine.cores) == ("cuda", "NVIDIA H100 80GB HBM3", 8, 16)
     assert machine.memory_gib == pytest.approx(79.65, abs=0.01)
     assert machine.bf16_fast
@@ -78,7 +78,7 @@ def test_eight_h100(tmp_path: Path) -> None:
 
 def test_volta_has_no_fast_bf16(tmp_path: Path) -> None:
     run = prints(nvidia_smi=h100s(2, "Tesla V100-SXM2-16GB", "16384", "7.0"))
-    assert not detect("cuda", probe(tmp_path, run)).bf16_fast
+    assert not detect_machine("cuda", probe(tmp_path, run)).bf16_fast
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def test_volta_has_no_fast_bf16(tmp_path: Path) -> None:
 )
 def test_visible_devices(tmp_path: Path, mask: str, count: int) -> None:
     simulated = probe(tmp_path, prints(nvidia_smi=h100s(8)), CUDA_VISIBLE_DEVICES=mask)
-    machine = detect("auto", simulated)
+    machine = detect_machine("auto", simulated)
     assert (machine.device, machine.count) == (("cuda", count) if count else ("cpu", 1))
     if not count:
         assert "8 x NVIDIA H100 80GB HBM3 not used: CUDA_VISIBLE_DEVICES=" in machine.note
         with pytest.raises(ConfigError, match=r"^cluster.device=cuda: .*CUDA_VISIBLE_DEVICES=.*cluster.device=cpu\.$"):
-            detect("cuda", simulated)
+            detect_machine("cuda", simulated)
 
 
 @given(order=st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
 def test_the_first_visible_gpu_names_the_machine(order: list[int]) -> None:
     lines = "".join(f"GPU-{i}, GPU number {i}, {1024 * (i + 1)}, 9.0\n" for i in range(8))
     simulated = probe(Path("/nowhere"), prints(nvidia_smi=lines), CUDA_VISIBLE_DEVICES=",".join(map(str, order)))
-    machine = detect("auto", simulated)
+    machine = detect_machine("auto", simulated)
     assert (machine.name, machine.count) == (f"GPU number {order[0]}", len(order))
     assert machine.memory_gib == min(order) + 1  # the smallest decides what fits
 
@@ -124,50 +124,50 @@ def test_a_mig_slice_is_one_small_device(tmp_path: Path) -> None:
     def run(arguments: Sequence[str]) -> str | None:
         return listing if arguments[1] == "-L" else h100s(1, "NVIDIA A100-SXM4-80GB", "81920", "8.0")
 
-    machine = detect("auto", probe(tmp_path, run, CUDA_VISIBLE_DEVICES="MIG-second,MIG-first"))
+    machine = detect_machine("auto", probe(tmp_path, run, CUDA_VISIBLE_DEVICES="MIG-second,MIG-first"))
     assert (machine.count, machine.name) == (1, "NVIDIA A100-SXM4-80GB MIG 1g.10gb")
     assert machine.memory_gib == 10
-    assert peak_tflops(machine.name, "bf16") is None
+    assert look_up_peak_tflops(machine.name, "bf16") is None
 
 
 def test_unified_memory_is_taken_from_the_table(tmp_path: Path) -> None:
-    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(1, "NVIDIA GH200 480GB", "[N/A]"))))
+    machine = detect_machine("auto", probe(tmp_path, prints(nvidia_smi=h100s(1, "NVIDIA GH200 480GB", "[N/A]"))))
     assert machine.memory_gib == 94
 
 
 @pytest.mark.parametrize("output", [None, "", "NVIDIA-SMI has failed because it couldn't communicate\n"])
 def test_without_nvidia_smi_the_drivers_files_are_read(tmp_path: Path, output: str | None) -> None:
     write(tmp_path, driver_files(4))
-    machine = detect("auto", probe(tmp_path, lambda _: output, CUDA_VISIBLE_DEVICES="2,3"))
+    machine = detect_machine("auto", probe(tmp_path, lambda _: output, CUDA_VISIBLE_DEVICES="2,3"))
     assert (machine.device, machine.name, machine.count) == ("cuda", "NVIDIA A100-SXM4-80GB", 2)
     assert (machine.memory_gib, machine.bf16_fast) == (79, True)
 
 
 def test_a_container_without_gpus_sees_the_hosts_driver_folder(tmp_path: Path) -> None:
     write(tmp_path, {k: v for k, v in driver_files(4).items() if not k.startswith("dev")})
-    assert detect("auto", probe(tmp_path)).device == "cpu"
+    assert detect_machine("auto", probe(tmp_path)).device == "cpu"
 
 
 def test_cpu_torch_on_a_gpu_machine(tmp_path: Path) -> None:
     write(tmp_path, driver_files(2))
     simulated = probe(tmp_path, prints(nvidia_smi=h100s(2)), torch=CPU_TORCH)
-    machine = detect("auto", simulated)
+    machine = detect_machine("auto", simulated)
     assert machine.device == "cpu"
     assert machine.describe().endswith(
         "(2 x NVIDIA A100-SXM4-80GB not used: the installed torch is built for the CPU only)"
     )
     with pytest.raises(ConfigError, match=r"built for the CPU only; install a GPU build of torch, or use cluster"):
-        detect("cuda", simulated)
+        detect_machine("cuda", simulated)
 
 
 def test_no_gpu_is_an_error_only_when_one_is_requested(tmp_path: Path) -> None:
-    assert detect("auto", probe(tmp_path)).note == ""
+    assert detect_machine("auto", probe(tmp_path)).note == ""
     with pytest.raises(ConfigError, match=r"^cluster.device=cuda: this machine's driver tools show no GPU; "):
-        detect("cuda", probe(tmp_path))
+        detect_machine("cuda", probe(tmp_path))
 
 
 def test_cpu_runs_no_gpu_program(tmp_path: Path) -> None:
-    assert detect("cpu", probe(tmp_path, never)).device == "cpu"
+    assert detect_machine("cpu", probe(tmp_path, never)).device == "cpu"
 
 
 class NvmlError(Exception):
@@ -247,32 +247,32 @@ def never(arguments: Sequence[str]) -> str | None:
 
 def test_nvml_lists_the_gpus_that_nvidia_smi_lists(tmp_path: Path) -> None:
     nvml = FakeNvml([H100] * 8)
-    machine = detect("auto", probe(tmp_path, never, nvml=nvml))
-    assert machine == detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
+    machine = detect_machine("auto", probe(tmp_path, never, nvml=nvml))
+    assert machine == detect_machine("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
     assert (machine.count, machine.capability, nvml.open) == (8, 9.0, 0)
 
 
 def test_nvml_obeys_visible_devices_and_capability(tmp_path: Path) -> None:
     nvml = FakeNvml([H100, ("Tesla V100-SXM2-16GB", 16384 * 2**20, (7, 0))])
-    machine = detect("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="GPU-11"))
+    machine = detect_machine("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="GPU-11"))
     assert (machine.name, machine.count, machine.memory_gib) == ("Tesla V100-SXM2-16GB", 1, 16)
     assert (machine.bf16_fast, machine.capability) == (False, 7.0)
 
 
 def test_nvml_without_memory_takes_it_from_the_table(tmp_path: Path) -> None:
     nvml = FakeNvml([("NVIDIA GH200 480GB", None, (9, 0))])
-    assert detect("auto", probe(tmp_path, never, nvml=nvml)).memory_gib == 94
+    assert detect_machine("auto", probe(tmp_path, never, nvml=nvml)).memory_gib == 94
 
 
 @pytest.mark.parametrize("fails", ["Init", "Count", "HandleByIndex", "UUID", "Name", "Capability"])
 def test_nvidia_smi_is_read_where_nvml_fails(tmp_path: Path, fails: str) -> None:
     nvml = FakeNvml([("another", 2**30, (7, 0))], fails=fails)
-    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8)), nvml=nvml))
+    machine = detect_machine("auto", probe(tmp_path, prints(nvidia_smi=h100s(8)), nvml=nvml))
     assert (machine.name, machine.count, nvml.open) == (H100[0], 8, 0)
 
 
 def test_nvidia_smi_is_read_where_nvml_has_no_gpus(tmp_path: Path) -> None:
-    assert detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(2)), nvml=FakeNvml([]))).count == 2
+    assert detect_machine("auto", probe(tmp_path, prints(nvidia_smi=h100s(2)), nvml=FakeNvml([]))).count == 2
 
 
 @pytest.mark.parametrize("named", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A100-SXM4-80GB"])
@@ -280,9 +280,9 @@ def test_a_mig_slice_through_nvml(tmp_path: Path, named: str) -> None:
     """With its memory as the driver reports it, and never with the name, so the peak, of a whole GPU."""
     slices = {(1, 0): ("MIG-first", "x MIG 3g.40gb", 40 * GIB), (1, 1): ("MIG-second", named, int(9.5 * GIB))}
     nvml = FakeNvml([("NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))] * 2, slices)
-    machine = detect("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="MIG-sec"))
+    machine = detect_machine("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="MIG-sec"))
     assert (machine.count, machine.memory_gib, machine.capability, machine.bf16_fast) == (1, 9.5, 8.0, True)
-    assert machine.name.startswith("NVIDIA A100-SXM4-80GB MIG") and peak_tflops(machine.name, "bf16") is None
+    assert machine.name.startswith("NVIDIA A100-SXM4-80GB MIG") and look_up_peak_tflops(machine.name, "bf16") is None
 
 
 def test_the_fake_nvml_has_functions_of_the_package() -> None:
@@ -293,7 +293,7 @@ def test_the_fake_nvml_has_functions_of_the_package() -> None:
 
 def test_memory_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert optional_module("psutil") is None
+    assert import_optional("psutil") is None
     assert Probe().physical_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -320,14 +320,14 @@ def rocm(**more: Any) -> str:
     ],
 )
 def test_rocm(tmp_path: Path, environ: dict[str, str], count: int) -> None:
-    machine = detect("auto", probe(tmp_path, prints(rocm_smi=rocm()), HIP_TORCH, **environ))
+    machine = detect_machine("auto", probe(tmp_path, prints(rocm_smi=rocm()), HIP_TORCH, **environ))
     assert (machine.device, machine.name, machine.count) == ("cuda", "AMD Instinct MI300X OAM", count)
     assert (machine.memory_gib, machine.bf16_fast) == (192, True)
 
 
 @pytest.mark.parametrize("output", ["", "not json", "{}"])
 def test_rocm_smi_without_gpus_is_the_cpu(tmp_path: Path, output: str) -> None:
-    assert detect("auto", probe(tmp_path, prints(rocm_smi=output), HIP_TORCH)).device == "cpu"
+    assert detect_machine("auto", probe(tmp_path, prints(rocm_smi=output), HIP_TORCH)).device == "cpu"
 
 
 V1, V2 = "4:memory:/job/x\n3:cpu,cpuacct:/job\n0::/\n", "0::/slice/job\n"
@@ -374,7 +374,7 @@ V1, V2 = "4:memory:/job/x\n3:cpu,cpuacct:/job\n0::/\n", "0::/slice/job\n"
 )
 def test_control_groups(tmp_path: Path, files: dict[str, str], gib: float, cores: int) -> None:
     write(tmp_path, files)
-    machine = detect("cpu", probe(tmp_path))
+    machine = detect_machine("cpu", probe(tmp_path))
     assert (machine.memory_gib, machine.cores) == (gib, cores)
 
 
@@ -391,7 +391,7 @@ def test_control_groups(tmp_path: Path, files: dict[str, str], gib: float, cores
 def test_cpu(tmp_path: Path, cpuinfo: str, name: str, fast: bool) -> None:
     if cpuinfo:
         write(tmp_path, {"proc/cpuinfo": cpuinfo})
-    machine = detect("auto", probe(tmp_path, torch=CPU_TORCH))
+    machine = detect_machine("auto", probe(tmp_path, torch=CPU_TORCH))
     assert machine == Machine("cpu", name, 1, 16, 64, fast)
 
 
@@ -427,7 +427,7 @@ def test_cpu(tmp_path: Path, cpuinfo: str, name: str, fast: bool) -> None:
     ],
 )
 def test_peaks(name: str, bf16: float | None, fp32: float | None) -> None:
-    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp32")) == (bf16, fp32)
+    assert (look_up_peak_tflops(name, "bf16"), look_up_peak_tflops(name, "fp32")) == (bf16, fp32)
 
 
 @pytest.mark.parametrize("row", PEAKS, ids=lambda row: row.pattern)

@@ -14,7 +14,7 @@ from launchers.slurm import job
 from titan import generate
 from titan import train as training
 from titan.bench import command
-from titan.cluster.environment import ALLOCATOR, before_torch
+from titan.cluster.environment import ALLOCATOR, prepare_environment
 from titan.cluster.rank_info import RankInfo
 
 GROWS = "expandable_segments:True"
@@ -30,7 +30,7 @@ GROWS = "expandable_segments:True"
 )
 def test_segments_grow_unless_the_user_says_otherwise(own: dict[str, str], expected: dict[str, str]) -> None:
     env = dict(own)
-    before_torch(env)
+    prepare_environment(env)
     assert {name: env[name] for name in ALLOCATOR if name in env} == expected
 
 

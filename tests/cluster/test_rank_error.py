@@ -30,7 +30,7 @@ def test_what_is_written_is_read(
     error: Exception, expected: tuple[str, int, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    rank_error.write(tmp_path / "new" / "3.error", rank_error.describe(error, 3))
+    rank_error.write(tmp_path / "new" / "3.error", rank_error.describe_error(error, 3))
     found = rank_error.read(tmp_path / "new" / "3.error")
     assert found is not None and (found.rank, found.node, found.killed) == (3, "n7", False)
     assert (found.last_line, found.code, found.plain, found.lost) == expected
@@ -53,7 +53,7 @@ def test_the_cause_lost_nobody_and_was_killed_or_came_first() -> None:
     lost = RankError(rank=0, time=1.0, text="x", lost=True)
     late, early = (RankError(rank=1, time=time, text="x") for time in (3.0, 2.0))
     killed = RankError(rank=2, time=4.0, text="x", killed=True)
-    assert rank_error.first_cause([lost, None, late, early]) == early
-    assert rank_error.first_cause([lost, late, killed]) == killed
-    assert rank_error.first_cause([lost]) == lost
-    assert rank_error.first_cause([None]) is None
+    assert rank_error.find_first_cause([lost, None, late, early]) == early
+    assert rank_error.find_first_cause([lost, late, killed]) == killed
+    assert rank_error.find_first_cause([lost]) == lost
+    assert rank_error.find_first_cause([None]) is None

@@ -24,7 +24,7 @@ from titan.compile.schema import Compile
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import init_weights
-from titan.model.activations import RankPart
+from titan.model.activations import RankBatch
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
@@ -60,7 +60,7 @@ def stage(
     checkpoint_blocks(model.blocks(), kept)
     whole = ModelStage(model)
     compile_stage(whole, how, share=kept.share, **options)
-    init_weights.materialise(model, model.initial(), 1, "cpu")
+    init_weights.materialise_model(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return whole
 
@@ -161,7 +161,7 @@ def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
 def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_needs() -> None:
     how = Compile("block", "aot_eager")
     tokens = X.numel()
-    block = SHAPE.block_activations(RankPart(tokens, 4, fused=False))
+    block = SHAPE.block_activations(RankBatch(tokens, 4, fused=False))
     more = saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full")))
     assert more == SHAPE.layers * (block.selective - block.input)
 
@@ -244,7 +244,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     compile_stage(one, how, share=kept.share, whole=kind == "tensor")
     if kind == "fsdp":
         data.shard_stage(one, mesh, torch.float32, reshard=True)
-    init_weights.materialise(model, initial, 1, "cpu")
+    init_weights.materialise_model(model, initial, 1, "cpu")
     model.init_buffers("cpu")
     x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])
     one(x, y).backward()

@@ -109,7 +109,7 @@ def rows() -> list[Any]:
 
 @pytest.mark.parametrize(("where", "row"), table(rows(), QUICK, one_in=2), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector(row["machine"]))
+    monkeypatch.setattr(devices, "detect_machine", detector(row["machine"]))
     run = composed(["name=x", *row["line"].split()])
     ids = identity.ids(run, identity.science_of(run, "d", None))
     assert {"science": ids.science, "group": ids.group, "execution": ids.execution} == {

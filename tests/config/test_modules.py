@@ -34,7 +34,7 @@ RECIPE = {"modules": ["theirs_pack"], "optimizer": {"_target_": "theirs_pack.The
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder with a package of others, and a recipe that lists it, which $TITAN_CONF names."""
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TITAN_CONF", str(tmp_path / "conf"))

@@ -13,7 +13,7 @@ import pytest
 from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
-from titan.cluster.signals import is_repeat, stopping
+from titan.cluster.signals import is_repeat, list_stop_signals
 from titan.metrics.lines import read_records
 from titan.training.signals import StopSignals
 
@@ -99,7 +99,7 @@ def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(t
 
 
 def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:
-    assert signal.SIGHUP in stopping()
+    assert signal.SIGHUP in list_stop_signals()
     assert [is_repeat(signal.SIGHUP, 0), is_repeat(signal.SIGHUP, 1), is_repeat(signal.SIGTERM, 1)] == [0, 1, 0]
     with StopSignals() as stop:
         for _ in range(2):

@@ -112,7 +112,7 @@ def test_control_characters_are_escaped() -> None:
 
 @pytest.fixture
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from titan.debug import activity
-from titan.debug.diagnosis import World, diagnose, diagnose_save, layer, table
+from titan.debug.diagnosis import RunState, describe_layer, diagnose, diagnose_save, format_table
 from titan.debug.flight import Operation
-from titan.debug.rank_state import Group, RankState
+from titan.debug.rank_state import RankGroup, RankState
 
-ALL = {"w": Group("shard", range(4))}
-UNITED = {"u": Group("shard", range(2, 4)), "w": Group("world", range(4))}
-GRIDS = {"t": Group("tensor", range(2)), "w": Group("world", range(4))}
+ALL = {"w": RankGroup("shard", range(4))}
+UNITED = {"u": RankGroup("shard", range(2, 4)), "w": RankGroup("world", range(4))}
+GRIDS = {"t": RankGroup("tensor", range(2)), "w": RankGroup("world", range(4))}
 
 
 def rank(number: int, **more: Any) -> RankState:
@@ -37,9 +37,9 @@ def issued(number: int, at: int = 7, *, of: int | None = None, group: str = "w",
     return rank(number, **(common | more))
 
 
-def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4, **processes: str) -> World:
+def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4, **processes: str) -> RunState:
     by_rank = {int(name.removeprefix("of_")): state for name, state in processes.items()}
-    return World(size, {state.rank: state for state in states}, frozenset(silent), by_rank)
+    return RunState(size, {state.rank: state for state in states}, frozenset(silent), by_rank)
 
 
 IN = "in the all-gather of layer 12 (fsdp), step 118"
@@ -166,7 +166,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_and_the_cause_are_named(name: str) -> None:
     given, words = CASES[name]
-    assert diagnose(given).what == words
+    assert diagnose(given).sentence == words
 
 
 @pytest.mark.parametrize(
@@ -184,20 +184,20 @@ def test_the_rank_and_the_cause_are_named(name: str) -> None:
 )
 def test_ranks_that_are_slow_together_are_no_error(states: list[RankState], words: str, usual: bool) -> None:
     found = diagnose(world(*states, size=2))
-    assert (found.ranks, found.what, found.usual) == ((), words, usual)
+    assert (found.ranks, found.sentence, found.is_expected) == ((), words, usual)
 
 
 @pytest.mark.parametrize(("make", "timed"), [(issued, True), (waits, False)])
 def test_a_collective_that_all_have_entered_names_no_rank(make: Any, timed: bool) -> None:
     found = diagnose(world(*(make(n) for n in range(4))))
-    assert (found.ranks, found.together) == ((), True)
+    assert (found.ranks, found.all_entered) == ((), True)
     words = "ranks 0, 1, 2, 3 have entered the all-gather of layer 12 (fsdp), step 118, and none has completed it; "
-    assert found.what.startswith(words) and ("TORCH_NCCL_ENABLE_TIMING" in found.what) == timed
+    assert found.sentence.startswith(words) and ("TORCH_NCCL_ENABLE_TIMING" in found.sentence) == timed
 
 
 def test_groups_of_other_ranks_under_the_same_name_are_not_compared() -> None:
     """Subgroups of one split may have one name."""
-    left, right = ({"s": Group("shard", members)} for members in (range(2), range(2, 4)))
+    left, right = ({"s": RankGroup("shard", members)} for members in (range(2), range(2, 4)))
     busy = rank(1, groups=left, entered={"s": 6})
     found = diagnose(
         world(waits(0, group="s", groups=left), busy, *(issued(n, 3, group="s", groups=right) for n in (2, 3)))
@@ -206,7 +206,7 @@ def test_groups_of_other_ranks_under_the_same_name_are_not_compared() -> None:
 
 
 def test_one_of_2048_ranks_is_found() -> None:
-    groups = {"w": Group("world", range(2048))}
+    groups = {"w": RankGroup("world", range(2048))}
     states = [issued(n, groups=groups, of=12) for n in range(2047)]
     found = diagnose(world(*states, rank(2047, groups=groups, **LATE), size=2048))
     assert found.ranks == (2047,)
@@ -217,20 +217,20 @@ def test_a_checkpoint_waits_for_the_rank_that_writes() -> None:
     writer = rank(2, saving=40, saving_line="w.py:3 in write", node="gpu7")
     found = diagnose_save(world(*waiting, writer))
     assert (found.ranks, found.node) == ((2,), "gpu7")
-    assert found.what == (
+    assert found.sentence == (
         "the checkpoint of step 40 is waiting for rank 2; rank 2: writing it (w.py:3 in write), process 102 on n1"
     )
-    assert diagnose_save(world(*(replace(s, saving_waits=False) for s in (*waiting, writer)))).usual
+    assert diagnose_save(world(*(replace(s, saving_waits=False) for s in (*waiting, writer)))).is_expected
 
 
 @pytest.mark.parametrize(
     ("module", "words"), [("layers.3", "layer 3"), ("model.tok_embeddings", "tok_embeddings"), (None, "")]
 )
 def test_layers_in_words(module: str | None, words: str) -> None:
-    assert layer(module) == words
+    assert describe_layer(module) == words
 
 
 def test_the_table_has_a_line_for_each_rank() -> None:
-    lines = table(world(waits(0), rank(1), silent=(1,), size=3)).splitlines()
+    lines = format_table(world(waits(0), rank(1), silent=(1,), size=3)).splitlines()
     assert [line[:7] for line in lines] == ["rank 0 ", "rank 1 ", "rank 2:"]
     assert "SILENT" in lines[1] and "all-gather of layer 12 (fsdp), number 7" in lines[0]

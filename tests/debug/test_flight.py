@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from titan.debug.dumps import record_nccl_timeouts
-from titan.debug.flight import Collectives, Operation, collectives, dump, kind
+from titan.debug.flight import Collectives, Operation, describe_kind, dump_recorder, read_collectives
 
 
 def entry(number: int, name: str = "gloo:all_reduce", *, ended: bool = True, state: str = "scheduled") -> Any:
@@ -33,12 +33,12 @@ def entry(number: int, name: str = "gloo:all_reduce", *, ended: bool = True, sta
     ],
 )
 def test_collectives_in_words(name: str, words: str) -> None:
-    assert kind(name) == words
+    assert describe_kind(name) == words
 
 
 def test_what_has_not_ended_is_pending_and_known_from_before_or_not() -> None:
     entries = [entry(1), entry(2), entry(3, ended=False), entry(4, "gloo:barrier", ended=False)]
-    found = collectives(pickle.dumps({"entries": entries}))
+    found = read_collectives(pickle.dumps({"entries": entries}))
     assert (found.entered, found.completed) == ({"0": 4}, {"0": 2})
     line = "train_step.py:9 in norm"
     assert found.pending == (
@@ -54,12 +54,12 @@ def nccl(*states: str, **more: Any) -> bytes:
 
 
 def test_nccl_says_what_its_gpu_has_started_where_it_is_timed() -> None:
-    found = collectives(nccl("completed", "started", "scheduled"))
+    found = read_collectives(nccl("completed", "started", "scheduled"))
     assert [op.started for op in found.pending] == [True, False]
 
 
 def test_without_timing_it_is_not_known_what_its_gpu_has_started() -> None:
-    found = collectives(nccl("completed", "completed", "scheduled", "scheduled"))
+    found = read_collectives(nccl("completed", "completed", "scheduled", "scheduled"))
     assert [(op.number, op.started) for op in found.pending] == [(3, None), (4, None)]
     assert (found.entered, found.completed) == ({"0": 4}, {"0": 2})
 
@@ -67,7 +67,7 @@ def test_without_timing_it_is_not_known_what_its_gpu_has_started() -> None:
 def test_a_collective_of_nccl_that_has_timed_out_has_not_ended() -> None:
     content = pickle.loads(nccl("completed", "scheduled"))
     content["entries"][1]["retired"] = True
-    assert [op.number for op in collectives(pickle.dumps(content)).pending] == [2]
+    assert [op.number for op in read_collectives(pickle.dumps(content)).pending] == [2]
 
 
 def message(name: str, number: int, *, ended: bool = False) -> Any:
@@ -83,18 +83,18 @@ def test_messages_that_nccl_launches_together_end_together(ended: bool) -> None:
     entries = [message(name, number) for number in (1, 2) for name in names]
     entries.insert(2, message("nccl:coalesced", 1, ended=True))
     entries += [message("nccl:coalesced", 2, ended=ended), entry(1, "nccl:all_reduce", state="completed")]
-    pending = collectives(pickle.dumps({"entries": entries})).pending
+    pending = read_collectives(pickle.dumps({"entries": entries})).pending
     assert [(op.kind, op.number, op.sizes) for op in pending] == ([] if ended else [("send", -1, "[[4]]")])
 
 
 def test_a_message_that_is_not_launched_with_others_ends_alone() -> None:
     entries = [message("nccl:recv 0<-1", 1, ended=True), message("nccl:recv 0<-1", 2)]
-    assert [op.kind for op in collectives(pickle.dumps({"entries": entries})).pending] == ["receive"]
+    assert [op.kind for op in read_collectives(pickle.dumps({"entries": entries})).pending] == ["receive"]
 
 
 def test_a_group_whose_collectives_left_the_ring_buffer_keeps_its_numbers() -> None:
     status = {"3": {"last_enqueued_collective": 90, "last_started_collective": -1, "last_completed_collective": 88}}
-    found = collectives(nccl("scheduled", pg_status=status))
+    found = read_collectives(nccl("scheduled", pg_status=status))
     assert (found.entered, found.completed) == ({"0": 90}, {"0": 88})
 
 
@@ -105,11 +105,11 @@ def test_the_recorder_is_that_of_the_backend(backend: str, name: bytes, monkeypa
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", lambda: b"others", raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    assert dump() == name
+    assert dump_recorder() == name
 
 
 def test_no_recorder_is_no_collective() -> None:
-    assert collectives(b"") == Collectives({}, {}, ())
+    assert read_collectives(b"") == Collectives({}, {}, ())
 
 
 @pytest.mark.parametrize("given", [None, "/elsewhere/nccl_"])

@@ -33,7 +33,7 @@ def judge_after(seconds: float, directory: Path, phase: str = COMPUTING, timeout
     """A judge on a rank that has made no progress for so long."""
     now = Time()
     what = Activity(timeout, now)
-    what.enter(phase)
+    what.enter_phase(phase)
     now.now += seconds
     return Judge(directory, INFO, 1, Clock(what, 60.0, 4))
 
@@ -47,9 +47,9 @@ def directory(tmp_path: Path) -> Path:
 def test_ranks_that_wait_for_one_that_makes_progress_do_not_hang(directory: Path) -> None:
     """A rank that evaluates, loads or writes more than the others."""
     judge = judge_after(400, directory, EVALUATING)
-    assert judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=0.1, **LATE))) is None
-    assert verdict.hang_of(directory) is None
-    found = judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=2.0, **LATE)))
+    assert judge.decide_verdict(world(*OTHERS, rank(2, phase=EVALUATING, late=0.1, **LATE))) is None
+    assert verdict.read_hang_sentence(directory) is None
+    found = judge.decide_verdict(world(*OTHERS, rank(2, phase=EVALUATING, late=2.0, **LATE)))
     assert found is not None and found.ranks == (2,) and found.exit_code is None
 
 
@@ -57,7 +57,7 @@ def test_ranks_that_wait_for_one_that_makes_progress_do_not_hang(directory: Path
 def test_at_the_timeout_the_run_ends_and_the_setting_is_named(late: float, silent: Any, directory: Path) -> None:
     """Also where the rank makes progress: the collective in which the others wait ends the run in a moment."""
     judge = judge_after(1799, directory, EVALUATING)
-    found = judge.judge(world(*OTHERS, rank(2, phase=EVALUATING, late=late, **LATE), silent=silent))
+    found = judge.decide_verdict(world(*OTHERS, rank(2, phase=EVALUATING, late=late, **LATE), silent=silent))
     assert found is not None and found.exit_code == 1
     assert found.sentence.startswith("no progress for 1799 s: waiting for rank 2 ")
     assert "; ended after cluster.timeout=1800, see" in found.sentence
@@ -69,10 +69,10 @@ def test_a_background_save_that_makes_progress_ends_no_run(
 ) -> None:
     """Rank 0 has written its part, rank 2 is on a slower disk; training goes on."""
     judge = judge_after(1799, directory)
-    judge.clock.activity.save = lambda: (40, 100.0)
-    judge.clock.activity.enter(COMPUTING)
+    judge.clock.activity.get_running_save = lambda: (40, 100.0)
+    judge.clock.activity.enter_phase(COMPUTING)
     states = [rank(n, saving=40, saving_waits=n != 2, late=late if n == 2 else 3.0) for n in range(4)]
-    found = judge.judge(world(*states, silent=silent))
+    found = judge.decide_verdict(world(*states, silent=silent))
     assert (found.exit_code if found else None) == code
 
 
@@ -82,58 +82,65 @@ def test_after_a_ctrl_c_only_what_makes_no_progress_is_ended(
     phase: str, late: float, code: int | None, directory: Path
 ) -> None:
     judge = judge_after(70, directory, phase)
-    judge.clock.asked = judge.clock.now() - 20
-    found = judge.judge(world(*OTHERS, rank(2, phase=phase, late=late, **LATE)))
+    judge.clock.stop_request_time = judge.clock.get_time() - 20
+    found = judge.decide_verdict(world(*OTHERS, rank(2, phase=phase, late=late, **LATE)))
     assert (found.exit_code if found else None) == code
 
 
 @pytest.mark.parametrize(("phase", "patience"), [(COMPUTING, 10.0), (SAVING, 60.0), (EVALUATING, 60.0)])
 def test_a_request_to_stop_shortens_steps_only(phase: str, patience: float, directory: Path) -> None:
     clock = judge_after(20, directory, phase).clock
-    clock.asked = clock.now()
-    assert clock.patience() == patience
+    clock.stop_request_time = clock.get_time()
+    assert clock.compute_patience() == patience
 
 
 def test_a_collective_that_no_gpu_completes_ends_the_run_without_a_rank(directory: Path) -> None:
     stuck = world(*(issued(n, late=3.0) for n in range(4)))
-    waiting, last = judge_after(400, directory).judge(stuck), judge_after(1799, directory).judge(stuck)
+    waiting, last = (
+        judge_after(400, directory).decide_verdict(stuck),
+        judge_after(1799, directory).decide_verdict(stuck),
+    )
     assert waiting is not None and last is not None
     assert (waiting.exit_code, last.exit_code, last.ranks, last.node) == (None, 1, (), "")
 
 
 def test_progress_is_no_hang() -> None:
     now = Time()
-    what = Activity(now=now)
+    what = Activity(get_time=now)
     clock = Clock(what, 60.0, 4)
-    for phase, advance in ((STARTING, what.advance), (EVALUATING, what.advance), (SAVING, what.advance_save)):
-        what.enter(phase)
+    for phase, advance in (
+        (STARTING, what.record_progress),
+        (EVALUATING, what.record_progress),
+        (SAVING, what.record_save_progress),
+    ):
+        what.enter_phase(phase)
         for _ in range(10):
             now.now += 25
             advance()
-            assert clock.lateness() == 0
+            assert clock.compute_lateness() == 0
         now.now += 60
-        assert clock.lateness() == 1
+        assert clock.compute_lateness() == 1
 
 
 def test_a_save_in_the_background_is_no_progress_of_training() -> None:
     now = Time()
-    what = Activity(now=now)
-    what.save = lambda: (40, 100.0)
-    what.enter(COMPUTING)
+    what = Activity(get_time=now)
+    what.get_running_save = lambda: (40, 100.0)
+    what.enter_phase(COMPUTING)
     now.now += 120
-    what.advance_save()
-    assert (what.age(), what.save_age()) == (120, 0)
+    what.record_save_progress()
+    assert (what.compute_idle_seconds(), what.compute_save_idle_seconds()) == (120, 0)
 
 
 def test_graphs_that_are_compiled_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo.utils as dynamo
 
     now = Time()
-    what = Activity(now=now)
-    what.look_at_compiler()
+    what = Activity(get_time=now)
+    what.check_compiler()
     now.now += 30
-    what.look_at_compiler()
-    assert what.age() == 30
+    what.check_compiler()
+    assert what.compute_idle_seconds() == 30
     monkeypatch.setitem(dynamo.counters["stats"], "unique_graphs", dynamo.counters["stats"]["unique_graphs"] + 1)
-    what.look_at_compiler()
-    assert what.age() == 0
+    what.check_compiler()
+    assert what.compute_idle_seconds() == 0

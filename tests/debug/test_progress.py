@@ -21,7 +21,7 @@ def count(trainer: Trainer) -> list[int]:
     """The progress before each update."""
     found: list[int] = []
     activity = trainer.world.activity
-    trainer.train_step.optimizer.register_step_pre_hook(lambda *_: found.append(activity.advances))
+    trainer.train_step.optimizer.register_step_pre_hook(lambda *_: found.append(activity.progress_count))
     return found
 
 

@@ -28,7 +28,7 @@ from titan.debug.clock import (
 )
 from titan.debug.flight import Operation
 from titan.debug.folder import Folder
-from titan.debug.rank_state import Group, RankState
+from titan.debug.rank_state import RankGroup, RankState
 from titan.debug.states import States
 from titan.debug.verdict import Verdict
 
@@ -38,19 +38,19 @@ MOST = 200
 
 def test_a_state_is_read_as_it_was_written() -> None:
     pending = (Operation("w", 3, "barrier", started=None, peers=(1, 2)),)
-    groups = {"w": Group("world", range(0, 8, 2)), "t": Group("tensor", (1, 2, 5))}
+    groups = {"w": RankGroup("world", range(0, 8, 2)), "t": RankGroup("tensor", (1, 2, 5))}
     state = RankState(3, "n1", attempt=2, beat=5, groups=groups, pending=pending, completed={"w": 2})
-    assert rank_state.decoded(rank_state.encoded(state), 2) == state
-    assert rank_state.decoded(rank_state.encoded(state), 1) is None
-    assert [rank_state.decoded(content, 2) for content in (None, b"", b"{", b'{"rank": 3}')] == [None] * 4
+    assert rank_state.decode_state(rank_state.encode_state(state), 2) == state
+    assert rank_state.decode_state(rank_state.encode_state(state), 1) is None
+    assert [rank_state.decode_state(content, 2) for content in (None, b"", b"{", b'{"rank": 3}')] == [None] * 4
 
 
 def test_a_file_that_becomes_shorter_keeps_nothing_of_before(tmp_path: Path) -> None:
-    files = Folder(tmp_path / "some", room=64)
+    files = Folder(tmp_path / "some", file_bytes=64)
     for content in (b"a long content", b"short"):
         files.write("one", content)
         assert Folder(tmp_path / "some").read("one") == content
-    assert files.read("two") is None and files.names() == ["one"]
+    assert files.read("two") is None and files.list_names() == ["one"]
     files.remove()
     assert not (tmp_path / "some").exists()
 
@@ -63,16 +63,16 @@ def test_memory_that_is_full_costs_no_descriptor_and_a_rank_counts_as_a_node(
 
     monkeypatch.setattr(os, "posix_fallocate", full_memory)
     before = os.listdir("/proc/self/fd")
-    clock = Clock(Activity(now=lambda: 0.0), None, 2)
+    clock = Clock(Activity(get_time=lambda: 0.0), None, 2)
     states = States(tmp_path, RankInfo(1, 2, 1), 1, clock, lambda key: Folder(tmp_path / "memory", 64))
     for beat in range(5):
-        states.write(RankState(1, pid=os.getpid(), attempt=1, beat=beat))
-    assert states.memory is None and states.writes()
+        states.write_rank(RankState(1, pid=os.getpid(), attempt=1, beat=beat))
+    assert states.memory is None and states.is_writer()
     assert len(os.listdir("/proc/self/fd")) == len(before) and not os.listdir(tmp_path / "memory")
 
 
 def test_memory_that_somebody_has_cleared_is_made_again(tmp_path: Path) -> None:
-    files = Folder(tmp_path / "memory", room=64)
+    files = Folder(tmp_path / "memory", file_bytes=64)
     files.write("one", b"before")
     shutil.rmtree(tmp_path / "memory")
     files.write("one", b"after")
@@ -84,7 +84,7 @@ def test_other_nodes_see_at_once_what_is_written(room: int, waits: bool, tmp_pat
     """A client of NFS writes later what is not written synchronously (nfs(5))."""
     files = Folder(tmp_path, room)
     files.write("one", b"content")
-    flags = fcntl.fcntl(files._written["one"][0], fcntl.F_GETFL)
+    flags = fcntl.fcntl(files._open_files["one"][0], fcntl.F_GETFL)
     assert (flags & os.O_DSYNC == os.O_DSYNC) == waits
 
 
@@ -92,7 +92,7 @@ def test_memory_of_ranks_that_were_killed_is_freed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(folder, "MEMORY", tmp_path)
     alive, killed = folder.node_memory("alive"), folder.node_memory("killed")
     for files, pid in ((alive, os.getpid()), (killed, 2**22 + 1)):  # above the largest number of a process
-        files.write("rank-0.json", rank_state.encoded(RankState(0, pid=pid)))
+        files.write("rank-0.json", rank_state.encode_state(RankState(0, pid=pid)))
         os.utime(files.path, (0, 0))
     folder.node_memory("new")
     assert alive.path.exists() and not killed.path.exists()
@@ -107,9 +107,9 @@ def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
     run.enter(EVALUATING)
     list(run.rates(60))
     first = run.nodes[0].states
-    assert [node.states.reports() for node in run.nodes] == [True, False, False, False]
-    world = first.world()
-    assert sorted(world.states) == list(range(16)) and not world.silent and not first.undecided()
+    assert [node.states.is_reporter() for node in run.nodes] == [True, False, False, False]
+    world = first.build_run_state()
+    assert sorted(world.states) == list(range(16)) and not world.silent_ranks and not first.is_undecided()
     assert sorted(file.name for file in first.shared.path.iterdir()) == [f"node-{n}.json" for n in (0, 12, 4, 8)]
 
 
@@ -117,29 +117,29 @@ def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -
     run.enter(EVALUATING)
     list(run.rates(60))
     run.nodes[0].alive = False
-    list(run.rates(2 * run.nodes[1].clock.node_silent_after()))
-    assert [node.states.reports() for node in run.nodes[1:]] == [True, False, False]
-    assert run.nodes[1].states.world().silent == set(range(4))
+    list(run.rates(2 * run.nodes[1].clock.node_silence_timeout()))
+    assert [node.states.is_reporter() for node in run.nodes[1:]] == [True, False, False]
+    assert run.nodes[1].states.build_run_state().silent_ranks == set(range(4))
 
 
 def test_a_verdict_reaches_all_nodes(run: SimulatedRun) -> None:
     run.enter(EVALUATING)
     list(run.rates(60))
     found = Verdict(1, "rank 3 hangs", (3,), "", 1)
-    run.nodes[0].states.pass_on(found)
-    list(run.rates(2 * run.nodes[0].clock.node_interval(late=True)))
+    run.nodes[0].states.publish_verdict(found)
+    list(run.rates(2 * run.nodes[0].clock.node_interval(is_late=True)))
     assert [node.states.verdict for node in run.nodes] == [found] * 4
 
 
 def test_a_rank_that_was_stopped_learns_what_others_have_found(tmp_path: Path) -> None:
     """It is the lowest one, and would report."""
-    clock = Clock(Activity(now=lambda: 7.0), None, 2)
+    clock = Clock(Activity(get_time=lambda: 7.0), None, 2)
     first, second = (
         States(tmp_path, RankInfo(n, 2, n), 1, clock, lambda key: Folder(tmp_path / "memory", 64)) for n in range(2)
     )
     found = Verdict(1, "rank 0 hangs", (0,), "", 1)
-    second.pass_on(found)
-    first.follow()
+    second.publish_verdict(found)
+    first.follow_reporter()
     assert first.verdict == found
 
 
@@ -149,11 +149,11 @@ def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: P
     other = RankState(1, pid=os.getpid(), attempt=1)
     for beat in range(60):
         run.now = now + beat
-        states._hear(replace(other, beat=min(beat, 3)))
-        states._hear(RankState(0, pid=os.getpid(), attempt=1, beat=beat))
-    assert states.silent_here() == {1} and states.writes() and not states.undecided()
+        states._record_beat(replace(other, beat=min(beat, 3)))
+        states._record_beat(RankState(0, pid=os.getpid(), attempt=1, beat=beat))
+    assert states.find_silent_ranks() == {1} and states.is_writer() and not states.is_undecided()
     states.rank = 1
-    assert not states.writes()
+    assert not states.is_writer()
 
 
 def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None:
@@ -161,25 +161,25 @@ def test_where_ranks_share_no_memory_one_of_them_reports(tmp_path: Path) -> None
     now = [0.0]
 
     def alone(number: int) -> States:
-        clock = Clock(Activity(now=lambda: now[0]), None, 4)
+        clock = Clock(Activity(get_time=lambda: now[0]), None, 4)
         return States(tmp_path, RankInfo(number, 4, number), 1, clock, lambda key: Folder(tmp_path / str(number), 64))
 
     ranks = [alone(number) for number in range(4)]
     for beat in range(90):
         now[0] = float(beat)
         for number, states in enumerate(ranks):
-            states.write(RankState(number, pid=os.getpid(), attempt=1, beat=beat, late=1.0))
-            states.follow()
-            if states.reports():
-                states.read()
-    assert [states.reports() for states in ranks] == [True, False, False, False]
-    assert sorted(ranks[0].world().states) == [0, 1, 2, 3] and not ranks[0].world().silent
+            states.write_rank(RankState(number, pid=os.getpid(), attempt=1, beat=beat, late=1.0))
+            states.follow_reporter()
+            if states.is_reporter():
+                states.read_nodes()
+    assert [states.is_reporter() for states in ranks] == [True, False, False, False]
+    assert sorted(ranks[0].build_run_state().states) == [0, 1, 2, 3] and not ranks[0].build_run_state().silent_ranks
 
 
 def test_a_node_writes_one_file(tmp_path: Path) -> None:
     """Real ranks of a node, with its memory."""
     now = [0.0]
-    clocks = [Clock(Activity(now=lambda: now[0]), None, 3) for _ in range(3)]
+    clocks = [Clock(Activity(get_time=lambda: now[0]), None, 3) for _ in range(3)]
     ranks = [
         States(tmp_path, RankInfo(n, 3, n), 1, clock, lambda key: Folder(tmp_path / "memory", 64))
         for n, clock in enumerate(clocks)
@@ -187,10 +187,10 @@ def test_a_node_writes_one_file(tmp_path: Path) -> None:
     for beat in range(30):
         now[0] = float(beat)
         for number, states in enumerate(ranks):
-            states.write(RankState(number, pid=os.getpid(), attempt=1, beat=beat))
-    assert ranks[0].shared.names() == ["node-0.json"] and {clock.ranks_here for clock in clocks} == {3}
+            states.write_rank(RankState(number, pid=os.getpid(), attempt=1, beat=beat))
+    assert ranks[0].shared.list_names() == ["node-0.json"] and {clock.ranks_on_node for clock in clocks} == {3}
     ranks[2].read_node()
-    assert sorted(ranks[2].known) == [0, 1, 2]
+    assert sorted(ranks[2].latest) == [0, 1, 2]
     for states in ranks:
         states.close()
     assert not (tmp_path / "memory").exists()
@@ -202,26 +202,26 @@ def test_the_file_system_is_asked_little_in_every_phase(ranks: int, tmp_path: Pa
     assert max(run.rates(25)) <= MOST
     run.enter(SAVING)
     for operations in run.rates(60):
-        assert operations <= MOST and sum(node.states.reports() for node in run.nodes) <= 1
+        assert operations <= MOST and sum(node.states.is_reporter() for node in run.nodes) <= 1
     run.nodes[0].alive = run.nodes[1].alive = False
     assert max(run.rates(60)) <= MOST
 
 
 @given(nodes=st.integers(1, 4096), per_node=st.integers(1, 8), age=st.floats(0, 1800))
 def test_intervals_grow_with_the_number_of_nodes(nodes: int, per_node: int, age: float) -> None:
-    activity = Activity(now=lambda: age)
+    activity = Activity(get_time=lambda: age)
     activity.since = 0.0
     clock = Clock(activity, None, nodes * per_node)
-    clock.ranks_here = per_node
+    clock.ranks_on_node = per_node
     every = min(clock.node_interval(late) for late in (False, True))
     assert clock.nodes == nodes and (nodes == 1 or nodes * OPERATIONS_OF_NODE / every <= WRITES_PER_SECOND + 0.01)
-    assert clock.reads(1.0) * OPERATIONS_OF_READ <= READS_PER_SECOND
-    assert clock.reads(1.0) * clock.read_interval() >= nodes - 1 and clock.node_silent_after() > 2 * every
+    assert clock.count_reads(1.0) * OPERATIONS_OF_READ <= READS_PER_SECOND
+    assert clock.count_reads(1.0) * clock.read_interval() >= nodes - 1 and clock.node_silence_timeout() > 2 * every
 
 
 def test_stacks_of_2048_ranks_are_written_one_after_another() -> None:
     clock = Clock(Activity(), None, 2048)
-    clock.ranks_here = 8
+    clock.ranks_on_node = 8
     delays = [clock.dump_delay(rank, 1000) for rank in range(2048)]
     assert delays[1000] == 0 and sum(d is not None for d in delays) >= 1024
     for second in range(90):

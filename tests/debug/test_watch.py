@@ -20,10 +20,10 @@ from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
 from titan.debug import verdict
 from titan.debug.activity import COMPUTING, Activity
-from titan.debug.place import places
+from titan.debug.thread_state import read_thread_states
 from titan.debug.verdict import HangError, Messages, Verdict
 from titan.debug.watch import Watch
-from titan.status import hang_of
+from titan.status import read_hang_sentence
 from titan.training.signals import StopSignals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -94,14 +94,14 @@ def test_the_first_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
 
 def test_the_usual_time_leaves_out_what_comes_between_steps() -> None:
     now = [7.0]
-    what = Activity(now=lambda: now[0])
+    what = Activity(get_time=lambda: now[0])
     for step in range(1, 5):
         what.begin_step(step)
         now[0] += 0.25
-    what.enter("evaluating")
+    what.enter_phase("evaluating")
     now[0] += 9.0
     what.begin_step(5)
-    assert what.usual() == 0.25
+    assert what.estimate_step_seconds() == 0.25
 
 
 def test_threads_are_found_with_their_layer() -> None:
@@ -114,7 +114,7 @@ def test_threads_are_found_with_their_layer() -> None:
     thread = threading.Thread(target=me.forward, args=(go, here), name="titan-loader")
     thread.start()
     here.wait()
-    found = places({id(me): "layers.3"})
+    found = read_thread_states({id(me): "layers.3"})
     go.set()
     thread.join()
     assert found["data"].layer == "layers.3" and "in forward" in found["data"].line
@@ -124,11 +124,11 @@ def test_threads_are_found_with_their_layer() -> None:
 def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     what = Activity(timeout=4)
     what.begin_step(9)
-    what.enter(COMPUTING)
+    what.enter_phase(COMPUTING)
     with Watch(tmp_path, RankInfo(), 1, what, 1.0):
-        until(lambda: hang_of(tmp_path), "a message")
+        until(lambda: read_hang_sentence(tmp_path), "a message")
         what.begin_step(10)
-        until(lambda: not hang_of(tmp_path), "the end of the hang")
+        until(lambda: not read_hang_sentence(tmp_path), "the end of the hang")
     said = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"titan: no step for \d+ s: it is computing gradients \(.*\), step 9", said[0])
     assert said[-1] == "titan: the run continues with step 10"
@@ -148,36 +148,36 @@ def test_a_signal_to_a_users_worker_is_none_to_the_rank(tmp_path: Path) -> None:
     with StopSignals() as stop, watch:
         end_a_child()
         watch._notice_signals()
-        assert watch.clock.asked is None and not stop.requested
+        assert watch.clock.stop_request_time is None and not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: watch.clock.asked is not None, "this process's own signal")
+        until(lambda: watch.clock.stop_request_time is not None, "this process's own signal")
         assert stop.requested
 
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_collectives_that_go_on_are_progress(moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    what = Activity(now=lambda: now[0])
-    what.enter(COMPUTING)
+    what = Activity(get_time=lambda: now[0])
+    what.enter_phase(COMPUTING)
     watch, numbers = Watch(tmp_path, RankInfo(0, 2), 1, what, 60.0), iter(range(9))
     monkeypatch.setattr(
-        Watch, "_collectives", lambda watch: {"entered": {"0": next(numbers) if moves else 7}, "completed": {}}
+        Watch, "_read_collectives", lambda watch: {"entered": {"0": next(numbers) if moves else 7}, "completed": {}}
     )
     for _ in range(2):
         now[0] += 40
         watch._read_details(late=True)
-    assert what.age() == (0 if moves else 80)
+    assert what.compute_idle_seconds() == (0 if moves else 80)
 
 
 def test_the_launcher_shows_messages_that_come_later(tmp_path: Path) -> None:
     (tmp_path / "debug").mkdir()
-    verdict.say(tmp_path, "of an earlier attempt")
+    verdict.append_message(tmp_path, "of an earlier attempt")
     messages = Messages(tmp_path)
-    assert messages.new() == []
-    verdict.say(tmp_path, "no step for 60 s")
-    assert (messages.new(), messages.new()) == (["no step for 60 s"], [])
+    assert messages.read_new() == []
+    verdict.append_message(tmp_path, "no step for 60 s")
+    assert (messages.read_new(), messages.read_new()) == (["no step for 60 s"], [])
 
 
 def test_the_error_of_a_hang_names_the_node_that_the_others_wait_for() -> None:
-    error = rank_error.describe(HangError(Verdict(1, "no step", (5, 7), "gpu3", 1)), rank=0)
+    error = rank_error.describe_error(HangError(Verdict(1, "no step", (5, 7), "gpu3", 1)), rank=0)
     assert (error.rank, error.node, error.text, error.plain) == (5, "gpu3", "no step", True)

@@ -30,7 +30,7 @@ LAYOUTS = st.builds(Layout, **dict.fromkeys(DIMENSIONS, POWERS))
 def recipe(*overrides: str) -> Recipe:
     """A composed recipe, on a machine where everything fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "detect", detector("gpu"))
+        patch.setattr(devices, "detect_machine", detector("gpu"))
         run = composed(["cluster.memory_gib=1e9", *overrides])
     return Recipe(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Recipe)})
 
@@ -262,7 +262,7 @@ def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
 def test_auto_degrees_follow_from_cluster_and_model(
     model: str, parallelism: str, nodes: int, more: list[str], expected: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
     run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
     assert run.layout == expected
@@ -271,7 +271,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
 
 @pytest.mark.full
 def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     with pytest.raises(ConfigError, match=r"With memory=full it needs .* Try memory=full, or set"):
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64

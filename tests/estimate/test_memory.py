@@ -16,7 +16,7 @@ from tests.support.tiers import full, table
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.estimate.traced.memory import Live, peak
-from titan.model.loss_terms import Tokens
+from titan.model.loss_terms import LossInputs
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
 from titan.training.trace.rank import trace_rank
@@ -141,11 +141,11 @@ class LogProbabilities(LossTerm):
 
     needs_logits: ClassVar[bool] = True
 
-    def build(self) -> Callable[[Tokens], Tensor]:
+    def build(self) -> Callable[[LossInputs], Tensor]:
         return _entropy
 
 
-def _entropy(tokens: Tokens) -> Tensor:
+def _entropy(tokens: LossInputs) -> Tensor:
     log_p = (tokens.logits / 1.0).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 

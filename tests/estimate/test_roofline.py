@@ -23,7 +23,7 @@ LONG = ("training.seq_len=8192", "training.global_batch=8192", "precision=bf16",
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     monkeypatch.chdir(tmp_path)
 
 

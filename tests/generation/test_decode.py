@@ -36,7 +36,7 @@ def tiny(seed: int = 0, **changes: Any) -> Any:
     """A model whose distributions are neither flat nor sharp."""
     with torch.device("meta"):
         model = Llama(**SMALL | changes).build()
-    init_weights.materialise(model, model.initial(), seed, "cpu")
+    init_weights.materialise_model(model, model.initial(), seed, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

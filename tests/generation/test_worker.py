@@ -106,7 +106,7 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
 def test_tensor_ranks_give_the_tokens_of_one_device(config: Decoder, temperature: float) -> None:
     with torch.device("meta"):
         model = config.build()
-    init_weights.materialise(model, model.initial(), 0, "cpu")
+    init_weights.materialise_model(model, model.initial(), 0, "cpu")
     weights = InMemory(
         config, {name: 5 * p.detach() if p.dim() > 1 else p.detach() for name, p in model.named_parameters()}
     )

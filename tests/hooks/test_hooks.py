@@ -178,7 +178,7 @@ def test_a_user_error(override: str, message: str, tmp_path: Path, capsys: pytes
 
 
 def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
 
     def ids(*overrides: str) -> tuple[str, str, str]:
         run = composed(["name=x", "modules=[tests]", *overrides])

@@ -26,4 +26,4 @@ def test_without_any_gpu_the_first_advice_is_not_another_torch(monkeypatch: pyte
     with pytest.raises(
         ConfigError, match=r"only; send it to GPU nodes with hydra/launcher=slurm, .* or install torch\."
     ):
-        devices.detect("cuda")
+        devices.detect_machine("cuda")

@@ -90,7 +90,7 @@ def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
 def test_a_point_of_older_code_ends_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trial, "die_with", lambda parent: None)
+    monkeypatch.setattr(trial, "die_with_parent", lambda parent: None)
     bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     assert trial.main(str(tmp_path / "a.pickle"), "1") == 2
     assert "another version of titan" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
-from titan.cluster.schema import minutes
+from titan.cluster.schema import parse_minutes
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.run import Run
@@ -67,7 +67,7 @@ def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_time_limits(time: str | None, expected: int | None) -> None:
-    assert minutes(time) == expected
+    assert parse_minutes(time) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_the_script_reads_what_ranks_write(tmp_path: Path) -> None:
     ranks = f'cp {tmp_path}/errors/* {ATTEMPT}/0/"; exit 1'
     done = ran(tmp_path / "with space", job("cluster.restarts=1", "cluster.requeues=0"), ranks)
     assert done["note"] == "restart 1 of 1 without n3"
-    rank_error.write(tmp_path / "errors" / "2.error", rank_error.describe(ConfigError("a=b: wrong."), 2))
+    rank_error.write(tmp_path / "errors" / "2.error", rank_error.describe_error(ConfigError("a=b: wrong."), 2))
     (tmp_path / "with space" / "9.restarts").unlink()
     assert not ran(tmp_path / "with space", job("cluster.restarts=1", "cluster.requeues=0"), ranks)["again"]
 

@@ -16,7 +16,7 @@ from launchers import scratch
 from launchers.supervisor import run_ranks
 from tests.support.processes import alive, ended, program, until
 from tests.support.tiers import full
-from titan.cluster.signals import STOPPING
+from titan.cluster.signals import STOP_MESSAGE
 from titan.files import leases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -85,7 +85,7 @@ def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_p
         ranks = pids(tmp_path, 2)
         parent.send_signal(number)
         code, _, err = ended(parent)
-        assert (code, err) == (130, STOPPING)
+        assert (code, err) == (130, STOP_MESSAGE)
         assert not any(map(alive, ranks))
 
 

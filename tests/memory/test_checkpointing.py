@@ -21,7 +21,7 @@ from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import init_weights
-from titan.model.activations import RankPart
+from titan.model.activations import RankBatch
 from titan.model.schema import Decoder, Llama
 from titan.model.schema_moe import Qwen3Moe
 from titan.parallelism import tensor
@@ -43,7 +43,7 @@ def stage(how: Memory = NONE, compute: torch.dtype = torch.float32, shape: Decod
         model: Any = shape.build()
     model.tok_embeddings.dtype = compute  # type: ignore[union-attr]
     checkpoint_blocks(model.blocks(), how)
-    init_weights.materialise(model, model.initial(), 1, "cpu")
+    init_weights.materialise_model(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return ModelStage(model)
 
@@ -123,7 +123,7 @@ def kept(how: Memory) -> int:
 
 
 def test_keeps_what_the_mode_says() -> None:
-    full, block = kept(Memory("full")), SHAPE.block_activations(RankPart(4 * 16, 4, fused=False))
+    full, block = kept(Memory("full")), SHAPE.block_activations(RankBatch(4 * 16, 4, fused=False))
     assert kept(Memory("selective")) - full == SHAPE.layers * (block.selective - block.input)
     whole = (kept(NONE) - full) / SHAPE.layers
     assert whole > block.selective
@@ -181,7 +181,7 @@ def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
         initial = model.initial()
         tensor.apply_tensor_plan(model, mesh, sequence_parallel=True, loss_parallel=True)
         checkpoint_blocks(model.blocks(), Memory(mode))
-        init_weights.materialise(model, initial, 1, "cpu")
+        init_weights.materialise_model(model, initial, 1, "cpu")
         model.init_buffers("cpu")
         loss = ModelStage(model)(*batch())
         with Watch() as watch:
@@ -232,9 +232,7 @@ def test_refusals(typed: str, wanted: str, tmp_path: Path) -> None:
 
 
 def test_every_other_matmul_of_a_block_with_experts_is_kept() -> None:
-    shape = Qwen3Moe(
-        dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=64, experts=4, chosen_experts=2, expert_ffn=24
-    )
+    shape = Qwen3Moe(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=64, experts=4, top_k=2, expert_ffn=24)
     loss = stage(Memory("selective"), shape=shape)(*batch())
     with Watch() as watch:
         loss.backward()

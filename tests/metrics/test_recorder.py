@@ -18,7 +18,7 @@ from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
-from titan.model.init_weights import materialise
+from titan.model.init_weights import materialise_model
 from titan.run.run import Run
 from titan.training.metrics_setup import build_step_speed
 
@@ -96,7 +96,7 @@ def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
     config, length, rows = tiny(tmp_path, f"model.tied={tied}").model, 16, 3
     with torch.device("meta"):
         model: Any = config.build()
-    materialise(model, model.initial(), 0, "cpu")
+    materialise_model(model, model.initial(), 0, "cpu")
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model.head(model(tokens), tokens).backward()

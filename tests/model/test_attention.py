@@ -26,7 +26,7 @@ from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import attention, init_weights
-from titan.model.attention import BLOCK, FlexAttention, block_mask
+from titan.model.attention import BLOCK, FlexAttention, make_block_mask
 from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
 from titan.model.schema_llama4 import Llama4
@@ -77,7 +77,7 @@ def dense(counts: Tensor, indices: Tensor) -> Tensor:
 @given(st.integers(1, 2), st.integers(1, 5 * BLOCK), st.sampled_from([0, 0.002, 0.01, 0.3]), st.integers(0, 9))
 def test_blocks_show_what_a_mask_of_tokens_shows(rows: int, length: int, share: float, seed: int) -> None:
     ids = documents(rows, length, share, seed)
-    mask = block_mask(ids, torch.arange(length)[None], torch.float32)
+    mask = make_block_mask(ids, torch.arange(length)[None], torch.float32)
     assert torch.equal(visible(mask, rows), document_mask(ids, torch.float32)[:, 0] == 0)
     assert mask.shape[-2:] == (length, length)
 
@@ -86,7 +86,7 @@ def test_blocks_that_hide_all_are_passed_over() -> None:
     """As many blocks are looked at as torch finds, which makes a mask of tokens by tokens to find them."""
     length = 8 * BLOCK
     ids = (torch.arange(length) // (2 * BLOCK))[None]
-    mask = block_mask(ids, torch.arange(length)[None], torch.float32)
+    mask = make_block_mask(ids, torch.arange(length)[None], torch.float32)
     seen = lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
     theirs = flex.create_block_mask(seen, 1, None, length, length, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
@@ -110,7 +110,7 @@ class Largest(TorchDispatchMode):
 def test_blocks_are_found_without_tokens_by_tokens_and_without_the_host() -> None:
     ids = documents(1, 16 * BLOCK, 0.01)
     with Largest() as largest:
-        block_mask(ids, torch.arange(16 * BLOCK)[None], torch.float32)
+        make_block_mask(ids, torch.arange(16 * BLOCK)[None], torch.float32)
     assert largest.elements <= 16 * BLOCK
     assert not largest.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
@@ -125,7 +125,7 @@ def qkv(length: int, heads: int, pairs: int) -> list[Tensor]:
 def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | None) -> None:
     tensors = qkv(300, heads, pairs)
     ids = None if share is None else documents(2, 300, share)
-    mask = block_mask(ids, torch.arange(300)[None], torch.float32)
+    mask = make_block_mask(ids, torch.arange(300)[None], torch.float32)
     found = FlexAttention(scale=0.5)(*tensors, mask)
     seen = None if ids is None else document_mask(ids, torch.float32)
     expected = attend(*tensors, seen, scale=0.5)  # type: ignore[misc]
@@ -180,7 +180,7 @@ def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, mo
     """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
     built = model()
-    attention.set_kernels(built, "flex", CPU, blocks=True)
+    attention.set_kernels(built, "flex", CPU, use_flex=True)
     assert {type(block.attention.core) for block in built.blocks()} == {FlexAttention}
     how(built)
     assert far(train(built, ids), train(model(), ids)) <= EXACT
@@ -190,7 +190,7 @@ def llama4() -> Any:
     torch.manual_seed(0)
     shape = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, "experts": 4, "expert_ffn": 16}
     built = Llama4(**shape, attention_chunk=37, nope_every=2, moe_every=2, floor_scale=20).build()
-    init_weights.materialise(built, built.initial(), 0, "cpu")
+    init_weights.materialise_model(built, built.initial(), 0, "cpu")
     return built
 
 
@@ -199,7 +199,7 @@ def llama4() -> Any:
 def test_chunks_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
     built = llama4()
-    attention.set_kernels(built, "flex", CPU, blocks=True)
+    attention.set_kernels(built, "flex", CPU, use_flex=True)
     how(built)
     assert far(train(built, ids), train(llama4(), ids)) <= EXACT
 
@@ -230,14 +230,14 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 )
 def test_the_chosen_kernel_attends(choice: str, flash: bool, how: Callable[[Any], Any]) -> None:
     built = model()
-    attention.set_kernels(built, choice, CPU, blocks=False)
+    attention.set_kernels(built, choice, CPU, use_flex=False)
     how(built)
     with profile(activities=[ProfilerActivity.CPU]) as watch:
         found = train(built, None)
     assert (FLASH in {event.name for event in watch.events()}) is flash
     assert far(found, train(model(), None)) <= EXACT
-    name = attention.selected_kernel(
-        (4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False
+    name = attention.query_selected_kernel(
+        (4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, has_mask=False
     )
     assert name == ("flash" if flash else "math")
 
@@ -254,13 +254,15 @@ def test_on_gpus_the_fastest_comes_first(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda")
-    assert attention.kernels("auto", cuda) == tuple(attention.NAMED[name] for name in names)
-    assert attention.kernels("flash", cuda) == (attention.NAMED["flash"],)
+    assert attention.choose_kernels("auto", cuda) == tuple(attention.BACKENDS[name] for name in names)
+    assert attention.choose_kernels("flash", cuda) == (attention.BACKENDS["flash"],)
 
 
 def test_no_kernel_that_can_is_said() -> None:
-    with pytest.raises(attention.NoKernel):
-        attention.selected_kernel((4, 2, 8), torch.float32, CPU, (attention.NAMED["efficient"],), masked=False)
+    with pytest.raises(attention.NoKernelError):
+        attention.query_selected_kernel(
+            (4, 2, 8), torch.float32, CPU, (attention.BACKENDS["efficient"],), has_mask=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [tiers.full("allgather"), tiers.full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
     assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
@@ -326,10 +328,10 @@ def test_kernels_reach_ranks_that_share_rows() -> None:
     from titan.parallelism import context
 
     built: Any = model()
-    attention.set_kernels(built, "math", CPU, blocks=False)
+    attention.set_kernels(built, "math", CPU, use_flex=False)
     assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
     context.replace_attention(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
-    assert {block.attention.core.kernels for block in built.blocks()} == {(attention.NAMED["math"],)}
+    assert {block.attention.core.kernels for block in built.blocks()} == {(attention.BACKENDS["math"],)}
     assert {block.attention.core.kernel for block in built.blocks()} == {"math"}
 
 
@@ -337,7 +339,7 @@ def test_flex_reaches_ranks_that_share_rows() -> None:
     from titan.parallelism import context
 
     built: Any = model()
-    attention.set_kernels(built, "flex", CPU, blocks=True)
+    attention.set_kernels(built, "flex", CPU, use_flex=True)
     context.replace_attention(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
     cores = [block.attention.core for block in built.blocks()]
     assert {type(core) for core in cores} == {context.ContextAttention}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.tiers import full
-from titan.model.init_weights import Normal, Ones, materialise
-from titan.model.layers import RMSNorm, rotate, rotation
+from titan.model.init_weights import Normal, Ones, materialise_model
+from titan.model.layers import RMSNorm, compute_rotation, rotate_halves
 from titan.model.schema import Decoder, Llama, Qwen3
 
 VOCAB = 64
@@ -25,7 +25,7 @@ def make(family: type[Decoder], **changes: Any) -> Any:
     config = family(**({"dim": 32, "layers": 2, "head_dim": 8, "ffn": 48, "vocab": VOCAB} | changes))
     with torch.device("meta"):
         model = config.build()
-    materialise(model, model.initial(), 1, "cpu")
+    materialise_model(model, model.initial(), 1, "cpu")
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() == 2 else 1)
@@ -153,8 +153,8 @@ def test_norms_rotation_and_loss_are_exact_inside_bf16() -> None:
     norm = RMSNorm(8, 1e-5)
     norm.weight.data = torch.linspace(0.5, 1.5, 8).bfloat16().float()
     assert torch.equal(norm(x), norm(x.float()).bfloat16())
-    angles = rotation(torch.tensor([1.0, 0.3, 0.1, 0.01]), 1000 + torch.arange(16)[None])
-    assert torch.equal(rotate(x, *angles), rotate(x.float(), *angles).bfloat16())
+    angles = compute_rotation(torch.tensor([1.0, 0.3, 0.1, 0.01]), 1000 + torch.arange(16)[None])
+    assert torch.equal(rotate_halves(x, *angles), rotate_halves(x.float(), *angles).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_residual_stream_stays_of_one_size_with_depth(family: type[Decoder]) -> 
     for layers in (2, 24):
         with torch.device("meta"):
             model = family(dim=64, layers=layers, head_dim=16, ffn=160, vocab=256).build()
-        materialise(model, model.initial(), 1, "cpu")
+        materialise_model(model, model.initial(), 1, "cpu")
         seen: list[Tensor] = []
         model.norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         tokens = torch.arange(64)[None]

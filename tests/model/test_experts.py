@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from titan.model.balance import Balance
-from titan.model.experts import MixtureOfExperts, Router, largest
-from titan.model.grouped import grouped_product
+from titan.model.experts import MixtureOfExperts, Router, select_top_k
+from titan.model.grouped import multiply_grouped
 
 ENDS = {
     "even": (4, 8, 12),
@@ -34,7 +34,7 @@ def test_products_and_gradients(ends: tuple[int, ...], dtype: torch.dtype) -> No
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 16, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(3, 24, 16, generator=generator, dtype=dtype, requires_grad=True)
-    out = grouped_product(x, weight, torch.tensor(ends, dtype=torch.int32))
+    out = multiply_grouped(x, weight, torch.tensor(ends, dtype=torch.int32))
     upstream = torch.randn(out.shape, generator=generator, dtype=dtype)
     found = torch.autograd.grad(out, (x, weight), upstream)
     expected = loop(x, weight, ends)
@@ -46,12 +46,12 @@ def test_products_and_gradients(ends: tuple[int, ...], dtype: torch.dtype) -> No
 
 def test_rows_that_are_not_aligned() -> None:
     x, weight = torch.randn(4, 3, dtype=torch.bfloat16), torch.randn(2, 5, 3, dtype=torch.bfloat16)
-    assert torch.equal(grouped_product(x, weight, torch.tensor([1, 4], dtype=torch.int32)), loop(x, weight, (1, 4)))
+    assert torch.equal(multiply_grouped(x, weight, torch.tensor([1, 4], dtype=torch.int32)), loop(x, weight, (1, 4)))
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     scores = torch.tensor([[0.2, 0.3, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]])
-    assert largest(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
+    assert select_top_k(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
 def mixture(**how: Any) -> MixtureOfExperts:
@@ -85,8 +85,8 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 def test_tokens_go_to_experts_of_their_groups() -> None:
     scores = torch.tensor([[0.9, 0.1, 0.5, 0.6, 0.2, 0.3, 0.8, 0.1]])  # pairs have 1.0, 1.1, 0.5 and 0.9
-    router = Router(16, 8, 3, sigmoid=True, groups=4, chosen_groups=2)
-    assert largest(router._preferred(scores), 3).tolist() == [[0, 3, 2]]
+    router = Router(16, 8, 3, sigmoid=True, groups=4, topk_groups=2)
+    assert select_top_k(router._compute_choice_scores(scores), 3).tolist() == [[0, 3, 2]]
 
 
 def by_definition(layer: MixtureOfExperts, x: Tensor, valid: Tensor) -> dict[str, float]:
@@ -121,7 +121,7 @@ def test_a_capacity_drops_later_tokens_and_choices() -> None:
     layer, x = mixture(), torch.randn(1, 40, 16)
     layer.balance = Balance(8, (), capacity=1.0)  # 40 tokens * 3 choices / 8 experts = 15 of each
     route = layer.router(x)
-    kept = layer.balance.keep(route.experts)
+    kept = layer.balance.apply_capacity(route.experts)
     places: dict[int, int] = {}
     for choice in range(3):
         for t in range(40):

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.tiers import full
 from titan.model import init_weights
-from titan.model.init_weights import Normal, Ones, fill_normal, materialise
+from titan.model.init_weights import Normal, Ones, fill_normal, materialise_model
 from titan.model.schema import Llama
 
 UNEVEN = Llama(dim=40, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=101, vocab=131)
@@ -79,7 +79,7 @@ def test_whole_is_the_union_of_any_boxes(partition: tuple[tuple[int, ...], list[
 def test_a_part_of_a_block_has_the_values_of_the_whole(size: int) -> None:
     whole = torch.empty(size).normal_(generator=torch.Generator().manual_seed(3))
     for used in range(1, size + 1):
-        found = init_weights._sample(torch.empty(size), used, torch.Generator().manual_seed(3))
+        found = init_weights._sample_normal(torch.empty(size), used, torch.Generator().manual_seed(3))
         assert torch.equal(found[:used], whole[:used])
 
 
@@ -106,8 +106,8 @@ def test_blocks_differ() -> None:
 
 def test_seeds_of_blocks_keep_their_meaning() -> None:
     """A change here would change every run's start: fixed, not computed."""
-    assert init_weights.block_seed(0, "norm.weight", 0) == 14079161155085768481
-    assert init_weights.block_seed(2**63, "layers.0.attention.wq.weight", 12) == 18385063830235845118
+    assert init_weights.hash_block_seed(0, "norm.weight", 0) == 14079161155085768481
+    assert init_weights.hash_block_seed(2**63, "layers.0.attention.wq.weight", 12) == 18385063830235845118
 
 
 def test_distribution_is_normal_clipped_at_three_deviations() -> None:
@@ -162,7 +162,7 @@ def gradients(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
 def alone(config: Llama) -> tuple[Any, Any]:
     """What `sharded` gives, on one device."""
     model = on_meta(config)
-    materialise(model, model.initial(), 5, "cpu")
+    materialise_model(model, model.initial(), 5, "cpu")
     before = weights(model)
     step(model)
     return before, gradients(model)
@@ -170,7 +170,7 @@ def alone(config: Llama) -> tuple[Any, Any]:
 
 def test_materialise_fills_everything() -> None:
     model = on_meta(UNEVEN)
-    materialise(model, model.initial(), 5, "cpu")
+    materialise_model(model, model.initial(), 5, "cpu")
     expected = UNEVEN.build()
     assert torch.equal(model.inv_freq, expected.inv_freq)
     for name, weight in model.named_parameters():
@@ -184,7 +184,7 @@ def test_materialise_fills_everything() -> None:
 
 def test_tied_weights_stay_tied() -> None:
     model = on_meta(TIED)
-    materialise(model, model.initial(), 5, "cpu")
+    materialise_model(model, model.initial(), 5, "cpu")
     assert model.head.weight is model.tok_embeddings.weight
     assert len(list(model.parameters())) == len(model.initial())
 
@@ -193,7 +193,7 @@ def test_parameter_without_an_initial_value_is_named() -> None:
     model = on_meta(UNEVEN)
     initial = {k: v for k, v in model.initial().items() if k != "layers.1.attention.wk.weight"}
     with pytest.raises(KeyError, match=r"layers\.1\.attention\.wk\.weight"):
-        materialise(model, initial, 5, "cpu")
+        materialise_model(model, initial, 5, "cpu")
 
 
 def test_fake_parameters_cost_nothing() -> None:
@@ -203,7 +203,7 @@ def test_fake_parameters_cost_nothing() -> None:
     model = on_meta(Llama(dim=16384, layers=1, heads=128, kv_heads=8, ffn=53248, vocab=128256))
     never = patch.object(init_weights, "fill_normal", side_effect=AssertionError("drew values for a fake parameter"))
     with never, FakeTensorMode(allow_non_fake_inputs=True):
-        materialise(model, model.initial(), 5, "cpu")
+        materialise_model(model, model.initial(), 5, "cpu")
         assert model.head.weight.device.type == "cpu"
 
 
@@ -234,7 +234,7 @@ def sharded(rank: int, world: int, config: Llama, layout: str) -> tuple[Any, Any
     """On each rank: parallelise on meta, materialise, gather the weights and, of a sum over ranks, the gradients."""
     model = on_meta(config)
     parallelise(model, world, layout)
-    materialise(model, model.initial(), 5, "cpu")
+    materialise_model(model, model.initial(), 5, "cpu")
     before = weights(model)
     step(model)
     return before, gradients(model)
@@ -265,7 +265,7 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 
 def test_wrong_box_is_an_error() -> None:
     with (
-        patch.object(init_weights, "_local", return_value=torch.empty(1)),
+        patch.object(init_weights, "_get_local_shard", return_value=torch.empty(1)),
         pytest.raises(RankFailed, match="the local shape is"),
     ):
         run_ranks(sharded, 1, UNEVEN, "shard")
@@ -313,4 +313,4 @@ def test_run_ranks_reports_failure_and_leaves_no_one(fn: Any, message: str, time
 def test_unused_names_are_allowed() -> None:
     """A pipeline stage holds a part of what the model declares."""
     model = on_meta(TIED)
-    materialise(model, model.initial() | {"layers.9.attention.wq.weight": Normal(1.0)}, 5, "cpu")
+    materialise_model(model, model.initial() | {"layers.9.attention.wq.weight": Normal(1.0)}, 5, "cpu")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.model.layers import IGNORED, Head, cross_entropy
-from titan.model.loss import chunked, chunked_loss
+from titan.model.loss import compute_chunked_loss, compute_loss_in_chunks
 from titan.model.schema import Llama
 from titan.parallelism import tensor
 
@@ -51,7 +51,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
     shape: tuple[int, ...], chunk: int, scale: float, ignored: float
 ) -> None:
     tensors, others = case(shape, scale, ignored), case(shape, scale, ignored)
-    found, expected = chunked(*tensors, chunk=chunk), whole(*others)
+    found, expected = compute_chunked_loss(*tensors, chunk=chunk), whole(*others)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=EXACT, abs=1e-4)
     (found * 0.25).backward()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def test_any_chunk_gives_the_loss_and_gradients_of_all_logits(
 def test_bf16_differs_by_rounding_only(chunk: int) -> None:
     shape = (4, 16, 32, 50)
     tensors, others = case(shape, 1, 0.2, torch.bfloat16), case(shape, 1, 0.2, torch.bfloat16)
-    chunked(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
+    compute_chunked_loss(*tensors, chunk=chunk).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     for one, other in zip(tensors[:2], others[:2], strict=True):
         assert one.grad is not None and other.grad is not None
@@ -76,7 +76,7 @@ def test_bf16_differs_by_rounding_only(chunk: int) -> None:
 def test_chunks_of_the_weights_gradient_are_summed_in_float32() -> None:
     """A sum in bf16 would lose what one chunk adds to that of hundreds."""
     hidden, weight, targets = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16), 0
-    _, _, gradient = chunked_loss(hidden, weight, torch.full((1024,), targets), 1, (False, True))
+    _, _, gradient = compute_loss_in_chunks(hidden, weight, torch.full((1024,), targets), 1, (False, True))
     assert gradient.flatten().tolist() == [-512, 512]
 
 
@@ -100,18 +100,18 @@ class Shapes(TorchDispatchMode):
 def test_logits_are_never_whole_and_unused_gradients_are_not_computed(graded: bool, matmuls: int) -> None:
     hidden, weight, targets = case((2, 10, 8, 30), 1, 0)
     with Shapes() as shapes, torch.set_grad_enabled(graded):
-        chunked_loss(hidden.flatten(0, 1).detach(), weight.detach(), targets.flatten(), 8, (graded, graded))
+        compute_loss_in_chunks(hidden.flatten(0, 1).detach(), weight.detach(), targets.flatten(), 8, (graded, graded))
     assert max(shape[0] for shape, _ in shapes.seen if shape[-1:] == (30,) and len(shape) == 2) == 8
     assert shapes.matmuls == 3 * matmuls  # of three chunks
     with torch.set_grad_enabled(graded):
-        assert chunked(hidden, weight, targets, chunk=8).requires_grad is graded
+        assert compute_chunked_loss(hidden, weight, targets, chunk=8).requires_grad is graded
 
 
 @pytest.mark.parametrize("needed", [0, 1], ids=["hidden", "weight"])
 def test_only_the_gradient_that_is_needed_is_there(needed: int) -> None:
     tensors, others = case((2, 5, 4, 9), 1, 0), case((2, 5, 4, 9), 1, 0)
     tensors[1 - needed].requires_grad_(False)
-    chunked(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
+    compute_chunked_loss(*tensors, chunk=3).backward()  # type: ignore[no-untyped-call]
     whole(*others).backward()  # type: ignore[no-untyped-call]
     gradient, expected = tensors[needed].grad, others[needed].grad
     assert gradient is not None and expected is not None and tensors[1 - needed].grad is None
@@ -124,7 +124,7 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
     hidden, weight, targets = case((2, 9, 8, 30), 1, 0.2)
     other, *more = case((2, 9, 8, 30), 1, 0.2)
     head = Head(8, 30)
-    head.weight, head.fused = nn.Parameter(weight.detach()), lambda *args: chunked(*args, chunk=7)
+    head.weight, head.fused = nn.Parameter(weight.detach()), lambda *args: compute_chunked_loss(*args, chunk=7)
     head.compile(backend=backend, fullgraph=True)
     loss = head(hidden, targets)
     whole(other, *more).backward()  # type: ignore[no-untyped-call]

@@ -73,7 +73,7 @@ def check(terms: tuple[Term, ...], cap: float | None, chunk: int | None, backend
     other, *more = case(SHAPE, 1, 0.3)
     head = Head(SHAPE[2], SHAPE[3])
     head.weight = nn.Parameter(weight.detach())
-    loss_terms.apply(head, terms, chunk, cap)
+    loss_terms.set_head_loss(head, terms, chunk, cap)
     if backend:
         head.compile(backend=backend, fullgraph=True)
     found = head(hidden, targets)
@@ -96,7 +96,7 @@ def parts(rank: int, world: int, sequence: bool, chunk: int | None) -> tuple[flo
     config = Llama(dim=8, layers=1, heads=2, kv_heads=2, ffn=8, vocab=12, logit_cap=1.5)
     model: Any = config.build()
     model.keep([], first=False, last=True)
-    loss_terms.apply(model.head, (Z, SMOOTH, OWN), chunk, config.logit_cap)
+    loss_terms.set_head_loss(model.head, (Z, SMOOTH, OWN), chunk, config.logit_cap)
     tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=True, chunk=chunk)
     model.head.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     found = model.head(hidden.chunk(world, 1)[rank] if sequence else hidden, targets)
@@ -126,7 +126,7 @@ def test_statistics_of_logits_need_no_memory_beyond_cross_entropy() -> None:
     hidden, weight, targets = case(SHAPE, 1, 0)
     head, kept = Head(SHAPE[2], SHAPE[3]), set[int]()
     head.weight = nn.Parameter(weight.detach())
-    loss_terms.apply(head, (Z, SMOOTH), None, 1.5)
+    loss_terms.set_head_loss(head, (Z, SMOOTH), None, 1.5)
 
     def keep(x: Tensor) -> Tensor:
         kept.update({x.data_ptr()} if x.numel() == targets.numel() * SHAPE[3] else set())
@@ -149,6 +149,6 @@ def test_a_term_gives_one_value_for_each_token(values: Callable[[Any], Tensor]) 
     head = Head(SHAPE[2], SHAPE[3])
     hidden, weight, targets = case(SHAPE, 1, 0)
     head.weight = nn.Parameter(weight.detach())
-    loss_terms.apply(head, (Term("mine", 1.0, values),))
+    loss_terms.set_head_loss(head, (Term("mine", 1.0, values),))
     with pytest.raises(RunError, match=r"training\.loss_terms\.mine: returned the shape"):
         head(hidden, targets)

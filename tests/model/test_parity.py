@@ -104,7 +104,7 @@ def with_own_norms(model: torch.nn.Module) -> torch.nn.Module:
 
 def latent(config: DeepseekV3, rope: dict[str, Any]) -> torch.nn.Module:
     """Their DeepSeek model of our shape."""
-    family = "DeepseekV3" if config.scores == "sigmoid" else "DeepseekV2"
+    family = "DeepseekV3" if config.scoring_func == "sigmoid" else "DeepseekV2"
     if config.rope_factor != 1:
         rope |= {
             "rope_type": "yarn",
@@ -128,13 +128,13 @@ def latent(config: DeepseekV3, rope: dict[str, Any]) -> torch.nn.Module:
         intermediate_size=config.ffn,
         first_k_dense_replace=config.first_dense,
         n_routed_experts=config.experts,
-        num_experts_per_tok=config.chosen_experts,
+        num_experts_per_tok=config.top_k,
         moe_intermediate_size=config.expert_ffn,
         n_shared_experts=config.shared_experts,
         n_group=config.groups,
-        topk_group=config.chosen_groups,
-        routed_scaling_factor=config.routed_scale,
-        norm_topk_prob=config.normalise_chosen,
+        topk_group=config.topk_groups,
+        routed_scaling_factor=config.routed_scaling_factor,
+        norm_topk_prob=config.norm_topk_prob,
         vocab_size=config.vocab,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tied,
@@ -227,7 +227,9 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         pytest.param(DeepseekV3(**LATENT, norm_eps=1e-3), id="deepseek-v3"),
         pytest.param(DeepseekV3(**GROUPS), id="deepseek-v3-groups-latent-queries"),
         pytest.param(DeepseekV3(**GROUPS, **YARN, first_dense=0), id="deepseek-v3-yarn"),
-        pytest.param(DeepseekV3(**V2, **YARN | {"rope_mscale_all": 1.0}, routed_scale=2.0), id="deepseek-v2-yarn"),
+        pytest.param(
+            DeepseekV3(**V2, **YARN | {"rope_mscale_all": 1.0}, routed_scaling_factor=2.0), id="deepseek-v2-yarn"
+        ),
     ],
 )
 def test_equals_hugging_face(config: Decoder) -> None:

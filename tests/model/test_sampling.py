@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan.model.sampling import draw_uniform, nucleus
-from titan.model.sampling import generator as source
-from titan.model.sampling import sample as choose
+from titan.model.sampling import draw_uniform, keep_nucleus
+from titan.model.sampling import make_generator as source
+from titan.model.sampling import sample_tokens as choose
 
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)
 UNIFORM = st.floats(0, 1, exclude_max=True)
@@ -38,7 +38,7 @@ def test_top_k_draws_from_the_largest(logits: list[float], uniform: float, top_k
 def test_top_p_keeps_the_smallest_set_that_reaches_it(weights: list[float], top_p: float) -> None:
     whole = torch.tensor(sorted(weights, reverse=True), dtype=torch.float64)
     whole /= whole.sum()
-    kept = int(nucleus(whole[None], top_p)[0].count_nonzero())
+    kept = int(keep_nucleus(whole[None], top_p)[0].count_nonzero())
     most = int(whole.count_nonzero())
     assert float(whole[:kept].sum()) >= top_p - 1e-9 or kept == most
     assert kept == 1 or float(whole[: kept - 1].sum()) < top_p + 1e-9

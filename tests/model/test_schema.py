@@ -22,9 +22,9 @@ from titan.config import settings
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
-from titan.model.activations import RankPart
-from titan.model.init_weights import materialise
-from titan.model.loss import chunked_loss
+from titan.model.activations import RankBatch
+from titan.model.init_weights import materialise_model
+from titan.model.loss import compute_loss_in_chunks
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.run import identity
@@ -134,7 +134,7 @@ def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> No
 def test_families_are_told_apart_and_ids_of_llamas_stay(
     model: str, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     science = identity.settings_of(composed([f"model={model}"]), science=True)
     assert {name: value for name, value in science.items() if name == "model"} == named
 
@@ -272,7 +272,7 @@ def between(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str
     """Bytes that are there between forward and backward of a step of 256 tokens."""
     tokens = torch.zeros(2, 128, dtype=torch.int64, device=device)
     model = on_meta(config)
-    materialise(model, model.initial(), 0, device)
+    materialise_model(model, model.initial(), 0, device)
     model.to(dtype).init_buffers(device)
     checkpoint_blocks(model.blocks(), Memory(checkpointing=checkpointing))
     with Live(model) as live:
@@ -324,7 +324,7 @@ def test_what_is_kept_between_forward_and_backward(
         pytest.skip("flash attention on CUDA takes 16-bit types")
     kind = {"llama": Llama, "qwen3": Qwen3}[family]
     config = kind(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | DOMINANT[dominant]))
-    share = RankPart(256, dtype.itemsize, fused=device == "cuda")
+    share = RankBatch(256, dtype.itemsize, fused=device == "cuda")
     block = config.block_activations(share)
     kept = {"none": block.kept, "full": block.input, "selective": block.selective}[checkpointing]
     stated = config.layers * kept + config.head_activations(share).kept
@@ -337,10 +337,10 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
     config = Llama(dim=64, vocab=1024)
     hidden, weight = torch.randn(256, config.dim).to(dtype), torch.randn(config.vocab, config.dim).to(dtype)
     with Live(torch.nn.ParameterList([hidden, weight])) as live:
-        chunked_loss(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
-    share = RankPart(256, dtype.itemsize)
+        compute_loss_in_chunks(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
+    share = RankBatch(256, dtype.itemsize)
     head = config.head_activations(share, chunk=chunk)
-    stated = head.forward - 256 * share.norm(config.dim) - dtype.itemsize * hidden.numel()
+    stated = head.forward - 256 * share.count_norm_bytes(config.dim) - dtype.itemsize * hidden.numel()
     assert stated * 0.5 <= live.peak <= stated * 1.05
     if chunk < 256:
         assert head.forward < config.head_activations(share).backward
@@ -356,15 +356,15 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
 )
 def test_what_selective_checkpointing_keeps(family: type[Decoder], kept: int) -> None:
     config = family(dim=16, heads=4, kv_heads=1, head_dim=8, ffn=40)
-    assert config.block_activations(RankPart(10, 2)).selective == 10 * kept
+    assert config.block_activations(RankBatch(10, 2)).selective == 10 * kept
 
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_tensor_ranks_share_what_their_products_keep(sequence: bool) -> None:
     """Of D elements a token ranks keep their part, of what a region gathers all."""
     config = Llama(dim=128, heads=4, kv_heads=2, head_dim=32, ffn=256)
-    one, two = (config.block_activations(RankPart(64, 2, tensor, sequence)) for tensor in (1, 2))
+    one, two = (config.block_activations(RankBatch(64, 2, tensor, sequence)) for tensor in (1, 2))
     gathered = 2 * 2 * 128 * 64
     assert two.input == one.input / (2 if sequence else 1)
-    assert two.kept - gathered >= (one.kept - gathered) / 2
-    assert (two.kept - gathered == (one.kept - gathered) / 2) == sequence
+    assert two.saved - gathered >= (one.saved - gathered) / 2
+    assert (two.saved - gathered == (one.saved - gathered) / 2) == sequence

@@ -21,7 +21,7 @@ from tests.model.test_attention import listed, visible
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.model import attention
-from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
+from titan.model.layers import Block, CausalAttention, compute_rotation, document_mask, inverse_frequencies
 from titan.model.schema import Llama
 from titan.parallelism import context, context_kernels, context_ring
 from titan.parallelism.context import ContextAttention, replace_attention
@@ -510,12 +510,12 @@ def block_results(rank: int, world: int, method: str, balance: bool, masked: boo
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.3)
     if "flex" in how:
-        set_all(SETTINGS["flex"] | {"titan.model.attention._flex": compiled_flex, CHECK: False})
+        set_all(SETTINGS["flex"] | {"titan.model.attention._choose_flex": compiled_flex, CHECK: False})
     replace_attention(
         block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash"
     )
     x = x[:, mine].requires_grad_()
-    cos, sin = rotation(inverse_frequencies(8, 1e4), mine[None])
+    cos, sin = compute_rotation(inverse_frequencies(8, 1e4), mine[None])
     mask = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
     out = wrapped(block, how)(x, cos, sin, mask)
     out.square().sum().backward()

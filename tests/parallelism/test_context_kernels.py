@@ -107,7 +107,7 @@ def test_the_kernel_of_blocks(
     kernel: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "_fused_sdp_choice", torchs_choice(capability))
@@ -260,4 +260,4 @@ def test_flex_needs_a_mask_of_blocks() -> None:
 
 
 def test_names_are_those_of_the_setting() -> None:
-    assert {*GPU_KERNELS, "math"} == set(attention.NAMED)
+    assert {*GPU_KERNELS, "math"} == set(attention.BACKENDS)

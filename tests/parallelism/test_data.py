@@ -40,7 +40,7 @@ def build(config: Llama, wrap: str) -> TrainStep:
         sizes = (2, dist.get_world_size() // 2) if wrap == "hsdp" else (dist.get_world_size(),)
         group = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         data.shard_stage(stage, group, torch.float32, reshard=wrap != "fsdp-kept")
-    init_weights.materialise(model, initial, 0, "cpu")
+    init_weights.materialise_model(model, initial, 0, "cpu")
     wrapped: nn.Module = stage
     if wrap == "ddp":
         wrapped = data.replicate(

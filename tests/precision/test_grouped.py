@@ -13,7 +13,7 @@ from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
 from tests.support.runs import difference, same, steps, tiny, train
 from tests.support.tiers import full, further
 from titan.model.experts import ExpertLinear
-from titan.model.grouped import grouped_product
+from titan.model.grouped import multiply_grouped
 from titan.model.schema_moe import Qwen3Moe
 from titan.precision import grouped
 from titan.precision.cast import set_compute_dtype
@@ -79,13 +79,13 @@ def test_a_kernel_gets_a_multiple_of_rows_and_no_others_count() -> None:
     def kernel(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         assert not (ends % 16).any()
         assert len(x) % 16 == 0
-        out = grouped_product(x, weight, ends)
+        out = multiply_grouped(x, weight, ends)
         return torch.where((torch.arange(len(x)) < ends[-1])[:, None], out, torch.nan)
 
     x, w, g = operands()
     x[ENDS[-1] :] = torch.nan  # rows that no expert gets may have any value
     found = computed(lambda *args: grouped.padded_product(*args, 16, kernel), x, w, g)
-    wanted = computed(grouped_product, x.nan_to_num(), w, g)
+    wanted = computed(multiply_grouped, x.nan_to_num(), w, g)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3 * float(other.abs().max()))
 
@@ -110,7 +110,9 @@ def test_experts_are_chosen_as_linear_layers(settings: Any, tensor: int, taken: 
     with torch.device("meta"):
         module = model.build()
     set_compute_dtype(module, Precision("bf16", matmuls="float8", **settings), choice.quantized)
-    experts = {n for n, m in module.named_modules() if isinstance(m, ExpertLinear) and m.product is not grouped_product}
+    experts = {
+        n for n, m in module.named_modules() if isinstance(m, ExpertLinear) and m.product is not multiply_grouped
+    }
     assert {n.removeprefix(name) for n in experts} == taken
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from titan.cluster.rank_process import die_with
+from titan.cluster.rank_process import die_with_parent
 
 MODULES = (
     "titan.train", "titan.generate", "titan.replay", "titan.api", "launchers.start", "launchers.rendezvous",
@@ -75,7 +75,7 @@ def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        die_with(parent)
+        die_with_parent(parent)
         _run(module, arguments, environment, log)
     return Forked(pid)
 
@@ -179,10 +179,10 @@ def main() -> int:
     from tests.rehearsal import imports
 
     imports.install()
-    from titan.cluster.environment import before_torch, use_loopback
+    from titan.cluster.environment import prepare_environment, use_loopback
 
-    die_with(int(os.environ["REHEARSAL_PARENT"]))
-    before_torch(os.environ)
+    die_with_parent(int(os.environ["REHEARSAL_PARENT"]))
+    prepare_environment(os.environ)
     use_loopback(os.environ)
     import torch
 

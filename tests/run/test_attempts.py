@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 

@@ -34,7 +34,7 @@ from titan.sweep.schema import SlurmLaunch
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 

@@ -42,7 +42,7 @@ def programs(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Run:
-    monkeypatch.setattr(devices, "detect", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", detector(kind))
     return composed(overrides, **how)
 
 

@@ -38,7 +38,7 @@ NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_CONF", raising=False)
 
@@ -341,7 +341,7 @@ def test_run_is_frozen_and_pickles() -> None:
 def test_defaults_follow_from_the_machine(
     kind: str, overrides: list[str], compute: str, devices_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", detector(kind))
     run = composed(overrides)
     assert (run.precision.compute, run.layout.devices) == (compute, devices_)
 

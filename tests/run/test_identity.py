@@ -42,13 +42,13 @@ ALL = [pytest.param(axis, kind, id=kind.__name__) for axis, kinds in KINDS.items
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
 
 
 @pytest.fixture(scope="module")
 def base() -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "detect", detector("cpu"))
+        patch.setattr(devices, "detect_machine", detector("cpu"))
         return composed(["name=x"])
 
 
@@ -203,7 +203,7 @@ def test_group_is_the_same_for_all_seeds(base: Run) -> None:
 
 @pytest.mark.parametrize(("kind", "same_as"), [full("cpu", "fp32"), ("gpu", "bf16")])
 def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", detector(kind))
     ids = {choice: of(composed([f"precision={choice}"])).science for choice in ("auto", "fp32", "bf16")}
     assert ids["auto"] == ids[same_as]
     assert ids["fp32"] != ids["bf16"]

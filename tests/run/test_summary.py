@@ -35,7 +35,7 @@ def test_the_model_and_the_layout(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
     run = composed([*TINY, *settings, "name=x", "training.global_batch=256"])
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))

@@ -374,8 +374,8 @@ LAUNCHERS = (
     fault(
         "launcher: the last error is reported as the cause",
         "titan/cluster/rank_error.py",
-        "return min(found",
-        "return max(found",
+        "return min(present",
+        "return max(present",
         "launchers/test_supervisor.py::test_the_cause_is_said_once",
     ),
     fault(

@@ -39,8 +39,8 @@ MODEL = (
     fault(
         "loss: chunks overwrite the weight's gradient",
         "titan/model/loss.py",
-        "into_weight += logits.T @ hidden",
-        "into_weight.copy_(logits.T @ hidden)",
+        "weight_grad += logits.T @ hidden",
+        "weight_grad.copy_(logits.T @ hidden)",
         "model/test_loss.py::test_bf16_differs_by_rounding_only",
     ),
     fault(
@@ -53,8 +53,8 @@ MODEL = (
     fault(
         "sampling: one token too few reaches top_p",
         "titan/model/sampling.py",
-        "kept = before < top_p",
-        "kept = before + shares < top_p",
+        "in_nucleus = preceding < top_p",
+        "in_nucleus = preceding + probabilities < top_p",
         "model/test_sampling.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
     ),
     fault(

@@ -19,7 +19,7 @@ from typing import Any
 from launchers import start, supervisor
 from titan import train as command
 from titan.cluster.rank_info import RankInfo
-from titan.cluster.rank_process import run
+from titan.cluster.rank_process import run_from_file
 from titan.training import rank
 
 PLAN = "HANG"
@@ -144,4 +144,4 @@ def train(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "train":
         sys.exit(train(sys.argv[2:]))
-    run(work)
+    run_from_file(work)

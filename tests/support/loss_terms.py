@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan.config.settings import setting
 from titan.model import llama
 from titan.model.layers import Block
-from titan.model.loss_terms import Tokens
+from titan.model.loss_terms import LossInputs
 from titan.model.schema import Llama
 from titan.training.loss_terms import LossTerm
 
@@ -22,11 +22,11 @@ class Entropy(LossTerm):
 
     needs_logits: ClassVar[bool] = True
 
-    def build(self) -> Callable[[Tokens], Tensor]:
+    def build(self) -> Callable[[LossInputs], Tensor]:
         return entropy
 
 
-def entropy(tokens: Tokens) -> Tensor:
+def entropy(tokens: LossInputs) -> Tensor:
     """From whole logits, statistics of them, and hidden states."""
     log_p = tokens.logits - tokens.logsumexp[:, None]
     return tokens.hidden.float().square().mean(-1) - (log_p.exp() * log_p).sum(-1)
@@ -35,12 +35,12 @@ def entropy(tokens: Tokens) -> Tensor:
 class SmallBlock(Block):
     """Returns the mean square of its output."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Any:
-        hidden = super().forward(x, cos, sin, seen)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Any:
+        hidden = super().forward(x, cos, sin, mask)
         return hidden, {"small": hidden.float().square().mean(-1)}
 
 
-class SmallModule(llama.Llama):
+class SmallModule(llama.LlamaModel):
     """A Llama whose blocks return a loss term."""
 
     def __init__(self, config: Any) -> None:

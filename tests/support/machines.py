@@ -14,11 +14,11 @@ from titan.compile.compiler import missing_compiler
 H100S = "".join(f"GPU-{i}{i}aa-bb, NVIDIA H100 80GB HBM3, 81559, 9.0\n" for i in range(8))
 H200 = "GPU-00aa-bb, NVIDIA H200, 143167, 9.0\n"  # 139.8 GiB
 NVIDIA_SMI = {"cpu": None, "gpu": H100S, "h200": H200}
-REAL = devices.detect
+REAL = devices.detect_machine
 
 
 def detector(kind: str) -> Callable[..., Machine]:
-    """Return `devices.detect` for a machine of 16 GiB ("cpu"), with 8 H100 of 80 GB ("gpu"), or an H200."""
+    """Return `devices.detect_machine` for a machine of 16 GiB ("cpu"), with 8 H100 of 80 GB ("gpu"), or an H200."""
     gpu, output = kind != "cpu", NVIDIA_SMI[kind]
     probe = Probe(
         root=Path("/nonexistent"),
@@ -33,6 +33,6 @@ def detector(kind: str) -> Callable[..., Machine]:
     return lambda device="auto": REAL(device, probe)
 
 
-_lacking = missing_compiler(devices.detect("cpu"), "inductor")
+_lacking = missing_compiler(devices.detect_machine("cpu"), "inductor")
 NO_COMPILER = f"{_lacking}: apt-get install g++" if _lacking else ""
 """Why tests that compile for CPUs are skipped; empty where they run."""

@@ -24,7 +24,7 @@ from titan.weights.interface import Weights
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": 32}
 LLAMA, QWEN3 = Llama(**SMALL), Qwen3(**SMALL, head_dim=32)
-QWEN3_MOE = Qwen3Moe(**SMALL, head_dim=32, experts=8, chosen_experts=3, expert_ffn=24)
+QWEN3_MOE = Qwen3Moe(**SMALL, head_dim=32, experts=8, top_k=3, expert_ffn=24)
 LLAMA4_CHUNKS: dict[str, Any] = {"attention_chunk": 12, "nope_every": 2, "floor_scale": 9}
 LLAMA4 = Llama4(**SMALL | {"layers": 4}, **LLAMA4_CHUNKS, head_dim=32, experts=4, expert_ffn=24, moe_every=2)
 DEEPSEEK_V3, DEEPSEEK_V2 = DeepseekV3(**GROUPS, **YARN), DeepseekV3(**V2)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan.cluster.rank_error import LOST
+from titan.cluster.rank_error import CONNECTION_LOST
 
 
 class RankFailed(Exception):
@@ -109,7 +109,7 @@ def _collect(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> lis
 
 def _died_before(error: str, ranks: Sequence[BaseProcess], deadline: float) -> str:
     """Return the ranks whose end a rank's error may follow from: their connections close before they have ended."""
-    patience = min(time.monotonic() + 10, deadline) if LOST.search(error) else 0.0
+    patience = min(time.monotonic() + 10, deadline) if CONNECTION_LOST.search(error) else 0.0
     while not (dead := _died(ranks)) and time.monotonic() < patience:
         time.sleep(0.01)
     return dead

@@ -35,16 +35,16 @@ class SimulatedNode:
     def look(self) -> None:
         """Do what the watchers of all its ranks do at a look."""
         self.beat += 1
-        late = self.clock.lateness()
+        late = self.clock.compute_lateness()
         state = self.state(self.first, late)
-        number, content = f'"rank": {self.first},'.encode(), rank_state.encoded(state)
+        number, content = f'"rank": {self.first},'.encode(), rank_state.encode_state(state)
         for rank in range(self.first + 1, self.first + self.ranks):
             self.memory.write(MEMORY_FILE.format(rank), content.replace(number, f'"rank": {rank},'.encode()))
-        self.states.write(state)
+        self.states.write_rank(state)
         if late >= 0.5:
-            self.states.follow()
-            if self.states.reports():
-                self.states.read()
+            self.states.follow_reporter()
+            if self.states.is_reporter():
+                self.states.read_nodes()
 
     def state(self, rank: int, late: float) -> RankState:
         what = self.clock.activity
@@ -56,7 +56,7 @@ class SimulatedNode:
             beat=self.beat,
             phase=what.phase,
             late=late,
-            age=what.age(),
+            age=what.compute_idle_seconds(),
         )
 
 
@@ -78,14 +78,14 @@ class SimulatedRun:
         self.nodes = [self._node(first) for first in range(0, self.ranks, self.per_node)]
 
     def _node(self, first: int) -> SimulatedNode:
-        memory, clock = DictFolder(), Clock(Activity(now=lambda: self.now), None, self.ranks)
+        memory, clock = DictFolder(), Clock(Activity(get_time=lambda: self.now), None, self.ranks)
         states = States(self.directory, RankInfo(first, self.ranks, 0), 1, clock, lambda key: memory)  # type: ignore[arg-type, return-value]
         return SimulatedNode(first, self.per_node, clock, memory, states)
 
     def enter(self, phase: str) -> None:
         """Begin a phase on all ranks."""
         for node in self.nodes:
-            node.clock.activity.enter(phase)
+            node.clock.activity.enter_phase(phase)
 
     def operations(self) -> int:
         """Return the operations on the run's directory so far."""

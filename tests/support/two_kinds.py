@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from titan.config.settings import setting
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, RankPart
+from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, RankBatch
 from titan.model.decoder import Placement
-from titan.model.qwen3 import Qwen3 as DenseModule
-from titan.model.qwen3_moe import Qwen3Moe as MoeModule
+from titan.model.qwen3 import Qwen3Model as DenseModule
+from titan.model.qwen3_moe import Qwen3MoeModel as MoeModule
 from titan.model.schema import Decoder, Matmul, Qwen3
 from titan.model.schema_moe import Qwen3Moe
 from titan.run.run import Run
@@ -50,8 +50,10 @@ class TwoKinds(Qwen3Moe):
     def active_expert_parameters(self, layer: int = 0) -> int:
         return self._family(layer).active_expert_parameters(self, layer)
 
-    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
-        return self._family(layer).block_activations(self, share, context, layer)
+    def block_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> BlockActivations:
+        return self._family(layer).block_activations(self, batch, context, layer)
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         if layer < self.dense:

@@ -52,7 +52,7 @@ def test_tokens_are_counted_once_and_only_those_that_count(layout: str, tmp_path
 
 def load_of(counts: list[float], rate: float = 0.0, chosen: int = 1) -> tuple[ExpertLoad, Router]:
     """One layer's, after a step with these counts."""
-    router = Router(4, len(counts), chosen, biased=True)
+    router = Router(4, len(counts), chosen, has_bias=True)
     router.init_buffers("cpu")
     load = ExpertLoad({0: router}, len(counts), 1, chosen, rate)
     load.update(torch.tensor([*counts, 0.0], dtype=torch.float64), torch.tensor(False))

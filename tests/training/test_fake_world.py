@@ -74,7 +74,7 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
 
 
 def cluster(directory: Path, *overrides: str, nodes: int) -> Run:

@@ -68,11 +68,13 @@ def test_scores_are_those_of_metas_own_rotation(tmp_path: Path) -> None:
     theirs = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
     weights, positions = open_weights(tmp_path), torch.arange(40)
     x = torch.randn(40, LLAMA.dim, generator=torch.Generator().manual_seed(0))
-    cos, sin = layers.rotation(layers.inverse_frequencies(LLAMA.head_size, LLAMA.rope_theta), positions)
+    cos, sin = layers.compute_rotation(layers.inverse_frequencies(LLAMA.head_size, LLAMA.rope_theta), positions)
     ours, metas = [], []
     for name in ("wq", "wk"):
         key = f"layers.0.attention.{name}.weight"
-        ours.append(layers.rotate((x @ weights.read(key).T).unflatten(-1, (-1, LLAMA.head_size))[None], cos, sin)[0])
+        ours.append(
+            layers.rotate_halves((x @ weights.read(key).T).unflatten(-1, (-1, LLAMA.head_size))[None], cos, sin)[0]
+        )
         metas.append(turned((x @ theirs[key].T).unflatten(-1, (-1, LLAMA.head_size)), positions, LLAMA.rope_theta))
     groups = LLAMA.heads // LLAMA.kv_heads
     scores, wanted = (torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) for q, k in (ours, metas))

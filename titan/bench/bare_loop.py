@@ -41,10 +41,10 @@ class BareLoop:
             self.model: Any = run.model.build()
         if not autocast:
             set_compute_dtype(self.model, run.precision, run.precision.select(run.model.matmuls()).quantized)
-        loss_terms.apply(self.model.head, chunk=run.training.loss_chunk, cap=run.model.logit_cap)
+        loss_terms.set_head_loss(self.model.head, chunk=run.training.loss_chunk, cap=run.model.logit_cap)
         checkpoint_blocks(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)
-        init_weights.materialise(self.model, self.model.initial(), run.training.seed, device)
+        init_weights.materialise_model(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.named_parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0

@@ -29,7 +29,7 @@ from titan.bench import activation_modes, experts, features, speed
 from titan.bench import checkpoint as saving
 from titan.bench.speed import SIDES, HostSync, Speed, environment
 from titan.bench.suites import Case, cpu_cases, gpu_cases
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import version
 from titan.console.numbers import billions
 from titan.errors import ConfigError, exit_code
@@ -52,7 +52,7 @@ Titled = TypeVar("Titled", Case, activation_modes.Mode)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     return exit_code(lambda: _main(*_parser().parse_known_args(argv)))
 
 

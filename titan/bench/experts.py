@@ -86,8 +86,10 @@ def measure(product: Product, device: str, rounds: int, repeats: int) -> Overhea
 
     tensors = _tensors(product, device)
     sides = (
-        partial(_both_ways, grouped.loop_product, grouped.loop_weight_grad, *tensors, repeats=repeats),
-        partial(_both_ways, grouped.kernel_product, grouped.kernel_weight_grad, *tensors, repeats=repeats),
+        partial(_both_ways, grouped.multiply_in_loop, grouped.compute_weight_grad_in_loop, *tensors, repeats=repeats),
+        partial(
+            _both_ways, grouped.multiply_with_kernel, grouped.compute_weight_grad_with_kernel, *tensors, repeats=repeats
+        ),
     )
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):  # the first warms up

@@ -41,7 +41,7 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
     """
     world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
     model = build.build_for_generation(run.model, run.precision, world)
-    init_weights.materialise(model, model.initial(), 0, world.device)
+    init_weights.materialise_model(model, model.initial(), 0, world.device)
     batch = f"batch of {ROWS}, cache"
     print(f"\n{'tokens/s of':>10} {'no cache':>15} {'cache':>16} {'ratio':>6} {batch:>18}")
     return [_length(model, world.device, length, rounds) for length in lengths]

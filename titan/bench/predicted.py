@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.environment import before_torch
+from titan.cluster.environment import prepare_environment
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import MISSING, setting
 from titan.errors import ConfigError, exit_code
@@ -163,7 +163,7 @@ def matrix() -> Iterator[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    before_torch(os.environ)
+    prepare_environment(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
 

@@ -21,8 +21,8 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from titan.cluster.environment import divide_cores, use_loopback, within
-from titan.cluster.rank_process import die_with, leave
+from titan.cluster.environment import divide_cores, set_variables, use_loopback
+from titan.cluster.rank_process import die_with_parent, exit_now
 from titan.errors import RunError
 
 COLLECTIVE_SECONDS = 60
@@ -46,7 +46,7 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         arguments = (measure, ranks, folder, os.getpid())
-        with within(_environment(busy or ranks)):
+        with set_variables(_environment(busy or ranks)):
             context = start_processes(  # type: ignore[no-untyped-call]
                 _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
             )
@@ -94,14 +94,14 @@ def _end(context: ProcessContext) -> None:
 
 def _rank(rank: int, measure: Measurement, ranks: int, folder: str, parent: int) -> None:
     """Run the measurement in one of the ranks; rank 0 writes the result."""
-    die_with(parent)
+    die_with_parent(parent)
     log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)  # what libraries print does not belong between the results; errors come as exceptions
     os.dup2(log, 2)
     found = measure(rank, ranks, f"file://{folder}/rendezvous")
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(found))
-    leave(0)  # threads of a pipeline's groups would abort the process
+    exit_now(0)  # threads of a pipeline's groups would abort the process
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, Activity
 from titan.debug.clock import Clock
-from titan.debug.rank_state import RankState, encoded
+from titan.debug.rank_state import RankState, encode_state
 from titan.debug.states import MEMORY_FILE, States
 from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
@@ -265,9 +265,9 @@ class _Heartbeats:
         """Return the states as a rank of the node of the ranks from `first` on sees them; all its ranks beat."""
         memory: Any = DictFolder()
         for each in range(first, first + NODE):
-            memory.write(MEMORY_FILE.format(each), encoded(self.state(each)))
-        clock = Clock(Activity(now=lambda: self.now), None, self.ranks)
-        clock.ranks_here = NODE
+            memory.write(MEMORY_FILE.format(each), encode_state(self.state(each)))
+        clock = Clock(Activity(get_time=lambda: self.now), None, self.ranks)
+        clock.ranks_on_node = NODE
         return States(self.directory, RankInfo(rank, self.ranks, rank - first), 1, clock, lambda key: memory)
 
     def state(self, rank: int) -> RankState:
@@ -281,7 +281,7 @@ def _beat(ranks: int, meter: Meter) -> None:
         states = beats.node(ranks - NODE, ranks - 1)
         states.read_node()
         with meter:
-            states.write(beats.state(ranks - 1))
+            states.write_rank(beats.state(ranks - 1))
 
 
 def _read_beats(ranks: int, meter: Meter) -> None:
@@ -290,15 +290,15 @@ def _read_beats(ranks: int, meter: Meter) -> None:
         beats = _Heartbeats(ranks, Path(folder))
         for first in range(NODE, ranks, NODE):
             states = beats.node(first, first)
-            states.write(beats.state(first))
-            states.publish()
+            states.write_rank(beats.state(first))
+            states.publish_node()
             states.shared.close()
         states = beats.node(0, 0)
-        states.write(beats.state(0))
+        states.write_rank(beats.state(0))
         with meter:
-            while not states.read():
+            while not states.read_nodes():
                 beats.now += 1.0
-            world = states.world()
+            world = states.build_run_state()
         if len(world.states) < ranks:
             raise RunError(f"rank 0 has read the states of {len(world.states):,} of {ranks:,} ranks.")
 

@@ -281,7 +281,7 @@ class _Save:
         Raises:
             CoordinationError: on all ranks, when it failed on any.
         """
-        self.writer.fs.advance = coordinator.activity.advance_save
+        self.writer.fs.advance = coordinator.activity.record_save_progress
         self.plans.set_plan(coordinator.scatter(self._local_plan, self._global_plan))
         try:
             tokenizer, total_bytes = coordinator.gather(self._write_data, self._finish)

@@ -73,7 +73,7 @@ def _check_rank_files(folder: Path, coordinator: Coordinator, checksums: bool) -
         rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
         manifest.check_sizes(folder, checkpoint_manifest.files if coordinator.rank == 0 else rank_files)
         if checksums:
-            manifest.verify_checksums(folder, rank_files, coordinator.activity.advance)
+            manifest.verify_checksums(folder, rank_files, coordinator.activity.record_progress)
     except (CorruptCheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
@@ -111,7 +111,7 @@ def restore_train_state(train_state: TrainState, folder: Path, coordinator: Coor
     state, reader = train_state_dict(train_state), CheckpointReader(folder)
     try:
         complete = _compare_tensors(state, reader, coordinator)
-        planner = ProgressLoadPlanner(coordinator.activity.advance)  # each rank plans for itself what it reads
+        planner = ProgressLoadPlanner(coordinator.activity.record_progress)  # each rank plans for itself what it reads
         coordinator.run_all(lambda: load(state, storage_reader=reader, planner=planner, no_dist=True))
     except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(

@@ -31,7 +31,7 @@ def _upload_checkpoint(
 ) -> None:
     rank_files = manifest.select_rank_files(checkpoint_manifest.files, coordinator.rank, coordinator.world_size)
     coordinator.on_rank0(lambda: remote.begin_upload(checkpoint_manifest))
-    coordinator.run_all(lambda: remote.upload_files(folder, rank_files, coordinator.activity.advance_save))
+    coordinator.run_all(lambda: remote.upload_files(folder, rank_files, coordinator.activity.record_save_progress))
     retired_files = coordinator.on_rank0(lambda: _publish_checkpoint(remote, folder, checkpoint_manifest, settings))
     rank_steps = sorted(retired_files.items())[coordinator.rank :: coordinator.world_size]
     coordinator.run_all(lambda: remote.remove_files(rank_steps))

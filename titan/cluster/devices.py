@@ -1,6 +1,6 @@
 """The devices of this machine, their memory and speed, detected without importing torch.
 
-`detect` uses GPUs if the installed torch is built for them, the driver reports some, and the environment leaves some
+`detect_machine` uses GPUs if the installed torch is built for them, the driver reports some, and the environment leaves some
 visible (`titan.cluster.gpus`); else the CPU, with the cores and memory that affinity and cgroups allow.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from titan.cluster.gpus import GIB, Gpu, find_gpus
-from titan.cluster.known_devices import known_capability, known_memory_gib
-from titan.cluster.probe import Probe, fields_of, number
+from titan.cluster.known_devices import look_up_capability, look_up_memory_gib
+from titan.cluster.probe import Probe, parse_fields, parse_number
 from titan.cluster.schema import Cluster
 from titan.errors import ConfigError
 
@@ -51,18 +51,18 @@ class Machine:
         memory = "memory unknown" if self.memory_gib is None else f"{self.memory_gib:.1f} GiB"
         bf16 = "bf16" if self.bf16_fast else "no fast bf16"
         if self.device == "cuda":
-            each = " each" if self.count > 1 and self.memory_gib is not None else ""
-            text = f"{self.count} x {self.name}, {memory}{each}, {bf16}, {_cores(self.cores)}"
+            suffix = " each" if self.count > 1 and self.memory_gib is not None else ""
+            text = f"{self.count} x {self.name}, {memory}{suffix}, {bf16}, {_format_cores(self.cores)}"
         else:
-            text = f"{self.name}, {_cores(self.cores)}, {memory}, {bf16}"
+            text = f"{self.name}, {_format_cores(self.cores)}, {memory}, {bf16}"
         return f"{text} ({self.note})" if self.note else text
 
 
-def _cores(count: int) -> str:
+def _format_cores(count: int) -> str:
     return "1 CPU core" if count == 1 else f"{count} CPU cores"
 
 
-def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
+def detect_machine(device: str = "auto", probe: Probe | None = None) -> Machine:
     """Return the devices of this machine that a run may use.
 
     Args:
@@ -74,32 +74,32 @@ def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
     """
     probe = probe or Probe()
     if device == "cpu":
-        return _cpu(probe)
-    found = find_gpus(probe)
-    if found.gpus:
-        return _gpu_machine(found.gpus, probe)
-    unused = f"{len(found.unused)} x {found.unused[0].name} not used: {found.reason}" if found.unused else ""
+        return _detect_cpu(probe)
+    search = find_gpus(probe)
+    if search.gpus:
+        return _build_gpu_machine(search.gpus, probe)
+    unused = f"{len(search.unused)} x {search.unused[0].name} not used: {search.reason}" if search.unused else ""
     if device == "cuda":
-        ways = f"{found.remedy}, or use cluster.device=cpu"
-        if not found.unused:  # no GPU at all, as on the laptop from which jobs are sent
-            ways = f"send it to GPU nodes with hydra/launcher=slurm, use cluster.device=cpu, or {found.remedy}"
-        raise ConfigError(f"cluster.device=cuda: {unused or found.reason}; {ways}.")
-    return dataclasses.replace(_cpu(probe), note=unused)
+        remedies = f"{search.remedy}, or use cluster.device=cpu"
+        if not search.unused:  # no GPU at all, as on the laptop from which jobs are sent
+            remedies = f"send it to GPU nodes with hydra/launcher=slurm, use cluster.device=cpu, or {search.remedy}"
+        raise ConfigError(f"cluster.device=cuda: {unused or search.reason}; {remedies}.")
+    return dataclasses.replace(_detect_cpu(probe), note=unused)
 
 
-def elsewhere(cluster: Cluster) -> Machine:
+def describe_remote_node(cluster: Cluster) -> Machine:
     """Return the node that a scheduler will allocate, from `cluster`; a node without GPUs equals this machine."""
     if cluster.device != "cuda":
-        here = detect(cluster.device)
-        return dataclasses.replace(here, memory_gib=cluster.node_memory_gib or here.memory_gib)
+        local = detect_machine(cluster.device)
+        return dataclasses.replace(local, memory_gib=cluster.node_memory_gib or local.memory_gib)
     name = cluster.device_name or "GPU"
     count = NODE_GPUS if cluster.devices_per_node == "auto" else int(cluster.devices_per_node)
     cores = cluster.cpus_per_rank or 1
-    memory = cluster.memory_gib or known_memory_gib(name)
-    return Machine("cuda", name, count, cores * count, memory, bf16_fast=True, capability=known_capability(name))
+    memory = cluster.memory_gib or look_up_memory_gib(name)
+    return Machine("cuda", name, count, cores * count, memory, bf16_fast=True, capability=look_up_capability(name))
 
 
-def _gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
+def _build_gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
     sizes = [gpu.memory_gib for gpu in gpus if gpu.memory_gib is not None]
     return Machine(
         device="cuda",
@@ -112,60 +112,62 @@ def _gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
     )
 
 
-def _cpu(probe: Probe) -> Machine:
-    info = fields_of(probe.text("proc/cpuinfo"))
-    sizes = [size for size in (probe.physical_bytes, _memory_limit(probe)) if size]
+def _detect_cpu(probe: Probe) -> Machine:
+    info = parse_fields(probe.read_text("proc/cpuinfo"))
+    sizes = [size for size in (probe.physical_bytes, _read_memory_limit(probe)) if size]
     return Machine(
         device="cpu",
         name=info.get("model name") or f"{probe.architecture} CPU",
         count=1,
         cores=_usable_cores(probe),
         memory_gib=min(sizes) / GIB if sizes else None,
-        bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & _flags(info)),
+        bf16_fast=bool({"avx512_bf16", "amx_bf16", "bf16"} & _parse_flags(info)),
     )
 
 
-def _flags(info: Mapping[str, str]) -> set[str]:
+def _parse_flags(info: Mapping[str, str]) -> set[str]:
     """Return the processor's features; the line is called "flags" on x86 and "Features" on Arm."""
     return set((info.get("flags") or info.get("Features") or "").split())
 
 
 def _usable_cores(probe: Probe) -> int:
     """Return the cores of the affinity mask, or the cgroup's CPU quota if that is less."""
-    quotas = [quota for quota in (_quota(text) for text in _quota_texts(probe)) if quota]
+    quotas = [quota for quota in (_parse_quota(text) for text in _read_quotas(probe)) if quota]
     return max(1, min([probe.cores, *(round(quota) for quota in quotas)]))
 
 
-def _quota_texts(probe: Probe) -> list[str]:
+def _read_quotas(probe: Probe) -> list[str]:
     """Return quota and period in microseconds, as in v2's cpu.max, of this process's cgroups and their parents."""
-    texts = [probe.text(f"{folder}/cpu.max") for folder in _groups(probe, "")]
-    for folder in _groups(probe, "cpu"):
-        texts.append(probe.text(f"{folder}/cpu.cfs_quota_us") + " " + probe.text(f"{folder}/cpu.cfs_period_us"))
+    texts = [probe.read_text(f"{folder}/cpu.max") for folder in _list_cgroups(probe, "")]
+    for folder in _list_cgroups(probe, "cpu"):
+        texts.append(
+            probe.read_text(f"{folder}/cpu.cfs_quota_us") + " " + probe.read_text(f"{folder}/cpu.cfs_period_us")
+        )
     return texts
 
 
-def _quota(text: str) -> float | None:
-    numbers = [number(word) for word in text.split()]
+def _parse_quota(text: str) -> float | None:
+    numbers = [parse_number(word) for word in text.split()]
     if len(numbers) != 2 or not numbers[0] or not numbers[1] or numbers[0] < 0:
         return None
     return numbers[0] / numbers[1]
 
 
-def _memory_limit(probe: Probe) -> int | None:
+def _read_memory_limit(probe: Probe) -> int | None:
     """Return the smallest memory limit in bytes of this process's cgroups, v1 or v2, and their parents."""
-    texts = [probe.text(f"{folder}/memory.max") for folder in _groups(probe, "")]
-    texts += [probe.text(f"{folder}/memory.limit_in_bytes") for folder in _groups(probe, "memory")]
+    texts = [probe.read_text(f"{folder}/memory.max") for folder in _list_cgroups(probe, "")]
+    texts += [probe.read_text(f"{folder}/memory.limit_in_bytes") for folder in _list_cgroups(probe, "memory")]
     return min((int(text) for text in texts if text.strip().isdecimal()), default=None)
 
 
-def _groups(probe: Probe, controller: str) -> list[str]:
+def _list_cgroups(probe: Probe, controller: str) -> list[str]:
     """Return the directories of this process's cgroup and its parents: a v1 controller's, or for "" v2's.
 
     Inside a container the path in /proc/self/cgroup may be the host's; then only the top of the mount exists.
     """
     mounts = (f"sys/fs/cgroup/{controller}",) if controller else ("sys/fs/cgroup", "sys/fs/cgroup/unified")
     path = Path("/")
-    for line in probe.text("proc/self/cgroup").splitlines():
+    for line in probe.read_text("proc/self/cgroup").splitlines():
         _, controllers, group = [*line.split(":", 2), "", ""][:3]
         if controller in controllers.split(","):
             path = Path("/" + group.strip("/"))

@@ -10,7 +10,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """The variables from which torch reads its allocator's settings: the current name, then older ones."""
 
 
-def before_torch(env: MutableMapping[str, str]) -> None:
+def prepare_environment(env: MutableMapping[str, str]) -> None:
     """Add to `env` what torch and NCCL read when they start; variables that are set already keep their values.
 
     - Expandable segments of GPU memory: without them blocks of changing sizes leave gaps, and a run that fits runs out
@@ -34,8 +34,8 @@ def divide_cores(env: MutableMapping[str, str], ranks: int, cores: int | None = 
         cores: each rank's; None: an equal part of this process's.
     """
     if ranks > 1:
-        each = len(os.sched_getaffinity(0)) // ranks if cores is None else cores
-        env.setdefault("OMP_NUM_THREADS", str(max(1, each)))
+        threads = len(os.sched_getaffinity(0)) // ranks if cores is None else cores
+        env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def use_loopback(env: MutableMapping[str, str]) -> None:
@@ -44,15 +44,15 @@ def use_loopback(env: MutableMapping[str, str]) -> None:
 
 
 @contextmanager
-def within(variables: Mapping[str, str] | None) -> Iterator[None]:
+def set_variables(variables: Mapping[str, str] | None) -> Iterator[None]:
     """Set variables of this process and of its children while the block runs; afterwards they are as before."""
-    given = dict(variables or {})
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    values = dict(variables or {})
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan.cluster.known_devices import has_bf16, known_capability, known_memory_gib
-from titan.cluster.probe import Probe, fields_of, number, read_text
+from titan.cluster.known_devices import has_bf16, look_up_capability, look_up_memory_gib
+from titan.cluster.probe import Probe, parse_fields, parse_number, read_text
 
 GIB = 1024**3
 AMPERE = 8.0
@@ -59,17 +59,17 @@ def find_gpus(probe: Probe) -> GpuSearch:
     backend = _torch_backend(probe.torch_version)
     if backend is None:
         reason, remedy = "the installed torch is built for the CPU only", "install a GPU build of torch"
-        return GpuSearch([], _driver_gpus(probe), reason, remedy)
+        return GpuSearch([], _list_driver_gpus(probe), reason, remedy)
     if backend == "cuda":
-        return _apply_masks(_nvidia_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
+        return _apply_masks(_list_nvidia_gpus(probe), ("CUDA_VISIBLE_DEVICES",), probe)
     second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in probe.environ else "CUDA_VISIBLE_DEVICES"
-    return _apply_masks(_amd_gpus(probe), ("ROCR_VISIBLE_DEVICES", second), probe)
+    return _apply_masks(_list_amd_gpus(probe), ("ROCR_VISIBLE_DEVICES", second), probe)
 
 
 def _torch_backend(version: str) -> Literal["cuda", "hip"] | None:
     """Return the backend that torch is built for, from the text of its version file."""
-    built = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*=\s*['\"]", version, re.MULTILINE)}
-    return "cuda" if "cuda" in built else "hip" if built else None
+    backends = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*=\s*['\"]", version, re.MULTILINE)}
+    return "cuda" if "cuda" in backends else "hip" if backends else None
 
 
 # Visible devices
@@ -81,7 +81,7 @@ def _apply_masks(gpus: list[Gpu], variables: Sequence[str], probe: Probe) -> Gpu
     for variable in variables:
         mask = probe.environ.get(variable)
         if mask is not None and visible:
-            visible = _visible(visible, mask, probe)
+            visible = _select_visible(visible, mask, probe)
             if not visible:
                 reason = f"{variable}={mask or '(empty)'} leaves no GPU visible"
                 return GpuSearch([], gpus, reason, f"change {variable}")
@@ -90,44 +90,44 @@ def _apply_masks(gpus: list[Gpu], variables: Sequence[str], probe: Probe) -> Gpu
     return GpuSearch([], [], "this machine's driver tools show no GPU", "check that nvidia-smi or rocm-smi lists one")
 
 
-def _visible(gpus: list[Gpu], mask: str, probe: Probe) -> list[Gpu]:
+def _select_visible(gpus: list[Gpu], mask: str, probe: Probe) -> list[Gpu]:
     """Return the GPUs of a mask of indices or UUIDs, in its order.
 
     Entries after the first invalid one are ignored, and a process sees at most one MIG slice (CUDA programming guide,
     environment variables).
     """
-    chosen: list[Gpu] = []
+    selected: list[Gpu] = []
     for entry in (part.strip() for part in mask.split(",")):
         if entry.startswith("MIG-"):
-            return [_nvml_slice(entry, gpus, probe) or _listed_slice(entry, gpus, probe)]
-        gpu = _select(entry, gpus)
+            return [_find_nvml_slice(entry, gpus, probe) or _find_smi_slice(entry, gpus, probe)]
+        gpu = _select_gpu(entry, gpus)
         if gpu is None:
             break
-        chosen.append(gpu)
-    return chosen
+        selected.append(gpu)
+    return selected
 
 
-def _select(entry: str, gpus: list[Gpu]) -> Gpu | None:
+def _select_gpu(entry: str, gpus: list[Gpu]) -> Gpu | None:
     """Return the GPU of an index or of a UUID, which may be abbreviated; None if there is not exactly one."""
     if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
-    found = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
-    return found[0] if len(found) == 1 else None
+    matches = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
 
 
 # NVIDIA
 
 
-def _nvidia_gpus(probe: Probe) -> list[Gpu]:
-    with _nvml(probe) as nvml:
-        if nvml and (gpus := [_nvml_gpu(nvml, handle) for handle in _nvml_handles(nvml)]):
+def _list_nvidia_gpus(probe: Probe) -> list[Gpu]:
+    with _open_nvml(probe) as nvml:
+        if nvml and (gpus := [_read_nvml_gpu(nvml, handle) for handle in _nvml_handles(nvml)]):
             return gpus
     lines = (probe.run(NVIDIA_SMI) or "").splitlines()
-    return [gpu for gpu in map(_nvidia_smi_gpu, lines) if gpu is not None] or _driver_gpus(probe)
+    return [gpu for gpu in map(_parse_smi_gpu, lines) if gpu is not None] or _list_driver_gpus(probe)
 
 
 @contextlib.contextmanager
-def _nvml(probe: Probe) -> Iterator[Any]:
+def _open_nvml(probe: Probe) -> Iterator[Any]:
     """Yield nvidia-ml-py's module, initialised; None without the package or a driver. NVML's errors end the block."""
     nvml = probe.nvml()
     if nvml is None:
@@ -150,87 +150,87 @@ def _nvml_handles(nvml: Any) -> list[Any]:
     return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
-def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
+def _read_nvml_gpu(nvml: Any, handle: Any) -> Gpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     name, capability = nvml.nvmlDeviceGetName(handle), float(f"{major}.{minor}")
-    return Gpu(nvml.nvmlDeviceGetUUID(handle), name, _nvml_memory(nvml, handle, name), major >= AMPERE, capability)
+    return Gpu(nvml.nvmlDeviceGetUUID(handle), name, _read_nvml_memory(nvml, handle, name), major >= AMPERE, capability)
 
 
-def _nvml_memory(nvml: Any, handle: Any, name: str) -> float | None:
+def _read_nvml_memory(nvml: Any, handle: Any, name: str) -> float | None:
     """Return the memory in GiB; from the table for GPUs with unified memory, for which NVML reports none."""
     try:
         return float(nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB)
     except nvml.NVMLError:
-        return known_memory_gib(name)
+        return look_up_memory_gib(name)
 
 
-def _nvml_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu | None:
+def _find_nvml_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu | None:
     """Return the MIG slice of a UUID, which may be abbreviated; None without NVML or where there is no such slice."""
-    with _nvml(probe) as nvml:
+    with _open_nvml(probe) as nvml:
         for handle in _nvml_handles(nvml) if nvml else ():
             for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 with contextlib.suppress(nvml.NVMLError):  # slots without a slice
                     mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                     if nvml.nvmlDeviceGetUUID(mig).startswith(uuid):
-                        parent = _nvml_gpu(nvml, handle)
+                        parent = _read_nvml_gpu(nvml, handle)
                         name = nvml.nvmlDeviceGetName(mig)
                         name = name if re.search(r"\bMIG\b", name) else f"{parent.name} MIG"
-                        return Gpu(uuid, name, _nvml_memory(nvml, mig, name), parent.bf16, parent.capability)
+                        return Gpu(uuid, name, _read_nvml_memory(nvml, mig, name), parent.bf16, parent.capability)
     return None
 
 
-def _nvidia_smi_gpu(line: str) -> Gpu | None:
+def _parse_smi_gpu(line: str) -> Gpu | None:
     """Return the GPU of a line such as "GPU-8a1f..., NVIDIA H100 80GB HBM3, 81559, 9.0"; None for other lines."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 4 or not parts[0].startswith("GPU-"):
         return None
     uuid, name, mebibytes, capability = parts
-    memory, version = number(mebibytes), number(capability)
-    return Gpu(uuid, name, memory / 1024 if memory else known_memory_gib(name), (version or 0.0) >= AMPERE, version)
+    memory, version = parse_number(mebibytes), parse_number(capability)
+    return Gpu(uuid, name, memory / 1024 if memory else look_up_memory_gib(name), (version or 0.0) >= AMPERE, version)
 
 
-def _listed_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu:
+def _find_smi_slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu:
     """Return a MIG slice from `nvidia-smi -L`; its memory is in its profile's name, such as 1g.10gb."""
     parent, listing = gpus[0].name, probe.run(("nvidia-smi", "-L")) or ""
     for line in listing.splitlines():
-        if whole := re.match(r"GPU \d+: (.+?) \(UUID", line):
-            parent = whole[1]
-        elif (part := re.search(r"MIG (\S*?(\d+)gb)\b", line)) and uuid in line:
-            return Gpu(uuid, f"{parent} MIG {part[1]}", float(part[2]), gpus[0].bf16, gpus[0].capability)
+        if gpu_line := re.match(r"GPU \d+: (.+?) \(UUID", line):
+            parent = gpu_line[1]
+        elif (slice_line := re.search(r"MIG (\S*?(\d+)gb)\b", line)) and uuid in line:
+            return Gpu(uuid, f"{parent} MIG {slice_line[1]}", float(slice_line[2]), gpus[0].bf16, gpus[0].capability)
     return Gpu(uuid, f"{parent} MIG", None, gpus[0].bf16, gpus[0].capability)
 
 
-def _driver_gpus(probe: Probe) -> list[Gpu]:
+def _list_driver_gpus(probe: Probe) -> list[Gpu]:
     """Return NVIDIA's GPUs from the driver's files below /proc, in PCI order.
 
     A container without GPUs sees those files too, so a GPU counts only if its device file exists.
     """
     gpus = []
     for path in sorted((probe.root / "proc/driver/nvidia/gpus").glob("*/information")):
-        facts = fields_of(read_text(path))
+        facts = parse_fields(read_text(path))
         if (probe.root / f"dev/nvidia{facts.get('Device Minor', '-')}").exists():
             name = facts.get("Model", "NVIDIA GPU")
             uuid = facts.get("GPU UUID", "")
-            gpus.append(Gpu(uuid, name, known_memory_gib(name), has_bf16(name), known_capability(name)))
+            gpus.append(Gpu(uuid, name, look_up_memory_gib(name), has_bf16(name), look_up_capability(name)))
     return gpus
 
 
 # AMD
 
 
-def _amd_gpus(probe: Probe) -> list[Gpu]:
+def _list_amd_gpus(probe: Probe) -> list[Gpu]:
     cards: dict[str, dict[str, str]] = {}
     with contextlib.suppress(ValueError):
         cards = json.loads(probe.run(ROCM_SMI) or "{}")
     names = (name for name in cards if re.fullmatch(r"card\d+", name))
-    return [_amd_gpu(cards[name]) for name in sorted(names, key=lambda name: int(name[4:]))]
+    return [_parse_amd_gpu(cards[name]) for name in sorted(names, key=lambda name: int(name[4:]))]
 
 
-def _amd_gpu(card: Mapping[str, str]) -> Gpu:
+def _parse_amd_gpu(card: Mapping[str, str]) -> Gpu:
     """Return a GPU from rocm-smi's JSON, whose keys differ in capitals between releases."""
     facts = {key.lower(): str(value) for key, value in card.items()}
     name = facts.get("card series") or facts.get("card model") or "AMD GPU"
-    size = number(facts.get("vram total memory (b)", ""))
+    size = parse_number(facts.get("vram total memory (b)", ""))
     bf16 = has_bf16(name) or facts.get("gfx version", "").startswith(MATRIX_BF16)
     uuid = "GPU-" + facts.get("unique id", "").removeprefix("0x")  # the form that ROCR_VISIBLE_DEVICES takes
-    return Gpu(uuid, name, size / GIB if size else known_memory_gib(name), bf16)
+    return Gpu(uuid, name, size / GIB if size else look_up_memory_gib(name), bf16)

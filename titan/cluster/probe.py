@@ -22,13 +22,13 @@ PROGRAM_SECONDS = 20.0  # a driver without persistence mode wakes eight GPUs for
 def run_program(arguments: Sequence[str]) -> str | None:
     """Return the output of a program; None if it is missing, fails or exceeds `PROGRAM_SECONDS`."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=True)
+        process = subprocess.run(arguments, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return process.stdout
 
 
-def optional_module(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """Return an optional package's module; None if it is not installed."""
     try:
         return importlib.import_module(name)
@@ -44,19 +44,19 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _torch_version() -> str:
+def _read_torch_version() -> str:
     """Return the text of the installed torch's version file without importing torch; empty without torch."""
     spec = importlib.util.find_spec("torch")
     return read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
 
 
-def _affinity() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _physical_bytes() -> int | None:
+def _read_physical_bytes() -> int | None:
     """Return the machine's memory: from psutil, which also knows systems without SC_PHYS_PAGES, else from sysconf."""
-    if psutil := optional_module("psutil"):
+    if psutil := import_optional("psutil"):
         return int(psutil.virtual_memory().total)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -82,24 +82,24 @@ class Probe:
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], str | None] = run_program
-    nvml: Callable[[], Any] = lambda: optional_module("pynvml")
-    torch_version: str = field(default_factory=_torch_version)
-    cores: int = field(default_factory=_affinity)
-    physical_bytes: int | None = field(default_factory=_physical_bytes)
+    nvml: Callable[[], Any] = lambda: import_optional("pynvml")
+    torch_version: str = field(default_factory=_read_torch_version)
+    cores: int = field(default_factory=_count_cores)
+    physical_bytes: int | None = field(default_factory=_read_physical_bytes)
     architecture: str = field(default_factory=platform.machine)
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         """Return the text of a file below the root; empty if it can't be read."""
         return read_text(self.root / path)
 
 
-def fields_of(text: str) -> dict[str, str]:
+def parse_fields(text: str) -> dict[str, str]:
     """Return the pairs of a text of "key: value" lines, as files below /proc have them."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return a text as a number; None if it is not one."""
     try:
         return float(text)

@@ -21,7 +21,7 @@ from titan.errors import ConfigError, RunError, machine_error
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
 
-LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
+CONNECTION_LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
 """What a rank's error says when another rank has gone: in the words of gloo, NCCL and the store."""
 
 
@@ -56,24 +56,24 @@ class RankError:
         return self.text.strip().splitlines()[-1]
 
 
-def describe(error: BaseException, rank: int) -> RankError:
+def describe_error(error: BaseException, rank: int) -> RankError:
     """Return what to report of an exception that ends a rank: its sentence if users can act on it, else a traceback."""
-    lacking = machine_error(error)
-    plain = bool(lacking) or isinstance(error, (ConfigError, RunError))
-    text = (lacking or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
+    machine_message = machine_error(error)
+    plain = bool(machine_message) or isinstance(error, (ConfigError, RunError))
+    text = (machine_message or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
     code = 2 if isinstance(error, ConfigError) else 1
     node, cause = getattr(error, "node", ""), getattr(error, "rank", None)  # of the rank that others wait for in a hang
-    rank, node = (rank, _node()) if cause is None else (cause, node)
-    return RankError(lost=bool(LOST.search(text)), node=node, code=code, rank=rank, text=text, plain=plain)
+    rank, node = (rank, _get_node()) if cause is None else (cause, node)
+    return RankError(lost=bool(CONNECTION_LOST.search(text)), node=node, code=code, rank=rank, text=text, plain=plain)
 
 
 def describe_kill(signal_name: str, rank: int) -> RankError:
     """Return what to report of a rank that a signal killed."""
     memory = " (out of memory?)" if signal_name == "SIGKILL" else ""
-    return RankError(killed=True, node=_node(), rank=rank, text=f"killed by {signal_name}{memory}", plain=True)
+    return RankError(killed=True, node=_get_node(), rank=rank, text=f"killed by {signal_name}{memory}", plain=True)
 
 
-def _node() -> str:
+def _get_node() -> str:
     return os.environ.get("SLURMD_NODENAME", "")
 
 
@@ -93,16 +93,16 @@ def read(file: Path) -> RankError | None:
             untrusted.check(content.get(name, kind()), kind, name)
     except (OSError, ValueError, KeyError):
         return None
-    known = {name: content[name] for name in (*_REQUIRED, *_OPTIONAL) if name in content}
-    return RankError(**known) if content["text"].strip() else None
+    values = {name: content[name] for name in (*_REQUIRED, *_OPTIONAL) if name in content}
+    return RankError(**values) if content["text"].strip() else None
 
 
 _REQUIRED: dict[str, type] = {"time": float, "rank": int, "text": str}
 _OPTIONAL: dict[str, type] = {"lost": bool, "killed": bool, "node": str, "code": int, "plain": bool}
 
 
-def first_cause(errors: Iterable[RankError | None]) -> RankError | None:
+def find_first_cause(errors: Iterable[RankError | None]) -> RankError | None:
     """Return the error that caused the others: of ranks that did not merely lose another one, a killed one before the
     earliest; None if there are none."""
-    found = [error for error in errors if error is not None]
-    return min(found, key=lambda e: (e.lost, not e.killed, e.time), default=None)
+    present = [error for error in errors if error is not None]
+    return min(present, key=lambda e: (e.lost, not e.killed, e.time), default=None)

@@ -17,18 +17,18 @@ from titan.cluster import rank_error
 from titan.cluster.rank_info import RankInfo
 from titan.console import output
 
-Body = Callable[[Any, RankInfo, Callable[[BaseException], int]], int]
+RankBody = Callable[[Any, RankInfo, Callable[[BaseException], int]], int]
 """What a rank does, given its payload, its rank info and a function that reports an error before any cleanup."""
 
 
-def run_rank(file: str, body: Body) -> int:
+def run_rank(file: str, body: RankBody) -> int:
     """Run `body` with what the parent wrote into `file`, and report its error to the parent.
 
     Returns:
         The rank's exit code.
     """
     payload, rank_info, parent, errors = pickle.loads(Path(file).read_bytes())
-    die_with(parent)
+    die_with_parent(parent)
     report = partial(report_error, Path(errors), rank_info.rank, show=rank_info.rank > 0)
     return run_body(lambda: body(payload, rank_info, report), report)
 
@@ -43,8 +43,8 @@ def run_body(body: Callable[[], int], report: Callable[[BaseException], int]) ->
         return body()
     except KeyboardInterrupt:
         return 130
-    except output.Lost as lost:
-        return lost.code
+    except output.Lost as error_lost:
+        return error_lost.code
     except BaseException as error:
         return report(error)
 
@@ -61,15 +61,15 @@ def report_error(file: Path, rank: int, error: BaseException, *, show: bool = Tr
     Returns:
         The exit code.
     """
-    found = rank_error.describe(error, rank)
+    rank_failure = rank_error.describe_error(error, rank)
     if not file.exists():
         if show:
-            print(f"titan: {found.text}", file=sys.stderr)
-        rank_error.write(file, found)
-    return found.code
+            print(f"titan: {rank_failure.text}", file=sys.stderr)
+        rank_error.write(file, rank_failure)
+    return rank_failure.code
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -77,13 +77,13 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def run(body: Body, *, keep_going: bool = True) -> NoReturn:
+def run_from_file(body: RankBody, *, keep_going: bool = True) -> NoReturn:
     """Be the rank that the file on the command line describes, and exit; `keep_going` as in `titan.console.output`."""
     output.best_effort(keep_going)
-    leave(run_rank(sys.argv[1], body))
+    exit_now(run_rank(sys.argv[1], body))
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
     with contextlib.suppress(OSError, output.Lost):  # a full disk has no room for the rest of a log
         sys.stdout.flush()

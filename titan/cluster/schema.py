@@ -33,9 +33,9 @@ STEP_SECONDS = 600.0
 """Default timeout of collectives within a step: torch's default for NCCL."""
 
 
-def _job(default: Any, help: str, **more: Any) -> Any:
+def _job_setting(default: Any, help: str, **options: Any) -> Any:
     """Return a setting of the Slurm job; no id depends on it."""
-    return setting(default, help, in_ids=False, **more)
+    return setting(default, help, in_ids=False, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,56 +85,58 @@ class Cluster:
     )
     device_name: str | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
     hardware: Hardware = field(default=Hardware(), metadata={"in_ids": False})
-    price: float | None = _job(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
-    partition: str | None = _job(None, "Slurm partition")
-    account: str | None = _job(None, "Slurm account")
-    qos: str | None = _job(None, "Slurm quality of service")
-    reservation: str | None = _job(None, "Slurm reservation")
-    constraint: str | None = _job(None, "required node features")
-    exclude: str | None = _job(None, "nodes to exclude")
-    exclude_bad: int | None = _job(
+    price: float | None = _job_setting(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
+    partition: str | None = _job_setting(None, "Slurm partition")
+    account: str | None = _job_setting(None, "Slurm account")
+    qos: str | None = _job_setting(None, "Slurm quality of service")
+    reservation: str | None = _job_setting(None, "Slurm reservation")
+    constraint: str | None = _job_setting(None, "required node features")
+    exclude: str | None = _job_setting(None, "nodes to exclude")
+    exclude_bad: int | None = _job_setting(
         None,
         "exclude nodes from later submissions that made jobs of this sweep fail so many times",
         at_least=1,
     )
-    gres: str | None = _job(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
-    exclusive: bool | str = _job(
+    gres: str | None = _job_setting(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
+    exclusive: bool | str = _job_setting(
         False,
         "allocate whole nodes with all their memory; auto: if the job uses all devices of its nodes",
         words=("auto",),
     )
-    time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit")
-    signal_seconds: int = _job(
+    time: str | None = _job_setting(
+        None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
+    )
+    signal_seconds: int = _job_setting(
         120, "seconds before the time limit at which a run gets the signal to save and stop", at_least=1, at_most=65535
     )
-    node_memory_gib: float | None = _job(
+    node_memory_gib: float | None = _job_setting(
         None,
         "memory per node that a job requests; null: all of a whole node, else by cluster.rank_memory_gib",
         at_least=1,
         cap=1e6,
     )
-    rank_memory_gib: float | None = _job(
+    rank_memory_gib: float | None = _job_setting(
         None, "memory that a job requests per rank; null: Slurm's default", above=0, cap=1e6
     )
-    cpus_per_rank: int | None = _job(None, "CPU cores per rank; null: Slurm's default", at_least=1, cap=65535)
-    tasks: Literal["rank", "node"] = _job(
+    cpus_per_rank: int | None = _job_setting(None, "CPU cores per rank; null: Slurm's default", at_least=1, cap=65535)
+    tasks: Literal["rank", "node"] = _job_setting(
         "rank", "what one Slurm task runs: a rank, or a program per node that starts its ranks"
     )
-    srun: tuple[str, ...] = _job((), "additional arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, str] | None = _job(None, "additional options of sbatch, such as {mail-type:END}")
-    modules: tuple[str, ...] = _job((), "environment modules to load")
-    setup: tuple[str, ...] = _job((), "shell commands to run before the ranks start", any_text=True)
-    environment: Mapping[str, str] | None = _job(
+    srun: tuple[str, ...] = _job_setting((), "additional arguments of srun, such as [--cpu-bind=cores]")
+    sbatch: Mapping[str, str] | None = _job_setting(None, "additional options of sbatch, such as {mail-type:END}")
+    modules: tuple[str, ...] = _job_setting((), "environment modules to load")
+    setup: tuple[str, ...] = _job_setting((), "shell commands to run before the ranks start", any_text=True)
+    environment: Mapping[str, str] | None = _job_setting(
         None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
     )
-    container: Literal["none", "pyxis", "apptainer"] = _job("none", "container runtime of the ranks")
-    image: str | None = _job(None, "container image")
-    mounts: tuple[str, ...] = _job((), "bind mounts of the container, as SOURCE:TARGET")
-    python: str | None = _job(None, "Python interpreter on the nodes; null: that of the submitting process")
-    requeues: int = _job(
+    container: Literal["none", "pyxis", "apptainer"] = _job_setting("none", "container runtime of the ranks")
+    image: str | None = _job_setting(None, "container image")
+    mounts: tuple[str, ...] = _job_setting((), "bind mounts of the container, as SOURCE:TARGET")
+    python: str | None = _job_setting(None, "Python interpreter on the nodes; null: that of the submitting process")
+    requeues: int = _job_setting(
         10, "how often Slurm may requeue a job after preemption, a time limit or a node failure", at_least=0, cap=10_000
     )
-    chain: int = _job(
+    chain: int = _job_setting(
         0,
         "number of jobs that each depend on the one before, for sites that forbid requeueing; 0: requeue",
         at_least=0,
@@ -157,15 +159,15 @@ class Cluster:
                 f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, the "
                 "timeout outside of steps; give a smaller value, or a larger cluster.timeout."
             )
-        limit = minutes(self.time)
+        limit = parse_minutes(self.time)
         if limit is not None and 60 * limit <= self.signal_seconds:
             raise ConfigError(
                 f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a "
                 "run would get the signal to stop at its start; give more time, or a smaller cluster.signal_seconds."
             )
-        if odd := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+        if invalid := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ConfigError(
-                f"cluster.environment={show(self.environment)}: {odd[0]} is not a valid name of a variable; correct it."
+                f"cluster.environment={show(self.environment)}: {invalid[0]} is not a valid name of a variable; correct it."
             )
         if reserved := sorted(set(self.sbatch or {}) & RESERVED_OPTIONS):
             raise ConfigError(f"cluster.sbatch={show(self.sbatch)}: titan sets {reserved[0]} itself; remove it.")
@@ -177,7 +179,7 @@ class Cluster:
             )
 
 
-def minutes(time: str | None) -> int | None:
+def parse_minutes(time: str | None) -> int | None:
     """Return a time limit in minutes, rounded up; None for None.
 
     The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
@@ -191,11 +193,11 @@ def minutes(time: str | None) -> int | None:
     if not match:
         raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
     days, *rest = (None if g is None else int(g) for g in match.groups())
-    given = [part for part in rest if part is not None]
-    if any(part > 59 for part in given[1:]) or (days is not None and given[0] > 23):
+    numbers = [part for part in rest if part is not None]
+    if any(part > 59 for part in numbers[1:]) or (days is not None and numbers[0] > 23):
         raise ConfigError(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
     if seconds > LONGEST_DAYS * 86400:
         raise ConfigError(
             f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."

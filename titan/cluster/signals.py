@@ -11,22 +11,22 @@ from typing import Any
 
 from titan.errors import ConfigError
 
-STOPPING = "\ntitan: stopping after the current step; interrupt again to stop immediately\n"
+STOP_MESSAGE = "\ntitan: stopping after the current step; interrupt again to stop immediately\n"
 """The message at the first signal that asks to stop."""
 
 
-def stopping() -> list[int]:
+def list_stop_signals() -> list[int]:
     """Return the signals that ask to stop; SIGHUP only where it is not ignored, as it is under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
-def is_repeat(number: int, before: int) -> bool:
-    """Return whether a signal adds nothing to the `before` earlier ones: a SIGHUP is no second request to stop.
+def is_repeat(number: int, earlier: int) -> bool:
+    """Return whether a signal adds nothing to the `earlier` earlier ones: a SIGHUP is no second request to stop.
 
     A shell that ends sends one after the terminal's own, and systemd one after SIGTERM.
     """
-    return number == signal.SIGHUP and before > 0
+    return number == signal.SIGHUP and earlier > 0
 
 
 @contextmanager
@@ -37,14 +37,16 @@ def handle_signals(handler: Callable[[int, Any], None], numbers: Sequence[int] |
         handler: as `signal.signal` takes it.
         numbers: the signals; None: those that ask to stop.
     """
-    old = {number: signal.signal(number, handler) for number in (stopping() if numbers is None else numbers)}
-    _replaced.append(old)
+    former = {
+        number: signal.signal(number, handler) for number in (list_stop_signals() if numbers is None else numbers)
+    }
+    _replaced.append(former)
     try:
         yield
     finally:
-        if old in _replaced:  # not in a forked process
-            _replaced.remove(old)
-            _restore(old)
+        if former in _replaced:  # not in a forked process
+            _replaced.remove(former)
+            _restore_handlers(former)
 
 
 _replaced: list[dict[int, Any]] = []
@@ -53,15 +55,15 @@ _masks: dict[int, set[int]] = {}
 """The signals that threads that fork had blocked before, by the thread."""
 
 
-def _restore(old: Mapping[int, Any]) -> None:
-    for number, before in old.items():
-        signal.signal(number, before)
+def _restore_handlers(former: Mapping[int, Any]) -> None:
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def _before_fork() -> None:
     """Block the signals until the forked process has its own handlers: Python forgets those that come before."""
     if _replaced:
-        numbers = {number for old in _replaced for number in old}
+        numbers = {number for former in _replaced for number in former}
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -76,7 +78,7 @@ def _after_fork_in_child() -> None:
     if _replaced:
         signal.set_wakeup_fd(-1)
     while _replaced:
-        _restore(_replaced.pop())
+        _restore_handlers(_replaced.pop())
     _after_fork_in_parent()
 
 
@@ -93,7 +95,7 @@ def scheduler_signals(env: Mapping[str, str]) -> list[int]:
     Raises:
         ConfigError: see `preempt_signal`.
     """
-    return [preempt_signal(env), *stopping()]
+    return [preempt_signal(env), *list_stop_signals()]
 
 
 def preempt_signal(env: Mapping[str, str]) -> signal.Signals:

@@ -121,7 +121,7 @@ def compile_stage(
     Evaluation compiles one more graph each.
 
     Args:
-        stage: a module with a `model`, a `titan.model.decoder.Decoder` or a part of one.
+        stage: a module with a `model`, a `titan.model.decoder.DecoderModel` or a part of one.
         settings: scope and backend.
         whole: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
             all-gathers weights inside.

@@ -20,7 +20,7 @@ STARTING, DATA, COMPUTING, UPDATING, EVALUATING, SAVING, FINISHING = (
 """The phases of a rank."""
 IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
 """Those that end with a step."""
-LATEST = 32
+MEDIAN_STEPS = 32
 """Steps of which the median is the usual time."""
 
 RunningSave = tuple[int, float]
@@ -36,69 +36,71 @@ class Activity:
         since: when the phase began, in seconds of the monotonic clock.
         timeout: seconds that ranks may wait for each other in this phase.
         save_timeout: the same for a save in the background.
-        save: returns the checkpoint that is being written; None when there is none.
-        advances: how often `advance` and `advance_save` were called.
+        get_running_save: returns the checkpoint that is being written; None when there is none.
+        progress_count: how often `record_progress` and `record_save_progress` were called.
     """
 
-    def __init__(self, timeout: float = 1800.0, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the phase `STARTING`; `now` gives the time in seconds."""
-        self.now = now
-        self.step, self.phase, self.since = 0, STARTING, now()
+    def __init__(self, timeout: float = 1800.0, get_time: Callable[[], float] = time.monotonic) -> None:
+        """Begin with the phase `STARTING`; `get_time` gives the time in seconds."""
+        self.get_time = get_time
+        self.step, self.phase, self.since = 0, STARTING, get_time()
         self.timeout = self.save_timeout = timeout
-        self.save: Callable[[], RunningSave | None] = lambda: None
-        self.advances = 0
-        self._advanced = self._save_advanced = self.since
-        self._compiled = 0
-        self._began: float | None = None
-        self._times: deque[float] = deque(maxlen=LATEST)
+        self.get_running_save: Callable[[], RunningSave | None] = lambda: None
+        self.progress_count = 0
+        self._progress_time = self._save_progress_time = self.since
+        self._compiler_count = 0
+        self._step_start: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
     def begin_step(self, step: int) -> None:
         """Record that a step begins, which first needs data; what came between two steps is not a step's time."""
-        now = self.now()
-        if self._began is not None and self.step == step - 1:
-            self._times.append(now - self._began)
-        self.step, self.phase, self.since, self._began = step, DATA, now, now
+        step_start = self.get_time()
+        if self._step_start is not None and self.step == step - 1:
+            self._step_seconds.append(step_start - self._step_start)
+        self.step, self.phase, self.since, self._step_start = step, DATA, step_start, step_start
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Record that a phase begins."""
         if phase in (EVALUATING, SAVING, FINISHING):
-            self._began = None
-        self.phase, self.since = phase, self.now()
+            self._step_start = None
+        self.phase, self.since = phase, self.get_time()
 
-    def advance(self) -> None:
+    def record_progress(self) -> None:
         """Record progress within a phase: a micro-batch is computed, a tensor loaded, a part of a
         file read, a graph compiled, a collective entered."""
-        self.advances += 1
-        self._advanced = self.now()
+        self.progress_count += 1
+        self._progress_time = self.get_time()
 
-    def advance_save(self) -> None:
+    def record_save_progress(self) -> None:
         """Record progress of a save, which may run in the background: a tensor or a file is written."""
-        self.advances += 1
-        self._save_advanced = self.now()
+        self.progress_count += 1
+        self._save_progress_time = self.get_time()
 
-    def look_at_compiler(self) -> None:
+    def check_compiler(self) -> None:
         """Record progress where the compiler has counted something since the last look; the watcher calls it."""
-        compiled = _compiler_counts()
-        if compiled != self._compiled:
-            self._compiled = compiled
-            self.advance()
+        count = _compiler_counts()
+        if count != self._compiler_count:
+            self._compiler_count = count
+            self.record_progress()
 
-    def age(self) -> float:
+    def compute_idle_seconds(self) -> float:
         """Return the seconds since this rank's last progress: since its phase began, or it advanced within it.
 
         A save is the phase's progress only where the phase waits for it.
         """
         waits_for_save = self.phase in (SAVING, FINISHING)
-        return self.now() - max(self.since, self._advanced, self._save_advanced if waits_for_save else 0.0)
+        return self.get_time() - max(
+            self.since, self._progress_time, self._save_progress_time if waits_for_save else 0.0
+        )
 
-    def save_age(self) -> float:
+    def compute_save_idle_seconds(self) -> float:
         """Return the seconds since the last progress of the running save; 0 when there is none."""
-        save = self.save()
-        return 0.0 if save is None else self.now() - max(save[1], self._save_advanced)
+        save = self.get_running_save()
+        return 0.0 if save is None else self.get_time() - max(save[1], self._save_progress_time)
 
-    def usual(self) -> float | None:
+    def estimate_step_seconds(self) -> float | None:
         """Return the usual seconds of a step; None before the third one, since the first two may compile."""
-        times = list(self._times)[1:]
+        times = list(self._step_seconds)[1:]
         return median(times) if times else None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.debug import flight
-from titan.debug.rank_state import RECORDER, STACKS, RankState, process_state
+from titan.debug.rank_state import RECORDER, STACKS, RankState, read_process_state
 
 WAKE_SECONDS = 5.0
 """How long a stopped rank may take to write its stacks, on a busy machine."""
@@ -40,49 +40,49 @@ class Dumps:
             OSError: when the file can't be created.
         """
         self.directory, self.rank, self.memory = directory, rank, memory
-        path = self._stacks(rank)
+        path = self._build_stacks_path(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: Any = path.open("w")
-        self.done = False
+        self.is_written = False
         faulthandler.register(DUMP_SIGNAL, file=self._file)
 
-    def _stacks(self, rank: int) -> Path:
+    def _build_stacks_path(self, rank: int) -> Path:
         """Return the file that a rank of this node writes its stacks to."""
         return (self.memory or self.directory / STACKS) / f"rank-{rank}.txt"
 
-    def write(self, several: bool) -> None:
+    def write(self, has_peers: bool) -> None:
         """Write the stacks, and where there are several ranks the recorder's content as torch's own tool reads it."""
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(self._file, all_threads=True)
             self._file.flush()
-        self.keep(self.rank)
-        if content := flight.dump() if several else b"":
+        self.copy_stacks(self.rank)
+        if content := flight.dump_recorder() if has_peers else b"":
             with contextlib.suppress(OSError):
                 folder = self.directory / RECORDER
                 folder.mkdir(exist_ok=True)
                 (folder / f"rank_{self.rank}").write_bytes(content)
-        self.done = True
+        self.is_written = True
 
-    def keep(self, rank: int) -> None:
+    def copy_stacks(self, rank: int) -> None:
         """Copy the stacks of a rank of this node into the run's directory."""
         if self.memory is None:
             return
         with contextlib.suppress(OSError):
             (self.directory / STACKS).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self._stacks(rank), self.directory / STACKS / f"rank-{rank}.txt")
+            shutil.copyfile(self._build_stacks_path(rank), self.directory / STACKS / f"rank-{rank}.txt")
 
-    def write_silent(self, state: RankState) -> None:
+    def write_silent_rank(self, state: RankState) -> None:
         """Write the stacks of a silent rank of this node: py-spy reads a stopped process, else it runs for a moment."""
-        if process_state(state.pid) in ("", "Z"):
+        if read_process_state(state.pid) in ("", "Z"):
             return
-        path = self._stacks(state.rank)
+        path = self._build_stacks_path(state.rank)
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if spy := shutil.which("py-spy"):
+            if py_spy := shutil.which("py-spy"):
                 with path.open("a") as out:
-                    subprocess.run([spy, "dump", "--pid", str(state.pid)], stdout=out, stderr=out, timeout=20)
+                    subprocess.run([py_spy, "dump", "--pid", str(state.pid)], stdout=out, stderr=out, timeout=20)
             else:
                 _wake_and_dump(state.pid, path)
-        self.keep(state.rank)
+        self.copy_stacks(state.rank)
 
     def close(self) -> None:
         """Close the file, and remove it where it is in memory."""
@@ -91,7 +91,7 @@ class Dumps:
         self._file.close()
         if self.memory is not None:
             with contextlib.suppress(OSError):  # the process may be another user's by now
-                self._stacks(self.rank).unlink(missing_ok=True)
+                self._build_stacks_path(self.rank).unlink(missing_ok=True)
 
 
 def record_nccl_timeouts(directory: Path) -> None:
@@ -111,14 +111,14 @@ def record_nccl_timeouts(directory: Path) -> None:
 
 def _wake_and_dump(pid: int, file: Path) -> None:
     """Let a stopped process run until it has written its stacks."""
-    before, deadline = file.stat().st_size, time.monotonic() + WAKE_SECONDS
-    last = before
+    initial_size, deadline = file.stat().st_size, time.monotonic() + WAKE_SECONDS
+    last_size = initial_size
     os.kill(pid, DUMP_SIGNAL)
     os.kill(pid, signal.SIGCONT)
     while time.monotonic() < deadline:
         time.sleep(0.01)
         size = file.stat().st_size
-        if size == last != before:  # it has written some, and writes no more
+        if size == last_size != initial_size:  # it has written some, and writes no more
             break
-        last = size
+        last_size = size
     os.kill(pid, signal.SIGSTOP)

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.profile import kinds
 
-MOST = 8
+MAX_PENDING = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
 COALESCED = "nccl:coalesced"
 """The name of the entry of several operations that NCCL launches together, such as `batch_isend_irecv`'s."""
@@ -63,7 +63,7 @@ class Collectives:
     pending: tuple[Operation, ...]
 
 
-def dump() -> bytes:
+def dump_recorder() -> bytes:
     """Return the recorder's content as torch writes it, with stacks; empty where torch has none.
 
     A build with CUDA has a recorder for NCCL and another one for all other backends.
@@ -71,8 +71,8 @@ def dump() -> bytes:
     from torch._C import _distributed_c10d
 
     names = ("_dump_nccl_trace", "_dump_fr_trace")
-    found = [getattr(_distributed_c10d, name, None) for name in (names if _uses_nccl() else names[::-1])]
-    recorder = next((function for function in found if function is not None), None)
+    functions = [getattr(_distributed_c10d, name, None) for name in (names if _uses_nccl() else names[::-1])]
+    recorder = next((function for function in functions if function is not None), None)
     return recorder() if recorder is not None else b""
 
 
@@ -83,14 +83,14 @@ def _uses_nccl() -> bool:
     return dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
 
 
-def collectives(content: bytes) -> Collectives:
+def read_collectives(content: bytes) -> Collectives:
     """Return what this rank has entered.
 
     Args:
-        content: of `dump`.
+        content: of `dump_recorder`.
     """
-    found: Mapping[str, Any] = pickle.loads(content) if content else {}
-    entries = _join_coalesced(found.get("entries", []))
+    record: Mapping[str, Any] = pickle.loads(content) if content else {}
+    entries = _join_coalesced(record.get("entries", []))
     entered: dict[str, int] = {}
     completed: dict[str, int] = {}
     for entry in (entry for entry in entries if not entry["is_p2p"]):
@@ -98,11 +98,19 @@ def collectives(content: bytes) -> Collectives:
         entered[group] = max(number, entered.get(group, 0))
         if _has_ended(entry):
             completed[group] = max(number, completed.get(group, 0))
-    _add_status(entered, completed, entries, found.get("pg_status", {}))
+    _add_status(entered, completed, entries, record.get("pg_status", {}))
     pending = [entry for entry in entries if not _has_ended(entry)]
-    ended, timed = {_signature(entry) for entry in entries if _has_ended(entry)}, any(map(_is_timed, entries))
+    ended_signatures, has_timing = (
+        {_build_signature(entry) for entry in entries if _has_ended(entry)},
+        any(map(_is_timed, entries)),
+    )
     return Collectives(
-        entered, completed, tuple(_operation(entry, _signature(entry) in ended, timed) for entry in pending[:MOST])
+        entered,
+        completed,
+        tuple(
+            _build_operation(entry, _build_signature(entry) in ended_signatures, has_timing)
+            for entry in pending[:MAX_PENDING]
+        ),
     )
 
 
@@ -112,23 +120,25 @@ def _join_coalesced(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     Their own entries stay scheduled for ever; an entry `nccl:coalesced` of the same numbers, which has neither a name
     nor sizes, says what became of them all.
     """
-    wholes = {_numbers(entry) for entry in entries if entry["profiling_name"] == COALESCED}
-    parts: dict[Any, Mapping[str, Any]] = {}
+    coalesced = {_build_launch_key(entry) for entry in entries if entry["profiling_name"] == COALESCED}
+    first_entries: dict[Any, Mapping[str, Any]] = {}
     joined: list[Mapping[str, Any]] = []
     for entry in entries:
-        numbers = _numbers(entry)
-        if numbers not in wholes:
+        launch_key = _build_launch_key(entry)
+        if launch_key not in coalesced:
             joined.append(entry)
         elif entry["profiling_name"] != COALESCED:
-            parts.setdefault(numbers, entry)
+            first_entries.setdefault(launch_key, entry)
         else:
-            about = parts.pop(numbers, entry)
-            shown = {name: about[name] for name in ("profiling_name", "input_sizes", "frames") if name in about}
-            joined.append({**entry, **shown})
+            first_entry = first_entries.pop(launch_key, entry)
+            description = {
+                name: first_entry[name] for name in ("profiling_name", "input_sizes", "frames") if name in first_entry
+            }
+            joined.append({**entry, **description})
     return joined
 
 
-def _numbers(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+def _build_launch_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the entries of one launch have in common."""
     of_messages = bool(entry["is_p2p"])
     return entry["process_group"][0], of_messages, entry["p2p_seq_id" if of_messages else "collective_seq_id"]
@@ -139,11 +149,11 @@ def _add_status(
 ) -> None:
     """Add the numbers that NCCL keeps of each group: the ring buffer may have lost those of a group that rests."""
     names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
-    for number, about in status.items():
+    for number, group_status in status.items():
         group = names.get(str(number))
         for numbers, key in ((entered, "last_enqueued_collective"), (completed, "last_completed_collective")):
-            if group is not None and int(about.get(key, -1)) > 0:
-                numbers[group] = max(int(about[key]), numbers.get(group, 0))
+            if group is not None and int(group_status.get(key, -1)) > 0:
+                numbers[group] = max(int(group_status[key]), numbers.get(group, 0))
 
 
 def _has_ended(entry: Mapping[str, Any]) -> bool:
@@ -160,24 +170,28 @@ def _is_timed(entry: Mapping[str, Any]) -> bool:
     return entry["state"] == "started" or entry.get("time_discovered_started_ns") is not None
 
 
-def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    line = _line(entry.get("frames") or [])
+def _build_signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    line = _find_user_line(entry.get("frames") or [])
     return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
 
 
-def _operation(entry: Mapping[str, Any], familiar: bool, timed: bool) -> Operation:
-    group, name, sizes, line = _signature(entry)
+def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool) -> Operation:
+    group, name, sizes, line = _build_signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
-    started = True if not _is_nccl(entry) else entry["state"] == "started" if timed else None
-    return Operation(group, number, kind(name), sizes, familiar, line=line, started=started)
+    started = True if not _is_nccl(entry) else entry["state"] == "started" if has_timing else None
+    return Operation(group, number, describe_kind(name), sizes, familiar, line=line, started=started)
 
 
-def kind(name: str) -> str:
+def describe_kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
     return kinds.words(plain) or plain
 
 
-def _line(frames: Sequence[Mapping[str, Any]]) -> str:
-    own = next((f for f in frames if "/torch/" not in f["filename"]), None)
-    return "" if own is None else f"{own['filename'].rpartition('/')[2]}:{own['line']} in {own['name']}"
+def _find_user_line(frames: Sequence[Mapping[str, Any]]) -> str:
+    user_frame = next((f for f in frames if "/torch/" not in f["filename"]), None)
+    return (
+        ""
+        if user_frame is None
+        else f"{user_frame['filename'].rpartition('/')[2]}:{user_frame['line']} in {user_frame['name']}"
+    )

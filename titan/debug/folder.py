@@ -13,7 +13,7 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 """A file system in memory (Linux)."""
-ROOM = 1 << 16
+FILE_BYTES = 1 << 16
 """Bytes that a file in memory has from the beginning, so that a full memory does not stop it later."""
 CHUNK = 1 << 20
 """Bytes read at once."""
@@ -30,10 +30,10 @@ class Folder:
         operations: calls of the file system so far.
     """
 
-    def __init__(self, path: Path, room: int = 0) -> None:
-        """Take the folder; each file that is written gets `room` bytes."""
-        self.path, self.room, self.operations = path, room, 0
-        self._written: dict[str, tuple[int, int]] = {}
+    def __init__(self, path: Path, file_bytes: int = 0) -> None:
+        """Take the folder; each file that is written gets `file_bytes` bytes."""
+        self.path, self.file_bytes, self.operations = path, file_bytes, 0
+        self._open_files: dict[str, tuple[int, int]] = {}
 
     def write(self, name: str, content: bytes) -> None:
         """Replace the content of a file; what was longer is filled with spaces.
@@ -41,34 +41,34 @@ class Folder:
         Raises:
             OSError: when it can't be written.
         """
-        if self.room and name in self._written and not os.fstat(self._written[name][0]).st_nlink:
-            os.close(self._written.pop(name)[0])  # somebody has cleared the memory
-        descriptor, longest = self._written.get(name) or (self._create(name), 0)
-        self._written[name] = descriptor, max(longest, len(content))
+        if self.file_bytes and name in self._open_files and not os.fstat(self._open_files[name][0]).st_nlink:
+            os.close(self._open_files.pop(name)[0])  # somebody has cleared the memory
+        descriptor, longest = self._open_files.get(name) or (self._create_file(name), 0)
+        self._open_files[name] = descriptor, max(longest, len(content))
         os.pwrite(descriptor, content.ljust(longest), 0)
         self.operations += 1
 
-    def _create(self, name: str) -> int:
+    def _create_file(self, name: str) -> int:
         self.operations += 2
         try:
-            descriptor = self._open(name)
+            descriptor = self._open_file(name)
         except FileNotFoundError:
-            self.path.mkdir(0o700 if self.room else 0o777, parents=True, exist_ok=True)
-            descriptor = self._open(name)
+            self.path.mkdir(0o700 if self.file_bytes else 0o777, parents=True, exist_ok=True)
+            descriptor = self._open_file(name)
         try:
-            if self.room and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, self.room)
+            if self.file_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, self.file_bytes)
         except OSError:
             os.close(descriptor)
             os.unlink(self.path / name)
             raise
         return descriptor
 
-    def _open(self, name: str) -> int:
+    def _open_file(self, name: str) -> int:
         """Open a file to write; NFS's client would keep what is written for half a minute before others see it."""
-        synchronous = 0 if self.room else os.O_DSYNC
+        synchronous = 0 if self.file_bytes else os.O_DSYNC
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | synchronous
-        return os.open(self.path / name, flags, 0o600 if self.room else 0o644)
+        return os.open(self.path / name, flags, 0o600 if self.file_bytes else 0o644)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file without what it is filled with; None where there is none."""
@@ -85,7 +85,7 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of the files."""
         self.operations += 1
         try:
@@ -95,13 +95,13 @@ class Folder:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor, _ in self._written.values():
+        for descriptor, _ in self._open_files.values():
             os.close(descriptor)
-        self._written.clear()
+        self._open_files.clear()
 
     def remove(self) -> None:
         """Remove the files that were written here, and the folder where it has no others."""
-        for name in self._written:
+        for name in self._open_files:
             with contextlib.suppress(OSError):
                 os.unlink(self.path / name)
         self.close()
@@ -123,13 +123,13 @@ def node_memory(key: str) -> Folder:
     parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     prefix = f"titan-{os.getuid()}-{_process_namespace()}-"
     path = parent / f"{prefix}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    for other in parent.glob(f"{prefix}*"):
-        if other != path and not _is_used(other):
-            shutil.rmtree(other, ignore_errors=True)
+    for sibling in parent.glob(f"{prefix}*"):
+        if sibling != path and not _is_used(sibling):
+            shutil.rmtree(sibling, ignore_errors=True)
     os.makedirs(path, mode=0o700, exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
-    return Folder(path, ROOM)
+    return Folder(path, FILE_BYTES)
 
 
 def _process_namespace() -> int:
@@ -143,7 +143,7 @@ def _process_namespace() -> int:
 def _is_used(path: Path) -> bool:
     """Whether a process that wrote a state into the folder runs, or may be about to write its first."""
     try:
-        pids = [found[1] for file in path.glob("rank-*.json") for found in PID.finditer(file.read_text())]
+        pids = [match[1] for file in path.glob("rank-*.json") for match in PID.finditer(file.read_text())]
         return any(Path(f"/proc/{pid}").exists() for pid in pids) or time.time() - path.stat().st_mtime < NEW_SECONDS
     except (OSError, ValueError):
         return True

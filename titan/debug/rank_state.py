@@ -16,7 +16,7 @@ from titan.debug.flight import Operation
 
 FOLDER = Path("debug")
 STACKS, RECORDER = FOLDER / "stacks", FOLDER / "flight_recorder"
-WORDS = {
+PROCESS_WORDS = {
     "T": "stopped (SIGSTOP)",
     "t": "stopped by a debugger",
     "Z": "dead",
@@ -31,8 +31,8 @@ STOPPED = ("T", "t", "Z", "")
 
 
 @dataclass(frozen=True)
-class Group:
-    """A process group: the layout's dimension that it runs along, and its ranks, as `compact` returns them."""
+class RankGroup:
+    """A process group: the layout's dimension that it runs along, and its ranks, as `compact_ranks` returns them."""
 
     dimension: str
     ranks: Sequence[int]
@@ -47,13 +47,13 @@ class RankState:
         beat: grows with every write.
         step, phase, age: its step and phase, and the seconds since the phase began.
         line, layer: where its main thread is.
-        compiles, exchanges, joins, transfers: see `titan.debug.place.Place`.
+        compiles, exchanges, joins, transfers: see `titan.debug.thread_state.ThreadState`.
         reads: where the thread is that reads its data.
         saving, saving_age, saving_line, saving_waits: the step of the checkpoint that it writes, for how many seconds,
             where, and whether it waits for another rank in this.
         usual: the usual seconds of a step.
         advances: how often it has recorded progress within phases.
-        late: its time without progress in units of its patience; see `titan.debug.clock.Clock.lateness`.
+        late: its time without progress in units of its patience; see `titan.debug.clock.Clock.compute_lateness`.
         entered, completed, pending: see `titan.debug.flight.Collectives`.
         groups: its process groups by their names.
         hung: whether a collective of it has timed out.
@@ -86,58 +86,58 @@ class RankState:
     entered: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)
     pending: tuple[Operation, ...] = ()
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, RankGroup] = field(default_factory=dict)
     hung: bool = False
     dumped: bool = False
 
 
-def plain(state: RankState) -> dict[str, Any]:
+def to_json_object(state: RankState) -> dict[str, Any]:
     """Return a state as what JSON can hold."""
-    groups = {name: [group.dimension, _packed(group.ranks)] for name, group in state.groups.items()}
+    groups = {name: [group.dimension, _pack_ranks(group.ranks)] for name, group in state.groups.items()}
     return {**asdict(replace(state, groups={})), "groups": groups}
 
 
-def from_plain(content: dict[str, Any]) -> RankState:
-    """Return a state from what `plain` returned.
+def from_json_object(content: dict[str, Any]) -> RankState:
+    """Return a state from what `to_json_object` returned.
 
     Raises:
         KeyError, TypeError, ValueError: where it is something else.
     """
     pending = tuple(Operation(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
-    groups = {name: Group(words, _unpacked(ranks)) for name, (words, ranks) in content["groups"].items()}
+    groups = {name: RankGroup(words, _unpack_ranks(ranks)) for name, (words, ranks) in content["groups"].items()}
     return RankState(**{**content, "pending": pending, "groups": groups})
 
 
-def encoded(state: RankState) -> bytes:
+def encode_state(state: RankState) -> bytes:
     """Return a state as JSON."""
-    return json.dumps(plain(state)).encode()
+    return json.dumps(to_json_object(state)).encode()
 
 
-def decoded(content: bytes | None, attempt: int) -> RankState | None:
+def decode_state(content: bytes | None, attempt: int) -> RankState | None:
     """Return a state from JSON; None where it is none, or of another attempt."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        found = from_plain(json.loads(content or b""))
-        return found if found.attempt == attempt else None
+        state = from_json_object(json.loads(content or b""))
+        return state if state.attempt == attempt else None
     return None
 
 
-def compact(ranks: Sequence[int]) -> Sequence[int]:
+def compact_ranks(ranks: Sequence[int]) -> Sequence[int]:
     """Return ranks at equal distances as a range: a group of all ranks may have thousands."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     span = range(ranks[0], ranks[-1] + 1, step)
     return span if list(span) == list(ranks) else tuple(ranks)
 
 
-def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    span = compact(ranks)
+def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    span = compact_ranks(ranks)
     return {"start": span.start, "stop": span.stop, "step": span.step} if isinstance(span, range) else list(span)
 
 
-def _unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
+def _unpack_ranks(ranks: list[int] | dict[str, int]) -> Sequence[int]:
     return range(ranks["start"], ranks["stop"], ranks["step"]) if isinstance(ranks, dict) else tuple(ranks)
 
 
-def process_state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return the state of a process of this host by /proc, such as "T"; empty where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -21,7 +21,7 @@ from pathlib import Path
 from titan.cluster.rank_info import RankInfo
 from titan.debug import rank_state
 from titan.debug.clock import Clock
-from titan.debug.diagnosis import World
+from titan.debug.diagnosis import RunState
 from titan.debug.folder import Folder, node_memory
 from titan.debug.rank_state import FOLDER, STOPPED, RankState
 from titan.debug.verdict import Verdict
@@ -31,7 +31,7 @@ MEMORY_FILE, NODE_FILE, VERDICT_FILE = "rank-{}.json", "node-{}.json", "verdict.
 
 
 @dataclass
-class Node:
+class NodeStates:
     """What the file of a node says.
 
     Attributes:
@@ -40,7 +40,7 @@ class Node:
         silent: those that it has not heard of.
         processes: the states of its ranks' processes in /proc.
         verdict: what it has found, where it reports.
-        at: when the beat changed last, in seconds of the clock.
+        changed_at: when the beat changed last, in seconds of the clock.
     """
 
     beat: int = -1
@@ -48,14 +48,14 @@ class Node:
     silent: frozenset[int] = frozenset()
     processes: dict[int, str] = field(default_factory=dict)
     verdict: Verdict | None = None
-    at: float = 0.0
+    changed_at: float = 0.0
 
 
 class States:
     """The states of all ranks.
 
     Attributes:
-        known: the latest state of each rank.
+        latest: the latest state of each rank.
         verdict: what this rank or the one that reports has found.
     """
 
@@ -65,7 +65,7 @@ class States:
         rank_info: RankInfo,
         attempt: int,
         clock: Clock,
-        memory: Callable[[str], Folder] = node_memory,
+        open_memory: Callable[[str], Folder] = node_memory,
     ) -> None:
         """Take who this is.
 
@@ -73,67 +73,69 @@ class States:
             directory: the run's.
             rank_info, attempt: who this is.
             clock: when to read and write.
-            memory: returns the folder in the node's memory, from a key.
+            open_memory: returns the folder in the node's memory, from a key.
         """
         self.rank, self.attempt, self.clock = rank_info.rank, attempt, clock
         self.first = rank_info.rank - rank_info.local_rank
         self.shared = Folder(directory / RANKS / str(attempt))
-        self.memory = self._memory(memory, f"{directory.resolve()} {attempt} {self.first}")
-        self.known: dict[int, RankState] = {}
+        self.memory = self._open_memory(open_memory, f"{directory.resolve()} {attempt} {self.first}")
+        self.latest: dict[int, RankState] = {}
         self.verdict: Verdict | None = None
-        self.nodes: dict[int, Node] = {}
-        self._heard: dict[int, tuple[int, float]] = {}
+        self.nodes: dict[int, NodeStates] = {}
+        self._last_beats: dict[int, tuple[int, float]] = {}
         self._processes: dict[int, str] = {}
-        self._began, self._beat = clock.now(), 0
+        self._start_time, self._beat = clock.get_time(), 0
         # nodes start to write one after another; ranks behind a node's first one know by then that it writes
         self._turn = rank_info.rank / rank_info.world_size
         self._first_turn = 1.0 if rank_info.local_rank else self._turn
-        self._published: float | None = None
-        self._read_at = self._began
-        self._followed: float | None = None
+        self._publish_time: float | None = None
+        self._read_time = self._start_time
+        self._follow_time: float | None = None
         self._is_first = self.rank == 0
-        self._unread: list[int] = []
+        self._unread_nodes: list[int] = []
 
-    def _memory(self, memory: Callable[[str], Folder], key: str) -> Folder | None:
+    def _open_memory(self, open_memory: Callable[[str], Folder], key: str) -> Folder | None:
         """Return this node's memory; None where it can't be used, or has no room for this rank's file."""
         with contextlib.suppress(OSError):
-            folder = memory(key)
+            folder = open_memory(key)
             folder.write(MEMORY_FILE.format(self.rank), b"")
             return folder
         return None
 
     # --- this node
 
-    def write(self, state: RankState) -> None:
+    def write_rank(self, state: RankState) -> None:
         """Write this rank's state, and those of its node when it is this rank's turn and time."""
-        self._hear(state)
+        self._record_beat(state)
         if self.memory is not None:
             with contextlib.suppress(OSError):
-                self.memory.write(MEMORY_FILE.format(self.rank), rank_state.encoded(state))
-            self.clock.ranks_here = max(1, sum(1 for _ in _numbers(MEMORY_FILE, self.memory.names())))
+                self.memory.write(MEMORY_FILE.format(self.rank), rank_state.encode_state(state))
+            self.clock.ranks_on_node = max(1, sum(1 for _ in _parse_numbers(MEMORY_FILE, self.memory.list_names())))
         if self._is_due():
-            self.publish()
+            self.publish_node()
 
     def _is_due(self) -> bool:
         """Whether it is time to write the states of this node."""
-        if self._published is None:
-            return self.clock.now() - self._began >= self._first_turn * self.clock.node_interval(late=False)
-        return self.clock.now() - self._published >= self.clock.node_interval(self._is_late())
+        if self._publish_time is None:
+            return self.clock.get_time() - self._start_time >= self._first_turn * self.clock.node_interval(
+                is_late=False
+            )
+        return self.clock.get_time() - self._publish_time >= self.clock.node_interval(self._is_late())
 
     def _is_late(self) -> bool:
-        return any(state.late >= 0.5 or state.hung for state in self._here().values())
+        return any(state.late >= 0.5 or state.hung for state in self._list_node_states().values())
 
-    def publish(self) -> None:
+    def publish_node(self) -> None:
         """Write the states of this node into the run's directory, where this rank does so."""
         self.read_node()
-        self._published = self.clock.now()
-        if not self.writes():
+        self._publish_time = self.clock.get_time()
+        if not self.is_writer():
             return
         self._beat += 1
         content = {
             "beat": self._beat,
-            "states": [rank_state.plain(state) for state in self._here().values()],
-            "silent": sorted(self.silent_here()),
+            "states": [rank_state.to_json_object(state) for state in self._list_node_states().values()],
+            "silent": sorted(self.find_silent_ranks()),
             "processes": self._processes,
             "verdict": None if self.verdict is None else vars(self.verdict),
         }
@@ -142,138 +144,162 @@ class States:
 
     def read_node(self) -> None:
         """Read the states of the other ranks of this node."""
-        for rank in _numbers(MEMORY_FILE, self.memory.names()) if self.memory else ():
+        for rank in _parse_numbers(MEMORY_FILE, self.memory.list_names()) if self.memory else ():
             state = None if rank == self.rank else self._read_rank(rank)
             if state is not None:
-                self._hear(state)
-        self._processes = {rank: rank_state.process_state(state.pid) for rank, state in self._here().items()}
-
-    def _read_rank(self, rank: int) -> RankState | None:
-        return rank_state.decoded(self.memory.read(MEMORY_FILE.format(rank)) if self.memory else None, self.attempt)
-
-    def _here(self) -> dict[int, RankState]:
-        return {rank: state for rank, state in sorted(self.known.items()) if rank == self.rank or rank in self._heard}
-
-    def _hear(self, state: RankState) -> None:
-        self.known[state.rank] = state
-        if state.beat != self._heard.get(state.rank, (-1, 0.0))[0]:
-            self._heard[state.rank] = state.beat, self.clock.now()
-
-    def silent_here(self) -> set[int]:
-        """Return the ranks of this node that do not beat."""
-        now = self.clock.now()
-        return {
-            rank
-            for rank, (_, at) in self._heard.items()
-            if rank != self.rank and now - at >= self.clock.silent_after(self._processes.get(rank) in STOPPED)
+                self._record_beat(state)
+        self._processes = {
+            rank: rank_state.read_process_state(state.pid) for rank, state in self._list_node_states().items()
         }
 
-    def writes(self) -> bool:
+    def _read_rank(self, rank: int) -> RankState | None:
+        return rank_state.decode_state(
+            self.memory.read(MEMORY_FILE.format(rank)) if self.memory else None, self.attempt
+        )
+
+    def _list_node_states(self) -> dict[int, RankState]:
+        return {
+            rank: state for rank, state in sorted(self.latest.items()) if rank == self.rank or rank in self._last_beats
+        }
+
+    def _record_beat(self, state: RankState) -> None:
+        self.latest[state.rank] = state
+        if state.beat != self._last_beats.get(state.rank, (-1, 0.0))[0]:
+            self._last_beats[state.rank] = state.beat, self.clock.get_time()
+
+    def find_silent_ranks(self) -> set[int]:
+        """Return the ranks of this node that do not beat."""
+        current_time = self.clock.get_time()
+        return {
+            rank
+            for rank, (_, beat_time) in self._last_beats.items()
+            if rank != self.rank
+            and current_time - beat_time >= self.clock.silence_timeout(self._processes.get(rank) in STOPPED)
+        }
+
+    def is_writer(self) -> bool:
         """Whether this rank writes for its node: it is the lowest one that beats."""
-        return self.rank == min(self._heard.keys() - self.silent_here(), default=self.rank)
+        return self.rank == min(self._last_beats.keys() - self.find_silent_ranks(), default=self.rank)
 
     # --- all nodes
 
-    def follow(self) -> None:
+    def follow_reporter(self) -> None:
         """Learn what the rank that reports has found: from memory, and where this rank writes for its node, from the
         first node that beats, when it is time."""
         self.read_node()
-        self.verdict = self._verdict_here() or self.verdict
-        if self.writes() and self._is_time_to_follow():
-            self._followed = self.clock.now()
+        self.verdict = self._read_memory_verdict() or self.verdict
+        if self.is_writer() and self._is_time_to_follow():
+            self._follow_time = self.clock.get_time()
             self._follow_node()
 
     def _is_time_to_follow(self) -> bool:
-        interval, now = self.clock.node_interval(late=True), self.clock.now()
-        if self._followed is None or now - self._followed > 2 * interval:  # it was not late: nodes take turns
+        interval, current_time = self.clock.node_interval(is_late=True), self.clock.get_time()
+        if (
+            self._follow_time is None or current_time - self._follow_time > 2 * interval
+        ):  # it was not late: nodes take turns
             self.nodes.clear()  # what was read long ago says nothing of who is alive
-            self._followed = now - (1 - self._turn) * interval
-        return now - self._followed >= interval
+            self._follow_time = current_time - (1 - self._turn) * interval
+        return current_time - self._follow_time >= interval
 
     def _follow_node(self) -> None:
-        for number in self._before(sorted(_numbers(NODE_FILE, self.shared.names()))):
-            known = self.nodes.get(number)
-            if known is None or self._alive(known):
+        for number in self._filter_earlier(sorted(_parse_numbers(NODE_FILE, self.shared.list_names()))):
+            last_node = self.nodes.get(number)
+            if last_node is None or self._is_alive(last_node):
                 node = self._read_node_file(number)
                 if node.verdict is not None and node.verdict != self.verdict:
-                    self.pass_on(node.verdict)
-                if self._alive(node):
+                    self.publish_verdict(node.verdict)
+                if self._is_alive(node):
                     self._is_first = False
                     return
         self._is_first = True
 
-    def _before(self, numbers: Iterable[int]) -> list[int]:
+    def _filter_earlier(self, numbers: Iterable[int]) -> list[int]:
         """Return those of the nodes' files that belong to other nodes before this one."""
-        return [number for number in numbers if number < self.rank and number not in self._heard]
+        return [number for number in numbers if number < self.rank and number not in self._last_beats]
 
-    def _verdict_here(self) -> Verdict | None:
+    def _read_memory_verdict(self) -> Verdict | None:
         """Return the verdict that this node's writer has passed on in memory."""
         content = self.memory.read(VERDICT_FILE) if self.memory else None
-        return _verdict(json.loads(content)) if content else None
+        return _parse_verdict(json.loads(content)) if content else None
 
-    def pass_on(self, verdict: Verdict | None) -> None:
+    def publish_verdict(self, verdict: Verdict | None) -> None:
         """Keep a verdict for the other ranks: those of this node read it from memory, others from this node's file."""
         self.verdict = verdict
         if self.memory is not None:
             with contextlib.suppress(OSError):
                 self.memory.write(VERDICT_FILE, json.dumps(None if verdict is None else vars(verdict)).encode())
-        self.publish()
+        self.publish_node()
 
-    def reports(self) -> bool:
+    def is_reporter(self) -> bool:
         """Whether all lower ranks are silent, so that this one reports."""
-        before = [self.nodes[number] for number in self._before(self.nodes)]
-        return self.writes() and self._is_first and not any(map(self._alive, before))
+        earlier_nodes = [self.nodes[number] for number in self._filter_earlier(self.nodes)]
+        return self.is_writer() and self._is_first and not any(map(self._is_alive, earlier_nodes))
 
-    def read(self) -> bool:
+    def read_nodes(self) -> bool:
         """Read the states of some nodes, as many as the time since the last call allows.
 
         Returns:
             Whether those of all nodes have been read since it was last true.
         """
         self.read_node()
-        now = self.clock.now()
-        allowed, self._read_at = self.clock.reads(now - self._read_at), now
-        if not self._unread:
-            self._unread = [number for number in _numbers(NODE_FILE, self.shared.names()) if number != self.rank]
-        for number in self._unread[:allowed]:
+        current_time = self.clock.get_time()
+        read_count, self._read_time = self.clock.count_reads(current_time - self._read_time), current_time
+        if not self._unread_nodes:
+            self._unread_nodes = [
+                number for number in _parse_numbers(NODE_FILE, self.shared.list_names()) if number != self.rank
+            ]
+        for number in self._unread_nodes[:read_count]:
             self._read_node_file(number)
-        del self._unread[:allowed]
-        return not self._unread
+        del self._unread_nodes[:read_count]
+        return not self._unread_nodes
 
-    def _read_node_file(self, number: int) -> Node:
-        node, now = self.nodes.setdefault(number, Node(at=self.clock.now())), self.clock.now()
+    def _read_node_file(self, number: int) -> NodeStates:
+        node, current_time = (
+            self.nodes.setdefault(number, NodeStates(changed_at=self.clock.get_time())),
+            self.clock.get_time(),
+        )
         content = self.shared.read(NODE_FILE.format(number))
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            found = _node(json.loads(content or b""), now)
-            if found.beat != node.beat:
-                node = self.nodes[number] = found
-                self.known |= {rank: state for rank, state in found.states.items() if self._is_news(state)}
+            new_node = _parse_node(json.loads(content or b""), current_time)
+            if new_node.beat != node.beat:
+                node = self.nodes[number] = new_node
+                self.latest |= {rank: state for rank, state in new_node.states.items() if self._is_newer(state)}
         return node
 
-    def _is_news(self, state: RankState) -> bool:
-        return state.rank not in self._heard and state.beat >= self.known.get(state.rank, state).beat
+    def _is_newer(self, state: RankState) -> bool:
+        return state.rank not in self._last_beats and state.beat >= self.latest.get(state.rank, state).beat
 
-    def _alive(self, node: Node) -> bool:
-        return self.clock.now() - node.at < self.clock.node_silent_after()
+    def _is_alive(self, node: NodeStates) -> bool:
+        return self.clock.get_time() - node.changed_at < self.clock.node_silence_timeout()
 
-    def world(self) -> World:
+    def build_run_state(self) -> RunState:
         """Return what all ranks do."""
-        silent, processes = self.silent_here(), dict(self._processes)
-        alive = self._heard.keys() - silent
+        silent, processes = self.find_silent_ranks(), dict(self._processes)
+        alive = self._last_beats.keys() - silent
         for node in self.nodes.values():
-            alive |= node.states.keys() - node.silent - self._heard.keys() if self._alive(node) else set()
-            processes |= {rank: state for rank, state in node.processes.items() if rank not in self._heard}
-        return World(self.clock.ranks, dict(self.known), frozenset(self.known.keys() - alive), processes)
+            alive |= node.states.keys() - node.silent - self._last_beats.keys() if self._is_alive(node) else set()
+            processes |= {rank: state for rank, state in node.processes.items() if rank not in self._last_beats}
+        return RunState(self.clock.ranks, dict(self.latest), frozenset(self.latest.keys() - alive), processes)
 
-    def undecided(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether a rank or a node has missed beats, and is not silent yet, or may still have to start."""
-        now, silent, missed = self.clock.now(), self.silent_here(), self.clock.missed_after()
-        if any(rank not in silent and now - at > missed for rank, (_, at) in self._heard.items()):
+        current_time, silent, missed_beat = (
+            self.clock.get_time(),
+            self.find_silent_ranks(),
+            self.clock.missed_beat_timeout(),
+        )
+        if any(
+            rank not in silent and current_time - beat_time > missed_beat
+            for rank, (_, beat_time) in self._last_beats.items()
+        ):
             return True
-        if len(self.known) < self.clock.ranks and now - self._began < self.clock.node_silent_after():
+        if len(self.latest) < self.clock.ranks and current_time - self._start_time < self.clock.node_silence_timeout():
             return True
-        late = 1.5 * (self.clock.node_interval(late=True) + self.clock.read_interval())
-        return any(self._alive(node) and now - node.at > missed + late for node in self.nodes.values())
+        write_delay = 1.5 * (self.clock.node_interval(is_late=True) + self.clock.read_interval())
+        return any(
+            self._is_alive(node) and current_time - node.changed_at > missed_beat + write_delay
+            for node in self.nodes.values()
+        )
 
     def close(self) -> None:
         """Close the files, and remove those in memory."""
@@ -282,27 +308,27 @@ class States:
             self.memory.remove()
 
 
-def _numbers(pattern: str, names: list[str]) -> Iterator[int]:
+def _parse_numbers(pattern: str, names: list[str]) -> Iterator[int]:
     """Yield the numbers in the names of files."""
     form = re.compile(re.escape(pattern).replace(re.escape("{}"), r"(\d+)"))
-    return (int(found[1]) for found in map(form.fullmatch, names) if found)
+    return (int(match[1]) for match in map(form.fullmatch, names) if match)
 
 
-def _node(content: dict[str, object], now: float) -> Node:
-    plain: list[dict[str, object]] = content["states"]  # type: ignore[assignment]
-    states = {state.rank: state for state in map(rank_state.from_plain, plain)}
+def _parse_node(content: dict[str, object], current_time: float) -> NodeStates:
+    objects: list[dict[str, object]] = content["states"]  # type: ignore[assignment]
+    states = {state.rank: state for state in map(rank_state.from_json_object, objects)}
     processes: dict[str, str] = content["processes"]  # type: ignore[assignment]
-    return Node(
+    return NodeStates(
         int(str(content["beat"])),
         states,
         frozenset(content["silent"]),  # type: ignore[call-overload]
         {int(rank): state for rank, state in processes.items()},
-        _verdict(content["verdict"]),
-        now,
+        _parse_verdict(content["verdict"]),
+        current_time,
     )
 
 
-def _verdict(content: object) -> Verdict | None:
+def _parse_verdict(content: object) -> Verdict | None:
     if not isinstance(content, dict):
         return None
     return Verdict(**{**content, "ranks": tuple(content["ranks"])})

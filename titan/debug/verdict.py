@@ -62,13 +62,13 @@ def read(directory: Path, attempt: int) -> Verdict | None:
     """Return the last diagnosis of an attempt; None when there is none."""
     try:
         content = json.loads((directory / VERDICT).read_text())
-        found = Verdict(**{**content, "ranks": tuple(content["ranks"])})
+        verdict = Verdict(**{**content, "ranks": tuple(content["ranks"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found.attempt == attempt else None
+    return verdict if verdict.attempt == attempt else None
 
 
-def hang_of(directory: Path) -> str | None:
+def read_hang_sentence(directory: Path) -> str | None:
     """Return what a run waits for now, by its last diagnosis; None when its ranks have found nothing."""
     try:
         content = json.loads((directory / VERDICT).read_text())
@@ -84,11 +84,11 @@ def clear(directory: Path) -> None:
         (directory / VERDICT).unlink(missing_ok=True)
 
 
-def say(directory: Path, line: str) -> None:
+def append_message(directory: Path, line: str) -> None:
     """Append a message, with the time."""
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    timestamp = datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError), (directory / MESSAGES).open("a") as file:
-        file.write(f"{now} {line}\n")
+        file.write(f"{timestamp} {line}\n")
 
 
 class Messages:
@@ -97,19 +97,19 @@ class Messages:
     def __init__(self, directory: Path) -> None:
         """Begin at the present end of the file."""
         self.file = directory / MESSAGES
-        self.at = self._size()
+        self.offset = self._read_size()
 
-    def new(self) -> list[str]:
+    def read_new(self) -> list[str]:
         """Return the messages since the last call, without their time."""
-        if self._size() <= self.at:
+        if self._read_size() <= self.offset:
             return []
         with self.file.open("rb") as file:
-            file.seek(self.at)
+            file.seek(self.offset)
             content = file.read().rpartition(b"\n")[0] + b"\n"
-        self.at += len(content)
+        self.offset += len(content)
         return [line.partition(" ")[2] for line in content.decode(errors="replace").splitlines() if line]
 
-    def _size(self) -> int:
+    def _read_size(self) -> int:
         try:
             return self.file.stat().st_size
         except OSError:

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.rank_info import RankInfo
-from titan.cluster.rank_process import leave
+from titan.cluster.rank_process import exit_now
 from titan.debug import diagnosis, flight, verdict
 from titan.debug.activity import Activity
-from titan.debug.clock import LEAST_TICK, PATIENCE_SECONDS, Clock
-from titan.debug.diagnosis import World
+from titan.debug.clock import MIN_TICK, PATIENCE_SECONDS, Clock
+from titan.debug.diagnosis import RunState
 from titan.debug.dumps import Dumps
 from titan.debug.judge import Judge
-from titan.debug.place import places
-from titan.debug.rank_state import Group, RankState
+from titan.debug.rank_state import RankGroup, RankState
 from titan.debug.states import States
+from titan.debug.thread_state import read_thread_states
 from titan.debug.verdict import HangError, Verdict
 
 log = logging.getLogger("titan")
@@ -52,7 +52,7 @@ class Watch:
         attempt: int,
         activity: Activity,
         patience: float | None = PATIENCE_SECONDS,
-        fails: Callable[[Exception], object] = lambda error: None,
+        on_failure: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """Take what is watched; nothing runs yet.
 
@@ -61,28 +61,28 @@ class Watch:
             rank_info, attempt: who this is.
             activity: what the thread that trains does.
             patience: see `PATIENCE_SECONDS`; None: watch nothing.
-            fails: called with the error before the process ends.
+            on_failure: called with the error before the process ends.
         """
         self.directory, self.rank_info, self.attempt, self.activity = directory, rank_info, attempt, activity
-        self.watches, self.fails = patience is not None, fails
+        self.is_enabled, self.on_failure = patience is not None, on_failure
         self.clock = Clock(activity, patience, rank_info.world_size)
         self.judge = Judge(directory, rank_info, attempt, self.clock)
-        self.names: Callable[[], Mapping[int, str]] = dict
-        self.groups: dict[str, Group] = {}
-        self.hung = threading.Event()
+        self.get_module_names: Callable[[], Mapping[int, str]] = dict
+        self.groups: dict[str, RankGroup] = {}
+        self.hang_event = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="titan-watch", daemon=True)
-        self._beat, self._detailed = 0, -1e9
+        self._thread = threading.Thread(target=self._run_loop, name="titan-watch", daemon=True)
+        self._beat, self._details_time = 0, -1e9
         self._details: dict[str, Any] = {}
-        self._numbers: object = None
+        self._last_numbers: object = None
 
     # --- the thread
 
     def __enter__(self) -> Watch:
-        if not self.watches:
+        if not self.is_enabled:
             return self
         try:
-            self._open()
+            self._open_files()
         except OSError as error:  # a full disk, for example: the run itself says so
             log.warning("hangs are not watched: %s", error)
             return self
@@ -104,7 +104,7 @@ class Watch:
         self.dumps.close()
         self.states.close()
 
-    def _open(self) -> None:
+    def _open_files(self) -> None:
         """Open the files, and learn of signals at once: Python's handlers wait until the main thread returns from C."""
         if self.rank_info.rank == 0:
             verdict.clear(self.directory)
@@ -117,41 +117,46 @@ class Watch:
         self._wakeup = (receive, send, -1)
         with contextlib.suppress(ValueError):  # not in the main thread
             self._wakeup = (receive, send, signal.set_wakeup_fd(send, warn_on_full_buffer=False))
-        self._write()  # at once: the others learn the process's number from it
+        self._write_state()  # at once: the others learn the process's number from it
 
-    def _run(self) -> None:
-        while not self._closed.wait(self.clock.tick()):
+    def _run_loop(self) -> None:
+        while not self._closed.wait(self.clock.tick_seconds()):
             try:
-                self._look()
+                self._check_progress()
             except Exception:
                 log.exception("the watcher failed")
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Write this rank's state, and look at the others when there is no progress."""
         self._notice_signals()
-        self.activity.look_at_compiler()
-        late = self.clock.lateness()
-        is_late = late >= 0.5 or self.hung.is_set()
+        self.activity.check_compiler()
+        late = self.clock.compute_lateness()
+        is_late = late >= 0.5 or self.hang_event.is_set()
         self._read_details(is_late)
-        self._write(late)
+        self._write_state(late)
         if is_late:
-            self._look_at_others(late)
-        elif self.judge.said:
-            self.judge.withdraw(self.activity.step)
-            self.states.pass_on(None)
+            self._check_other_ranks(late)
+        elif self.judge.last_report:
+            self.judge.withdraw_report(self.activity.step)
+            self.states.publish_verdict(None)
 
     def _notice_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self._wakeup[0], 4096)
-            if self.clock.asked is None and {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & set(numbers):
-                self.clock.asked = self.clock.now()
+            if self.clock.stop_request_time is None and {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & set(numbers):
+                self.clock.stop_request_time = self.clock.get_time()
 
     # --- this rank's state
 
-    def _write(self, late: float = 0.0) -> None:
+    def _write_state(self, late: float = 0.0) -> None:
         self._beat += 1
-        info, now, what, save = self.rank_info, self.clock.now(), self.activity, self.activity.save()
-        self.states.write(
+        info, current_time, activity, save = (
+            self.rank_info,
+            self.clock.get_time(),
+            self.activity,
+            self.activity.get_running_save(),
+        )
+        self.states.write_rank(
             RankState(
                 rank=info.rank,
                 host=socket.gethostname(),
@@ -159,16 +164,16 @@ class Watch:
                 pid=os.getpid(),
                 attempt=self.attempt,
                 beat=self._beat,
-                step=what.step,
-                phase=what.phase,
-                age=now - what.since,
+                step=activity.step,
+                phase=activity.phase,
+                age=current_time - activity.since,
                 saving=None if save is None else save[0],
-                saving_age=0.0 if save is None else now - save[1],
-                usual=what.usual(),
-                advances=what.advances,
+                saving_age=0.0 if save is None else current_time - save[1],
+                usual=activity.estimate_step_seconds(),
+                advances=activity.progress_count,
                 late=late,
-                hung=self.hung.is_set(),
-                dumped=self.dumps.done,
+                hung=self.hang_event.is_set(),
+                dumped=self.dumps.is_written,
                 **self._details,
             )
         )
@@ -176,104 +181,109 @@ class Watch:
     def _read_details(self, late: bool) -> None:
         """Read what costs too much in normal steps: where the threads are, and which collectives are pending."""
         if not late:
-            self._details, self._detailed, self._numbers = {}, -1e9, None
-        elif self.clock.now() - self._detailed >= self.clock.detail_interval():
-            self._details, self._detailed = self._places() | self._collectives(), self.clock.now()
+            self._details, self._details_time, self._last_numbers = {}, -1e9, None
+        elif self.clock.get_time() - self._details_time >= self.clock.detail_interval():
+            self._details, self._details_time = self._read_threads() | self._read_collectives(), self.clock.get_time()
             self._notice_collectives()
 
     def _notice_collectives(self) -> None:
         """Record progress where a collective was entered or completed since the last look, as in a long step."""
-        before, self._numbers = self._numbers, (self._details["entered"], self._details["completed"])
-        if before is not None and self._numbers != before:
-            self.activity.advance()
+        previous, self._last_numbers = self._last_numbers, (self._details["entered"], self._details["completed"])
+        if previous is not None and self._last_numbers != previous:
+            self.activity.record_progress()
 
-    def _collectives(self) -> dict[str, Any]:
-        found = flight.collectives(flight.dump() if self.rank_info.world_size > 1 else b"")
-        return {**vars(found), "groups": self.groups}
+    def _read_collectives(self) -> dict[str, Any]:
+        collectives = flight.read_collectives(flight.dump_recorder() if self.rank_info.world_size > 1 else b"")
+        return {**vars(collectives), "groups": self.groups}
 
-    def _places(self) -> dict[str, Any]:
-        here, found = places(self.names()), dict[str, Any]()
-        if main := here.get("main"):
-            found |= {name: getattr(main, name) for name in ("line", "layer", "compiles", "exchanges", "joins")}
-            found |= {"transfers": main.transfers}
-        if data := here.get("data"):
-            found |= {"reads": data.line}
-        if save := here.get("save"):
-            found |= {"saving_line": save.line, "saving_waits": save.exchanges}
-        return found
+    def _read_threads(self) -> dict[str, Any]:
+        threads, details = read_thread_states(self.get_module_names()), dict[str, Any]()
+        if main := threads.get("main"):
+            details |= {name: getattr(main, name) for name in ("line", "layer", "compiles", "exchanges", "joins")}
+            details |= {"transfers": main.transfers}
+        if data := threads.get("data"):
+            details |= {"reads": data.line}
+        if save := threads.get("save"):
+            details |= {"saving_line": save.line, "saving_waits": save.exchanges}
+        return details
 
     # --- the others
 
-    def _look_at_others(self, late: float) -> None:
-        self.states.follow()
-        found = self.states.verdict
-        if found and found.exit_code is not None:
-            self._end(found, reports=False)
-        if self.states.reports() and self.states.read():
-            world = self.states.world()
-            if any(state.hung for state in world.states.values()) or (late >= 1 and not self._is_undecided()):
-                self._conclude(world)
+    def _check_other_ranks(self, late: float) -> None:
+        self.states.follow_reporter()
+        decision = self.states.verdict
+        if decision and decision.exit_code is not None:
+            self._end_process(decision, is_reporter=False)
+        if self.states.is_reporter() and self.states.read_nodes():
+            run_state = self.states.build_run_state()
+            if any(state.hung for state in run_state.states.values()) or (late >= 1 and not self._is_undecided()):
+                self._decide_verdict(run_state)
 
     def _is_undecided(self) -> bool:
         """Whether a rank may be silent or not; when the timeout is near that does not count."""
         limit = self.activity.timeout
-        return self.activity.age() < limit - 2 * self.clock.lead(limit) and self.states.undecided()
+        return (
+            self.activity.compute_idle_seconds() < limit - 2 * self.clock.lead_seconds(limit)
+            and self.states.is_undecided()
+        )
 
-    def _conclude(self, world: World) -> None:
-        ended = verdict.read(self.directory, self.attempt)  # this rank may have been stopped while others decided
-        if ended is not None and ended.exit_code is not None:
-            self._end(ended, reports=False)
-        found = self.judge.judge(world)
-        if found is not None and found != self.states.verdict:
-            self.states.pass_on(found)
-        if found is not None and found.exit_code is not None:
-            self._end(found, reports=True, world=world)
+    def _decide_verdict(self, run_state: RunState) -> None:
+        earlier = verdict.read(self.directory, self.attempt)  # this rank may have been stopped while others decided
+        if earlier is not None and earlier.exit_code is not None:
+            self._end_process(earlier, is_reporter=False)
+        decision = self.judge.decide_verdict(run_state)
+        if decision is not None and decision != self.states.verdict:
+            self.states.publish_verdict(decision)
+        if decision is not None and decision.exit_code is not None:
+            self._end_process(decision, is_reporter=True, run_state=run_state)
 
     # --- the end
 
-    def timed_out(self) -> HangError | None:
+    def find_hang_error(self) -> HangError | None:
         """Return the error for a collective that has timed out in the main thread; None where nothing was found."""
-        found = verdict.read(self.directory, self.attempt) if self._thread.is_alive() else None
-        return None if found is None else HangError(found)
+        decision = verdict.read(self.directory, self.attempt) if self._thread.is_alive() else None
+        return None if decision is None else HangError(decision)
 
     def wait_for_end(self) -> None:
         """Let the watcher end this process: all ranks write their stacks first."""
-        self.hung.set()
-        self._thread.join(4 * LAST_SECONDS + self.clock.lead(3600.0) + self.clock.dump_seconds())
+        self.hang_event.set()
+        self._thread.join(4 * LAST_SECONDS + self.clock.lead_seconds(3600.0) + self.clock.dump_seconds())
 
-    def _end(self, found: Verdict, reports: bool, world: World | None = None) -> None:
+    def _end_process(self, decision: Verdict, is_reporter: bool, run_state: RunState | None = None) -> None:
         """Write what explains the hang, report the error and end this process."""
-        if world is not None:
+        if run_state is not None:
             with contextlib.suppress(OSError):
-                (self.directory / verdict.ANALYSIS).write_text(f"{found.sentence}\n\n{diagnosis.table(world)}\n")
-        self._dump(found)
-        if not reports:
+                (self.directory / verdict.ANALYSIS).write_text(
+                    f"{decision.sentence}\n\n{diagnosis.format_table(run_state)}\n"
+                )
+        self._write_dumps(decision)
+        if not is_reporter:
             self._closed.wait(3 * LAST_SECONDS + self.clock.dump_seconds())  # the rank that reports ends first
-        elif world is not None:
-            self._wait_for_dumps(world)
-        if found.exit_code != 130:
-            self.fails(HangError(found))
+        elif run_state is not None:
+            self._wait_for_dumps(run_state)
+        if decision.exit_code != 130:
+            self.on_failure(HangError(decision))
         self._close_files()
-        leave(found.exit_code or 1)
+        exit_now(decision.exit_code or 1)
 
-    def _dump(self, found: Verdict) -> None:
+    def _write_dumps(self, decision: Verdict) -> None:
         """Write this rank's stacks when it is its turn, and those of silent ranks of its node that it writes for."""
-        several, first = self.rank_info.world_size > 1, found.ranks[0] if found.ranks else 0
+        has_peers, first = self.rank_info.world_size > 1, decision.ranks[0] if decision.ranks else 0
         delay = self.clock.dump_delay(self.rank_info.rank, first)
         if delay is not None:
             self._closed.wait(delay)
-            self.dumps.write(several)
-        if found.exit_code == 1 and self.states.writes():
-            for rank in sorted(self.states.silent_here()):
-                self.dumps.write_silent(self.states.known[rank])
-        self._write(late=1.0)
-        self.states.publish()
+            self.dumps.write(has_peers)
+        if decision.exit_code == 1 and self.states.is_writer():
+            for rank in sorted(self.states.find_silent_ranks()):
+                self.dumps.write_silent_rank(self.states.latest[rank])
+        self._write_state(late=1.0)
+        self.states.publish_node()
 
-    def _wait_for_dumps(self, world: World) -> None:
-        left = set(world.states) - world.silent - {self.rank_info.rank}
+    def _wait_for_dumps(self, run_state: RunState) -> None:
+        missing = set(run_state.states) - run_state.silent_ranks - {self.rank_info.rank}
         clock = self.clock
-        deadline = clock.now() + LAST_SECONDS + clock.dump_seconds()
-        while left and clock.now() < deadline:
-            self.states.read()
-            left -= {rank for rank, state in self.states.known.items() if state.dumped}
-            self._closed.wait(LEAST_TICK)
+        deadline = clock.get_time() + LAST_SECONDS + clock.dump_seconds()
+        while missing and clock.get_time() < deadline:
+            self.states.read_nodes()
+            missing -= {rank for rank, state in self.states.latest.items() if state.dumped}
+            self._closed.wait(MIN_TICK)

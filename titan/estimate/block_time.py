@@ -72,8 +72,8 @@ class RankWork:
 
     def matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
-        tokens = self.tokens * layer.share(self.sequence_parallel_ranks())
-        shape = sizes(tokens, layer.part(self.tensor), part)
+        tokens = self.tokens * layer.compute_token_share(self.sequence_parallel_ranks())
+        shape = sizes(tokens, layer.split(self.tensor), part)
         eight = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
         seconds = operations.matmul(*shape, self.speeds, eight_bit=eight)
         if eight:

@@ -122,7 +122,7 @@ def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tu
     """Return the most bytes of a micro-batch's logits with their loss and gradient, and the bytes a block saves."""
     layers = range(recipe.model.layers)
     rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(layers[-1:], False, True)})
-    saved = (rank.of(group.layer).activations.kept for group in block_groups(recipe.model, layers))
+    saved = (rank.of(group.layer).activations.saved for group in block_groups(recipe.model, layers))
     return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
 
 
@@ -131,7 +131,7 @@ def received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     layers = range(recipe.model.layers)
     rank = _RankMemory(recipe, layout, microbatches, "cuda", {0: Stage(layers, False, False)})
     found = [rank.of(group.layer).activations for group in block_groups(recipe.model, layers)]
-    return max(block.received / block.kept for block in found)
+    return max(block.received / block.saved for block in found)
 
 
 def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str, layer: int) -> float:
@@ -144,7 +144,7 @@ def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: st
 def whole_state(recipe: Recipe) -> tuple[float, float]:
     """Return the bytes of all weights, and of all optimizer state with an average, as a checkpoint holds them."""
     model, weight_bytes = recipe.model, recipe.precision.weight_bytes
-    matrices = int(model.total(model.block_matmul_parameters))
+    matrices = int(model.sum_over_blocks(model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
     return float(model.parameters() * weight_bytes), state + average_bytes(recipe) * model.parameters()
 
@@ -261,7 +261,7 @@ class _RankMemory(RankSizes):
         """Return what is in memory between the forward passes of the last block and of the head."""
         return self._always().plus(
             "forward of the blocks",
-            activations=saved - self.head.kept - self.head_cast,
+            activations=saved - self.head.saved - self.head_cast,
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed(self.stages.values(), has_grads),
             gathered=self._gathered(stage.layers[-1:], stage.layers),
@@ -273,7 +273,7 @@ class _RankMemory(RankSizes):
         if stage.last:
             yield base.plus(
                 "forward of the head",
-                activations=-self.head.kept,
+                activations=-self.head.saved,
                 logits=self.head.forward,
                 gathered=self._gathered(stage.layers[-1:], stage.layers, head=True),
             )
@@ -286,7 +286,7 @@ class _RankMemory(RankSizes):
         base = self._always().plus(activations=saved, communication=self._not_freed(others, has_grads))
         if stage.last:
             yield from self._backward_of_head(base, stage, has_grads)
-            base = base.plus(activations=-self.head.kept - self.head_cast)
+            base = base.plus(activations=-self.head.saved - self.head_cast)
         else:
             base = base.plus(activations=-self.input)
         if len(stage.layers):
@@ -299,14 +299,14 @@ class _RankMemory(RankSizes):
         head, layers = self.head_elements, stage.layers
         yield base.plus(
             "backward of the head",
-            activations=-self.head.kept,
+            activations=-self.head.saved,
             logits=self.head.backward,
             gathered=self._gathered(NO_LAYERS, layers, head=True),
             gradients=self._gradients(0.0, has_grads),
             communication=self._not_freed([stage], has_grads),
         )
         after = base.plus(
-            activations=self.head.norm - self.head.kept - self.head_cast,
+            activations=self.head.norm - self.head.saved - self.head_cast,
             communication=self._reduce_buffer(head),
             gathered=self._gathered(layers[-1:], layers),
         )
@@ -392,7 +392,7 @@ class _RankMemory(RankSizes):
         base = base.plus(communication=self._not_freed(self.stages.values(), has_grads))
         gradients = self._gradients(0.0, has_grads)
         if stage.last:
-            logits = self.head.backward - self.head.kept
+            logits = self.head.backward - self.head.saved
             yield base.plus("backward of the head", logits=logits, gradients=gradients)
         for group in block_groups(self.recipe.model, stage.layers):
             block = self.of(group.layer)

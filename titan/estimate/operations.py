@@ -117,13 +117,13 @@ def speeds(
         ConfigError: when a figure is missing.
     """
     known = constants or fitted()
-    peak = 1e12 * hardware.require(f"{dtype}_tflops", f"the time of {dtype} matmuls")
+    peak = 1e12 * hardware.require_figure(f"{dtype}_tflops", f"the time of {dtype} matmuls")
     clock = _clock(hardware, known.power)
     efficiency = hardware.matmul_efficiency or known.matmul
     forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
     eight = hardware.fp8_tflops
     eight_peak = known.matmul_8bit * clock * 1e12 * eight if eight else efficiency * clock * peak
-    memory = 1e9 * hardware.require("memory_gb_per_second", "the time of memory-bound operations")
+    memory = 1e9 * hardware.require_figure("memory_gb_per_second", "the time of memory-bound operations")
     return Speeds(
         matmul=efficiency * clock * peak,
         matmul_8bit=eight_peak,

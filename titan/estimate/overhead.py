@@ -61,7 +61,7 @@ def add_overhead(
     sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
-    if recipe.model.total(recipe.model.expert_parameters):
+    if recipe.model.sum_over_blocks(recipe.model.expert_parameters):
         unused += EXPERT_FRAGMENTATION * _saved(usage)
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.cluster.known_devices import peak_tflops
+from titan.cluster.known_devices import look_up_peak_tflops
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import fitted
 from titan.estimate.memory import Usage
@@ -147,7 +147,7 @@ def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) ->
         for usage in memory.peaks(recipe, layout, microbatches, machine.device)
     ]
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
-    experts = recipe.model.total(recipe.model.expert_parameters) > 0
+    experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters) > 0
     return Plan(
         memory=tuple(usages),
         step=step_time(recipe, layout, microbatches, speeds),
@@ -170,7 +170,7 @@ def hardware_of(cluster: Cluster, machine: Machine) -> Hardware:
     for dtype in dtypes:
         name = f"{dtype}_tflops"
         known = cluster.peak_tflops if dtype == "bf16" else None
-        known = known or peak_tflops(machine.name, dtype)
+        known = known or look_up_peak_tflops(machine.name, dtype)
         if getattr(hardware, name) is None and known is not None:
             known_peak: Any = {name: known}
             hardware = replace(hardware, **known_peak)
@@ -187,9 +187,9 @@ def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: 
     """
     per_node = ranks_per_node(recipe.cluster, machine, layout.devices)
     if layout.devices > 1:
-        hardware.require("link_gb_per_second", "communication between devices of a node")
+        hardware.require_figure("link_gb_per_second", "communication between devices of a node")
     if layout.devices > per_node:
-        hardware.require("network_gb_per_second", "communication between nodes")
+        hardware.require_figure("network_gb_per_second", "communication between nodes")
     dtype: Literal["bf16", "fp32"] = "bf16" if recipe.precision.compute == "bf16" else "fp32"
     if machine.device == "cpu":
         whole = operations.speeds(hardware, per_node, dtype=dtype, kernel="flash")

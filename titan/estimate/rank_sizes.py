@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
+from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
 from titan.model.schema import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.schema import count_key_repeats
@@ -72,7 +72,7 @@ class BlockSizes(NamedTuple):
         apart: bytes of experts that are gathered apart from the block, only while they compute.
     """
 
-    activations: Block
+    activations: BlockActivations
     elements: float
     experts: float
     matrices: float
@@ -84,7 +84,7 @@ class BlockSizes(NamedTuple):
     @property
     def whole(self) -> float:
         """Bytes that are saved for backward without checkpointing."""
-        return self.activations.kept + self.casts
+        return self.activations.saved + self.casts
 
 
 class Group(NamedTuple):
@@ -125,9 +125,9 @@ def block_elements(model: Decoder, layer: int, tensor: int) -> BlockElements:
     """Return how many elements of a block's weights a tensor-parallel rank has, before FSDP shards them."""
     matmuls, experts = model.block_matmuls(layer).values(), model.expert_parameters(layer)
     router = model.block_matmul_parameters(layer) - sum(matmul.size for matmul in matmuls) - experts
-    whole = router + sum(matmul.size for matmul in matmuls if matmul.part(2).size == matmul.size)
+    whole = router + sum(matmul.size for matmul in matmuls if matmul.split(2).size == matmul.size)
     vectors = model.block_parameters(layer) - model.block_matmul_parameters(layer)
-    return BlockElements(router + sum(m.part(tensor).size for m in matmuls), whole, vectors, experts)
+    return BlockElements(router + sum(m.split(tensor).size for m in matmuls), whole, vectors, experts)
 
 
 class RankSizes:
@@ -145,7 +145,7 @@ class RankSizes:
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
-        self.share = RankPart(
+        self.share = RankBatch(
             self.tokens,
             precision.bytes,
             layout.tensor,
@@ -156,12 +156,12 @@ class RankSizes:
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
-        self.head: Head = model.head_activations(
+        self.head: HeadActivations = model.head_activations(
             self.share,
             parts=recipe.parallelism.loss_parallel,
             chunk=recipe.training.loss_chunk,
-            terms=bool(recipe.training.terms),
-            whole=any(term.needs_logits for term in recipe.training.terms.values()),
+            has_terms=bool(recipe.training.terms),
+            reads_logits=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self.sharding = _as_used(weight_sharding(recipe.parallelism, layout), self.fsdp)
@@ -252,7 +252,7 @@ class RankSizes:
         matrices = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             for name, matmul in model.block_matmuls(layer).items():
-                matrices[f"layers.{layer}.{name}"] = float(matmul.part(tensor).size)
+                matrices[f"layers.{layer}.{name}"] = float(matmul.split(tensor).size)
             for name in (experts := model.expert_matmuls(layer)):
                 matrices[f"layers.{layer}.{name}"] = self.of(layer).experts / len(experts)
         shards = count_shards(matrices, groups, self.layout)
@@ -287,7 +287,7 @@ class RankSizes:
         rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
-        ends = self.head.kept + self.head_cast if stage.last else self.input
+        ends = self.head.saved + self.head_cast if stage.last else self.input
         return self._saved_by_blocks(stage.layers) + ends + rotation + self._attention_mask()
 
     def _saved_for_weight_grads(self, stage: Stage) -> float:
@@ -358,7 +358,7 @@ class RankSizes:
         length, ranks = recipe.training.seq_len, 1 if method == "ulysses" else layout.context
         one = self.share.bytes * length * math.ceil(length / ranks)
         rows = math.ceil(self.tokens * layout.context / length) if recipe.dataset.mask_documents else 0
-        return float(one * (rows + max(1, rows) * recipe.model.masked(length)))
+        return float(one * (rows + max(1, rows) * recipe.model.needs_mask(length)))
 
     # ---- weights and gradients ----
 

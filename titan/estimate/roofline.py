@@ -117,15 +117,17 @@ def _matmul_flops(recipe: Recipe) -> tuple[float, float]:
 
 def _routed(model: Decoder) -> float:
     """Return the parameters of routers, and of experts those that compute a token."""
-    linear = model.total(lambda layer: sum(m.inputs * m.outputs for m in model.block_matmuls(layer).values()))
-    idle = model.total(model.expert_parameters) - model.total(model.active_expert_parameters)
-    return model.total(model.block_matmul_parameters) - linear - idle
+    linear = model.sum_over_blocks(lambda layer: sum(m.inputs * m.outputs for m in model.block_matmuls(layer).values()))
+    idle = model.sum_over_blocks(model.expert_parameters) - model.sum_over_blocks(model.active_expert_parameters)
+    return model.sum_over_blocks(model.block_matmul_parameters) - linear - idle
 
 
 def _attention_flops(recipe: Recipe) -> float:
     """Return FLOPs per token of causal attention: 2 matmuls forward, 5 backward (arXiv:2307.08691, section 3.1)."""
     seq_len = recipe.training.seq_len
-    square = recipe.model.total(lambda layer: recipe.model.attention_flops(seq_len, layer))  # 6 matmuls of all pairs
+    square = recipe.model.sum_over_blocks(
+        lambda layer: recipe.model.attention_flops(seq_len, layer)
+    )  # 6 matmuls of all pairs
     return (7 + 2 * _recomputed(recipe)) * square / 12
 
 
@@ -137,7 +139,7 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
     twice, as they are and transposed.
     """
     model, precision = recipe.model, recipe.precision
-    whole, blocks = model.matmul_parameters(), model.total(model.block_matmul_parameters)
+    whole, blocks = model.matmul_parameters(), model.sum_over_blocks(model.block_matmul_parameters)
     each = 0.0
     if precision.bytes != precision.weight_bytes:
         each += (precision.bytes + precision.weight_bytes) * (2 * whole + _recomputed(recipe) * blocks)
@@ -152,7 +154,9 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
 def _elementwise_bytes(recipe: Recipe) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward."""
     model, element = recipe.model, recipe.precision.bytes
-    forward, backward = (model.total(partial(_block_bytes, model, element, part)) for part in ("forward", "backward"))
+    forward, backward = (
+        model.sum_over_blocks(partial(_block_bytes, model, element, part)) for part in ("forward", "backward")
+    )
     ends = 5 * model.dim + 2 * model.dim * (recipe.precision.weight_bytes / element + 1)  # last norm, embedding
     return (1 + _recomputed(recipe)) * forward + backward + element * ends
 
@@ -203,7 +207,10 @@ def routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> fl
 
 def update_bytes(recipe: Recipe) -> float:
     """Return bytes per step of gradient norm, clipping and the update, which reads all and writes all but gradients."""
-    weight_bytes, blocks = recipe.precision.weight_bytes, int(recipe.model.total(recipe.model.block_matmul_parameters))
+    weight_bytes, blocks = (
+        recipe.precision.weight_bytes,
+        int(recipe.model.sum_over_blocks(recipe.model.block_matmul_parameters)),
+    )
     state = recipe.optimizer.state_bytes(blocks, recipe.model.parameters() - blocks, weight_bytes)
     clipping = 3 * weight_bytes if recipe.training.clip_norm is not None else weight_bytes
     return float(recipe.model.parameters() * (clipping + 3 * weight_bytes) + 2 * state)

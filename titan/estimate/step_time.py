@@ -152,7 +152,7 @@ class StepModel(RankWork):
 
     def head(self, kind: str) -> Parts:
         """Return the time of final norm, head and loss of a micro-batch."""
-        outputs = self.head_layer.part(self.tensor).outputs
+        outputs = self.head_layer.split(self.tensor).outputs
         parallel = outputs if self.recipe.parallelism.loss_parallel else self.head_layer.outputs
         parts = ("forward",) if kind == "F" else ("input", "weight")
         work = Parts()
@@ -310,7 +310,7 @@ class StepModel(RankWork):
         """Return the time of gradient norm, clipping and update of the rank's shard."""
         layout, model = self.layout, self.model
         per_rank = layout.tensor * layout.pipeline * (layout.sharded if self.fsdp else 1)
-        experts = model.total(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
+        experts = model.sum_over_blocks(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
         replicas = 1 + experts * (layout.tensor - 1)  # tensor ranks have the same experts
         return self.speeds.update * replicas * update_bytes(self.recipe) / per_rank / self.speeds.memory
 

@@ -70,7 +70,7 @@ class Cache:
     def masks(
         self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
     ) -> Any:
-        """Return the mask of the next tokens; see `titan.model.decoder.Decoder.mask`."""
+        """Return the mask of the next tokens; see `titan.model.decoder.DecoderModel.mask`."""
         if chunk is None:
             return self.mask
         return Masks(self.mask, self.mask if self.seen <= chunk else self._mask(chunk))

@@ -100,7 +100,7 @@ class Decoder:
         """Take a model and the rules.
 
         Args:
-            model: a whole `titan.model.decoder.Decoder`, or its part on a tensor rank; on `device`.
+            model: a whole `titan.model.decoder.DecoderModel`, or its part on a tensor rank; on `device`.
             rules: how to sample, when to end.
             device: of the model.
             chunk: tokens of the prompts that the model computes at a time.
@@ -115,7 +115,7 @@ class Decoder:
         Raises:
             RunError: when the model gives logits that are not finite.
         """
-        live = [(row, sampling.generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
+        live = [(row, sampling.make_generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
         with cached(self.model, longest + self.rules.max_tokens, self.device) as cache:
             logits = self._prefill(rows, cache)
@@ -175,4 +175,4 @@ class Decoder:
             raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
         uniform = sampling.draw_uniform(generators)
         how = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
-        return self.agree(sampling.sample(logits, uniform, **how))  # type: ignore[arg-type]
+        return self.agree(sampling.sample_tokens(logits, uniform, **how))  # type: ignore[arg-type]

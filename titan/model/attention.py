@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
-from titan.model.masks import Masks, masks_of
+from titan.model.masks import Masks, build_masks
 
 BLOCK = 128
 """Tokens of a block: the default of FlexAttention's CUDA kernels."""
 HOPPER = 9
 """The compute capability from which cuDNN's kernel is the fastest."""
-NAMED = {
+BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -34,27 +34,27 @@ NAMED = {
 """torch's backends by their values of `training.attention`."""
 
 
-class NoKernel(Exception):
+class NoKernelError(Exception):
     """torch can use none of the allowed kernels."""
 
 
-def kernels(choice: str, device: torch.device) -> Kernels:
+def choose_kernels(choice: str, device: torch.device) -> Kernels:
     """Return the kernels that `training.attention` allows on a device, in order of priority; empty: torch's default.
 
     Args:
         choice: a kernel's name, or "auto": on CUDA the fastest usable one, cuDNN's first on Hopper and newer.
         device: the device of attention.
     """
-    if choice in NAMED:
-        return (NAMED[choice],)
+    if choice in BACKENDS:
+        return (BACKENDS[choice],)
     if device.type != "cuda":
         return ()
     fastest = ("cudnn",) if torch.cuda.get_device_capability(device)[0] >= HOPPER else ()
-    return tuple(NAMED[name] for name in (*fastest, "flash", "efficient", "math"))
+    return tuple(BACKENDS[name] for name in (*fastest, "flash", "efficient", "math"))
 
 
-def selected_kernel(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, of: Kernels, masked: bool
+def query_selected_kernel(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, allowed: Kernels, has_mask: bool
 ) -> str:
     """Return the name of the kernel that torch selects for these inputs.
 
@@ -62,65 +62,65 @@ def selected_kernel(
         shape: query heads, key heads and their width on this rank.
         dtype: the queries' type.
         device: the device of attention.
-        of: the allowed kernels.
-        masked: whether there is a mask, as for documents.
+        allowed: the allowed kernels.
+        has_mask: whether there is a mask, as for documents.
 
     Raises:
-        NoKernel: if none of them supports the inputs.
+        NoKernelError: if none of them supports the inputs.
     """
-    heads, pairs, width = shape
-    q, kv = (torch.zeros(1, n, BLOCK, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, pairs))
+    heads, kv_heads, width = shape
+    q, kv = (torch.zeros(1, n, BLOCK, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, kv_heads))
     ids = torch.zeros(1, BLOCK, dtype=torch.int64, device=device)
-    seen = document_mask(ids, dtype) if masked else None
-    found: list[str] = []
+    mask = document_mask(ids, dtype) if has_mask else None
+    selected: list[str] = []
 
-    def ask(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def query_choice(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         try:
-            answer = SDPBackend(torch._fused_sdp_choice(q, k, v, **how))
+            backend = SDPBackend(torch._fused_sdp_choice(q, k, v, **options))
         except RuntimeError as error:
-            raise NoKernel from error
-        found.extend(name for name, kernel in NAMED.items() if kernel == answer)
+            raise NoKernelError from error
+        selected.extend(name for name, kernel in BACKENDS.items() if kernel == backend)
         return q
 
-    attend(q, kv, kv, seen, of, by=ask)
-    if not found:
-        raise NoKernel
-    return found[0]
+    attend(q, kv, kv, mask, allowed, function=query_choice)
+    if not selected:
+        raise NoKernelError
+    return selected[0]
 
 
-def set_kernels(model: Any, choice: str, device: torch.device, blocks: bool) -> None:
+def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -> None:
     """Set the attention kernels of every `CausalAttention` of a decoder.
 
     Args:
-        model: a `titan.model.decoder.Decoder`, or a part of one.
-        choice: see `kernels`.
+        model: a `titan.model.decoder.DecoderModel`, or a part of one.
+        choice: see `choose_kernels`.
         device: the device of attention.
-        blocks: use FlexAttention instead.
+        use_flex: use FlexAttention instead.
     """
-    if blocks:
-        model.mask = block_mask
-    allowed = kernels(choice, device)
+    if use_flex:
+        model.mask = make_block_mask
+    allowed = choose_kernels(choice, device)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                setattr(module, name, FlexAttention(child.scale)) if blocks else _allow(child, allowed)
+                setattr(module, name, FlexAttention(child.scale)) if use_flex else _set_core_kernels(child, allowed)
 
 
-def _allow(core: CausalAttention, allowed: Kernels) -> None:
+def _set_core_kernels(core: CausalAttention, allowed: Kernels) -> None:
     core.kernels = allowed
 
 
 # --- FlexAttention
 
 
-class Tokens(NamedTuple):
+class DocumentTokens(NamedTuple):
     """Tokens of rows: document ids [B, T] and positions in the row [1 or B, T], both int64."""
 
-    ids: Tensor
-    places: Tensor
+    document_ids: Tensor
+    positions: Tensor
 
 
-def block_mask(
+def make_block_mask(
     document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
 ) -> BlockMask | Masks:
     """Return the block mask of whole rows: causal, and within documents.
@@ -132,58 +132,60 @@ def block_mask(
         chunk: return `Masks` of full attention and of attention in chunks of so many tokens.
     """
 
-    def make(ids: Tensor | None) -> BlockMask:
-        return _causal_blocks(torch.zeros_like(positions[:1])) if ids is None else _document_blocks(ids)
+    def make_for_ids(ids: Tensor | None) -> BlockMask:
+        return _make_causal_mask(torch.zeros_like(positions[:1])) if ids is None else _make_document_mask(ids)
 
-    found: BlockMask | Masks = masks_of(make, document_ids, positions, positions.shape[1], chunk)
-    return found
+    mask: BlockMask | Masks = build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)
+    return mask
 
 
-def _causal_blocks(ids: Tensor) -> BlockMask:
+def _make_causal_mask(ids: Tensor) -> BlockMask:
     """Return the block mask of rows of one document, from its ids [1, T]."""
 
-    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    return visible_blocks(_in_order(ids), _in_order(ids), causal)
+    return find_visible_blocks(_number_tokens(ids), _number_tokens(ids), attends)
 
 
-def _document_blocks(ids: Tensor) -> BlockMask:
+def _make_document_mask(ids: Tensor) -> BlockMask:
     """Return the block mask of documents [1 or B, T]."""
 
-    def alike(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends_shared_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[0, query] == ids[0, key])
 
-    def each(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends_row_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
 
-    return visible_blocks(_in_order(ids), _in_order(ids), alike if len(ids) == 1 else each)
+    return find_visible_blocks(
+        _number_tokens(ids), _number_tokens(ids), attends_shared_ids if len(ids) == 1 else attends_row_ids
+    )
 
 
-def _in_order(ids: Tensor) -> Tokens:
+def _number_tokens(ids: Tensor) -> DocumentTokens:
     """Return the tokens of whole rows."""
-    return Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+    return DocumentTokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
 
-def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def make_mask_mod(queries: DocumentTokens, keys: DocumentTokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return FlexAttention's `mask_mod`: whether a query attends to a key.
 
     Args:
         queries, keys: positions are taken from the first row for all rows; so are ids if there is one row of them.
     """
-    (ids, places), (key_ids, key_places) = queries, keys
-    places, key_places = places[0], key_places[0]
+    (ids, positions), (key_ids, key_positions) = queries, keys
+    positions, key_positions = positions[0], key_positions[0]
 
-    def alike(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (places[query] >= key_places[key]) & (ids[0, query] == key_ids[0, key])
+    def attends_shared_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (positions[query] >= key_positions[key]) & (ids[0, query] == key_ids[0, key])
 
-    def each(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (places[query] >= key_places[key]) & (ids[row, query] == key_ids[row, key])
+    def attends_row_ids(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (positions[query] >= key_positions[key]) & (ids[row, query] == key_ids[row, key])
 
-    return alike if len(ids) == 1 else each
+    return attends_shared_ids if len(ids) == 1 else attends_row_ids
 
 
-def visible_blocks(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> BlockMask:
+def find_visible_blocks(queries: DocumentTokens, keys: DocumentTokens, mask_mod: Callable[..., Tensor]) -> BlockMask:
     """Return the blocks of keys that each block of queries attends to, without synchronising with the device.
 
     Two blocks can share a document only if the ranges of their ids overlap, and a block is visible in full if both have
@@ -191,28 +193,28 @@ def visible_blocks(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -
 
     Args:
         queries, keys: tokens with the same number of rows.
-        sees: the `mask_mod` of partially visible blocks.
+        mask_mod: the `mask_mod` of partially visible blocks.
     """
-    low, high = (x[:, :, None] for x in _ranges(queries.ids))
-    first, last = (x[:, :, None] for x in _ranges(queries.places))
-    key_low, key_high = (x[:, None] for x in _ranges(keys.ids))
-    key_first, key_last = (x[:, None] for x in _ranges(keys.places))
+    low, high = (x[:, :, None] for x in _find_block_ranges(queries.document_ids))
+    first, last = (x[:, :, None] for x in _find_block_ranges(queries.positions))
+    key_low, key_high = (x[:, None] for x in _find_block_ranges(keys.document_ids))
+    key_first, key_last = (x[:, None] for x in _find_block_ranges(keys.positions))
     overlap = (low <= key_high) & (key_low <= high) & (last >= key_first)
-    whole = torch.arange(1, key_low.shape[-1] + 1, device=key_low.device) * BLOCK <= keys.ids.shape[1]
-    full = (low == high) & (key_low == key_high) & (low == key_low) & (first >= key_last) & whole
-    lists = (*_listed(overlap & ~full), *_listed(full))
-    lengths = (queries.ids.shape[1], keys.ids.shape[1])
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+    is_complete = torch.arange(1, key_low.shape[-1] + 1, device=key_low.device) * BLOCK <= keys.document_ids.shape[1]
+    full = (low == high) & (key_low == key_high) & (low == key_low) & (first >= key_last) & is_complete
+    lists = (*_list_visible_blocks(overlap & ~full), *_list_visible_blocks(full))
+    lengths = (queries.document_ids.shape[1], keys.document_ids.shape[1])
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
 
 
-def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
+def _find_block_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest id of each block, [B, N]; the last block may be shorter."""
     missing = -ids.shape[1] % BLOCK
     filled = torch.cat([ids, ids[:, -1:].expand(-1, missing)], 1).view(len(ids), -1, BLOCK)
     return filled.amin(-1), filled.amax(-1)
 
 
-def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
+def _list_visible_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of visible key blocks, int32 [B, 1, N], and key block indices, visible first, [B, 1, N, M]."""
     indices = dense.int().argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1, dtype=torch.int32)[:, None], indices.int()[:, None].contiguous()
@@ -225,30 +227,30 @@ class FlexAttention(nn.Module):
         super().__init__()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         """Map q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
-        out: Tensor = _flex(q)(q, k, v, block_mask=seen, scale=self.scale, enable_gqa=True)
+        out: Tensor = _choose_flex(q)(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=True)
         return out
 
 
-def flex_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, seen: BlockMask, scale: float | None = None
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the same, and the log-sum-exp of the scores, float32 [B, H, T]: minus infinity without a visible key."""
-    out, more = _flex(q)(q, k, v, block_mask=seen, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    return out, more.lse
+    out, aux = _choose_flex(q)(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
 
 
-def _flex(q: Tensor) -> Callable[..., Any]:
+def _choose_flex(q: Tensor) -> Callable[..., Any]:
     """Return the implementation of FlexAttention: a compiled kernel on CUDA, the eager one, without backward, on a CPU.
 
     It is compiled once per process even if blocks are not, because the eager one materialises all scores.
     """
     if q.device.type != "cuda" or torch.compiler.is_compiling():  # the enclosing graph is compiled as a whole
         return flex_attention
-    return _compiled()
+    return _compile_flex()
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compile_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)

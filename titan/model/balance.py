@@ -26,31 +26,31 @@ from torch import Tensor, nn
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "router_z_loss"
 
 
-class Rows(Protocol):
+class RowExchange(Protocol):
     """What ranks exchange that have parts of the same rows."""
 
-    def sum(self, counts: Tensor) -> Tensor:
+    def sum_counts(self, counts: Tensor) -> Tensor:
         """Return the sum over the ranks of counts [B, ...], which has no gradient."""
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor) -> Tensor:
         """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
 
-    def part(self, x: Tensor) -> Tensor:
+    def select_part(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of whole rows."""
 
 
-class WholeRows:
+class LocalRows:
     """Rows that one rank has."""
 
-    def sum(self, counts: Tensor) -> Tensor:
+    def sum_counts(self, counts: Tensor) -> Tensor:
         """Return the argument."""
         return counts
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor) -> Tensor:
         """Return the argument."""
         return x
 
-    def part(self, x: Tensor) -> Tensor:
+    def select_part(self, x: Tensor) -> Tensor:
         """Return the argument."""
         return x
 
@@ -65,9 +65,11 @@ class Balance:
     def __init__(self, experts: int, losses: tuple[str, ...] = (), capacity: float | None = None) -> None:
         """Take E, names of losses, and the limit per row and expert as a multiple of the mean; None: no limit."""
         self.experts, self.losses, self.capacity = experts, losses, capacity
-        self.rows: Rows = WholeRows()
+        self.rows: RowExchange = LocalRows()
 
-    def values(self, experts: Tensor, scores: Tensor, logits: Tensor, load: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    def compute_losses(
+        self, experts: Tensor, scores: Tensor, logits: Tensor, load: Tensor, valid: Tensor
+    ) -> dict[str, Tensor]:
         """Return the values of the losses, float32 [B, T] each, by name.
 
         Args:
@@ -76,75 +78,77 @@ class Balance:
             load: of the previous step, float32 [E].
             valid: which tokens count, bool [B, T].
         """
-        of: dict[str, Callable[[], Tensor]] = {
-            AUX: lambda: self.experts * (_shares(scores) @ load),
-            SEQ_AUX: lambda: self.experts * (_shares(scores) * self._row_load(experts, valid)).sum(-1),
+        losses: dict[str, Callable[[], Tensor]] = {
+            AUX: lambda: self.experts * (_normalise_scores(scores) @ load),
+            SEQ_AUX: lambda: (
+                self.experts * (_normalise_scores(scores) * self._compute_row_load(experts, valid)).sum(-1)
+            ),
             Z: lambda: logits.logsumexp(-1).square(),
         }
-        return {name: of[name]() for name in self.losses}
+        return {name: losses[name]() for name in self.losses}
 
-    def _row_load(self, experts: Tensor, valid: Tensor) -> Tensor:
+    def _compute_row_load(self, experts: Tensor, valid: Tensor) -> Tensor:
         """Return each expert's share of the choices in a row, float32 [B, 1, E]."""
-        chosen = experts.flatten(1)
+        choices = experts.flatten(1)
         ones = valid[..., None].expand_as(experts).flatten(1).long()
-        counts = torch.zeros(len(chosen), self.experts, dtype=torch.int64, device=chosen.device)
-        counts = self.rows.sum(counts.scatter_add(1, chosen, ones))
+        counts = torch.zeros(len(choices), self.experts, dtype=torch.int64, device=choices.device)
+        counts = self.rows.sum_counts(counts.scatter_add(1, choices, ones))
         return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).float()[:, None]
 
-    def keep(self, experts: Tensor) -> Tensor:
+    def apply_capacity(self, experts: Tensor) -> Tensor:
         """Return the chosen experts, int64 [B, T, K], with E where an expert has more tokens of a row than its limit.
 
         First choices come before second ones, and earlier tokens before later ones (arXiv:2006.16668, algorithm 1).
         """
         if self.capacity is None:
             return experts
-        whole = self.rows.whole(experts)
-        limit = math.ceil(self.capacity * whole.shape[1] * whole.shape[2] / self.experts)
-        places = _places(whole.transpose(1, 2).flatten(1), self.experts).view(whole.transpose(1, 2).shape)
-        return experts.where(self.rows.part(places.transpose(1, 2)) < limit, self.experts)
+        rows = self.rows.gather_rows(experts)
+        limit = math.ceil(self.capacity * rows.shape[1] * rows.shape[2] / self.experts)
+        positions = _number_choices(rows.transpose(1, 2).flatten(1), self.experts).view(rows.transpose(1, 2).shape)
+        return experts.where(self.rows.select_part(positions.transpose(1, 2)) < limit, self.experts)
 
 
-def sees_rows(config: Any) -> bool:
+def needs_whole_rows(config: Any) -> bool:
     """Return whether routers need whole rows, by the model's `titan.model.schema_moe.Moe`."""
     return config.capacity is not None or SEQ_AUX in config.balance_losses()
 
 
-def exchange(model: nn.Module, rows: Rows) -> None:
+def set_row_exchange(model: nn.Module, rows: RowExchange) -> None:
     """Set what ranks exchange in the layers of a model that balance experts."""
     for module in model.modules():
-        if isinstance(found := getattr(module, "balance", None), Balance):
-            found.rows = rows
+        if isinstance(balance := getattr(module, "balance", None), Balance):
+            balance.rows = rows
 
 
-def _shares(scores: Tensor) -> Tensor:
+def _normalise_scores(scores: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-def _places(chosen: Tensor, experts: int) -> Tensor:
+def _number_choices(choices: Tensor, experts: int) -> Tensor:
     """Return the place of each choice, int64 [B, C], among those of the same expert, int64 [B, C]."""
-    order = chosen.argsort(dim=1, stable=True)
-    sizes = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
-    sizes = sizes.scatter_add(1, chosen, torch.ones_like(chosen))
-    starts = (sizes.cumsum(1) - sizes).gather(1, chosen.gather(1, order))
-    places = torch.arange(chosen.shape[1], device=chosen.device) - starts
-    return torch.empty_like(order).scatter_(1, order, places)
+    order = choices.argsort(dim=1, stable=True)
+    sizes = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
+    sizes = sizes.scatter_add(1, choices, torch.ones_like(choices))
+    starts = (sizes.cumsum(1) - sizes).gather(1, choices.gather(1, order))
+    positions = torch.arange(choices.shape[1], device=choices.device) - starts
+    return torch.empty_like(order).scatter_(1, order, positions)
 
 
-def counts(experts: Tensor, kept: Tensor, count: int, valid: Tensor) -> Tensor:
+def count_choices(experts: Tensor, kept_experts: Tensor, count: int, valid: Tensor) -> Tensor:
     """Return what a layer counts, float32 [E + 1]: how often each expert was chosen, and choices that were dropped.
 
     Args:
         experts: chosen ones, int64 [B, T, K].
-        kept: of `Balance.keep`.
+        kept_experts: of `Balance.apply_capacity`.
         count: E.
         valid: which tokens count, bool [B, T].
     """
-    found = tally(experts.where(valid[..., None], count).flatten(), count)
-    dropped = ((kept == count) & valid[..., None]).sum()
-    return torch.cat([found, dropped[None]]).float()
+    counts = count_experts(experts.where(valid[..., None], count).flatten(), count)
+    dropped = ((kept_experts == count) & valid[..., None]).sum()
+    return torch.cat([counts, dropped[None]]).float()
 
 
-def tally(experts: Tensor, count: int) -> Tensor:
+def count_experts(experts: Tensor, count: int) -> Tensor:
     """Return how often each of `count` experts is in int64 [N], int64 [count]; `count` itself is ignored."""
-    found = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
-    return found.scatter_add(0, experts, torch.ones_like(experts))[:count]
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add(0, experts, torch.ones_like(experts))[:count]

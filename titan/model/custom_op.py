@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 
-def register(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+def register_operation(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register `function` as the operation `torch.ops.titan.<name>`, for all devices and without a gradient.
 
     Args:
         name: such as `titan::name`.
         function: annotated with types of torch's operator schemas; mutates none of its arguments.
-        shapes: the fake implementation: returns empty results of the same shapes and types.
+        fake: the fake implementation: returns empty results of the same shapes and types.
     """
     # Not torch.library.custom_op, which imports the compiler at the first call.
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, shapes)
+    torch.library.register_fake(name, fake)

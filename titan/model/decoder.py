@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from titan.model import loss_terms
 from titan.model.experts import Router
-from titan.model.init_weights import Initial, Normal, Ones
+from titan.model.init_weights import Initializer, Normal, Ones
 from titan.model.layers import (
     Embedding,
     Head,
     RMSNorm,
+    compute_rotation,
     inverse_frequencies,
     make_mask,
-    rotation,
     soft_cap,
     stretch_frequencies,
 )
@@ -35,15 +35,15 @@ colwise: a linear layer with sharded outputs, rowwise: with sharded inputs. sequ
 on the rank's part of the sequence. heads: a replicated weight that is used on the rank's heads.
 """
 
-OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+OUTER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 """Hugging Face's names of the modules outside of the blocks, the same in all families."""
 RESIDUAL = ("attention.wo", "feed_forward.w2", "feed_forward.experts.w2", "feed_forward.shared.w2")
 """The linear layers whose outputs are added to the residual stream."""
 
 
-class Decoder(nn.Module):
+class DecoderModel(nn.Module):
     """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then call
-    `titan.model.init_weights.materialise`.
+    `titan.model.init_weights.materialise_model`.
 
     Attributes:
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
@@ -76,8 +76,8 @@ class Decoder(nn.Module):
         self.losses: Mapping[str, float] = {}
         self.counted = 0
         if config.logit_cap is not None:
-            self.head.whole = partial(soft_cap, cap=config.logit_cap)
-            loss_terms.apply(self.head, cap=config.logit_cap)
+            self.head.complete_logits = partial(soft_cap, cap=config.logit_cap)
+            loss_terms.set_head_loss(self.head, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(config.rotary_size // 2), persistent=False)
@@ -93,8 +93,8 @@ class Decoder(nn.Module):
 
     def keep(self, layers: Iterable[int], first: bool, last: bool) -> None:
         """Keep the blocks `layers` only, the embedding if `first`, the final norm and the head if `last`."""
-        kept = {str(i) for i in layers}
-        for name in [n for n in self.layers if n not in kept]:
+        names = {str(i) for i in layers}
+        for name in [n for n in self.layers if n not in names]:
             del self.layers[name]
         if not first:
             self.tok_embeddings = None
@@ -105,11 +105,11 @@ class Decoder(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary frequencies on the CPU, so that they are equal everywhere, and move them to `device`."""
-        self.inv_freq = self.frequencies().to(device)
+        self.inv_freq = self.compute_frequencies().to(device)
         for router in self.routers().values():
             router.init_buffers(device)
 
-    def frequencies(self) -> Tensor:
+    def compute_frequencies(self) -> Tensor:
         """Return the rotary frequencies, float32 on the CPU; a family that scales them otherwise overrides it."""
         c = self.config
         frequencies = inverse_frequencies(c.rotary_size, c.rope_theta)
@@ -117,9 +117,9 @@ class Decoder(nn.Module):
             return frequencies
         return stretch_frequencies(frequencies, c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each position's angles; see `titan.model.layers.rotation`."""
-        return rotation(self.inv_freq, positions)
+    def compute_rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of each position's angles; see `titan.model.layers.compute_rotation`."""
+        return compute_rotation(self.inv_freq, positions)
 
     def forward(
         self,
@@ -145,26 +145,26 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         positions = positions.view(-1, positions.shape[-1])
-        cos, sin = self.rotation(positions)
+        cos, sin = self.compute_rotation(positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
-        seen = self.masks(document_ids, positions, hidden.dtype)
+        mask = self.build_masks(document_ids, positions, hidden.dtype)
         if self.losses or valid is not None:
-            hidden, *found = self._with_losses(hidden, valid, cos, sin, seen)
-            return hidden if valid is None else (hidden, *found)
+            hidden, *values_and_counts = self._forward_with_losses(hidden, valid, cos, sin, mask)
+            return hidden if valid is None else (hidden, *values_and_counts)
         for block in self.blocks():
-            hidden = block(hidden, cos, sin, seen)
+            hidden = block(hidden, cos, sin, mask)
         return hidden if self.norm is None else self.norm(hidden)
 
-    def _with_losses(self, hidden: Tensor, valid: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward_with_losses(self, hidden: Tensor, valid: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the blocks and the final norm, and collect the values and counts that blocks return."""
         total = loss_terms.sum_values({}, tuple(self.losses), hidden)
         counts = hidden.new_zeros(self.config.layers, self.counted, dtype=torch.float32)
         for number, block in self.layers.items():
             out = block(hidden, *args, valid) if getattr(block, "routes", False) else block(hidden, *args)
-            hidden, values, found = (*out, None)[:3] if isinstance(out, tuple) else (out, {}, None)
+            hidden, values, block_counts = (*out, None)[:3] if isinstance(out, tuple) else (out, {}, None)
             total = total + loss_terms.sum_values(values, tuple(self.losses), hidden)
-            if found is not None:
-                counts[int(number)] = found
+            if block_counts is not None:
+                counts[int(number)] = block_counts
         return hidden if self.norm is None else self.norm(hidden), total, counts
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         """Return the routers of this module by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
 
-    def masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
+    def build_masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what blocks get as `seen`, once per micro-batch; a family with several kinds of masks overrides it."""
         return self.mask(document_ids, positions, dtype)
 
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
     def tensor_plan(self) -> dict[str, Placement]:
         """Return the tensor-parallel plan of this module's submodules, by name."""
         plan: dict[str, Placement] = {
-            f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.block_plan(int(i)).items()
+            f"layers.{i}.{name}": placement for i in self.layers for name, placement in self.block_plan(int(i)).items()
         }
         if self.tok_embeddings is not None:
             plan["tok_embeddings"] = "vocab"
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
             plan |= {"norm": "sequence", "head": "vocab"}
         return plan
 
-    def initial(self) -> dict[str, Initial]:
+    def initial(self) -> dict[str, Initializer]:
         """Return the initial distribution of each parameter, by name.
 
         Matrices are normal with standard deviation 0.02; those that write to the residual stream
@@ -210,12 +210,12 @@ class Decoder(nn.Module):
         """
         residual = Normal(0.02 / math.sqrt(2 * self.config.layers))
 
-        def start(name: str) -> Initial:
+        def choose_initial(name: str) -> Initializer:
             if name.endswith("norm.weight"):
                 return Ones()
             return residual if name.removesuffix(".weight").endswith(RESIDUAL) else Normal(0.02)
 
-        return {name: start(name) for name, _ in self.named_parameters()}
+        return {name: choose_initial(name) for name, _ in self.named_parameters()}
 
     def hf_names(self) -> dict[str, str]:
         """Return the Hugging Face name of each of this module's weights; a tied head has no entry.
@@ -223,13 +223,13 @@ class Decoder(nn.Module):
         With {} for the number of an expert: a file has a tensor for each, of the parameter's first dimension. With :I/N
         the parameter, its last two dimensions transposed, is the I-th of N equal parts of a tensor's last dimension.
         """
-        return {name: self._hf_name(name) for name, _ in self.named_weights()}
+        return {name: self._build_hf_name(name) for name, _ in self.named_weights()}
 
-    def _hf_name(self, name: str) -> str:
+    def _build_hf_name(self, name: str) -> str:
         module = name.removesuffix(".weight")
         if not name.startswith("layers."):
-            return f"{OTHER_NAMES[module]}.weight"
+            return f"{OUTER_NAMES[module]}.weight"
         _, index, inner = module.split(".", 2)
-        theirs = self.BLOCK_NAMES[inner]
-        ending = ".weight" if name != module and ":" not in theirs else ""
-        return f"model.layers.{index}.{theirs}{ending}"
+        hf_name = self.BLOCK_NAMES[inner]
+        suffix = ".weight" if name != module and ":" not in hf_name else ""
+        return f"model.layers.{index}.{hf_name}{suffix}"

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from titan.model.decoder import Placement
 from titan.model.experts import MoeBlock
-from titan.model.latent_attention import LatentAttention, yarn_frequencies
+from titan.model.latent_attention import LatentAttention, compute_yarn_frequencies
 from titan.model.layers import Block
-from titan.model.llama import Llama
+from titan.model.llama import LlamaModel
 from titan.model.moe import MoeDecoder
-from titan.model.qwen3_moe import Qwen3Moe
+from titan.model.qwen3_moe import Qwen3MoeModel
 
 ATTENTION_PLAN: Mapping[str, Placement] = {
     "attention_norm": "sequence",
@@ -30,9 +30,9 @@ ATTENTION_PLAN: Mapping[str, Placement] = {
     "ffn_norm": "sequence",
 }
 FEED_FORWARD_PLANS: Mapping[str, Mapping[str, Placement]] = {
-    "dense": {name: cut for name, cut in Llama.BLOCK_PLAN.items() if name.startswith("feed_forward")},
+    "dense": {name: placement for name, placement in LlamaModel.BLOCK_PLAN.items() if name.startswith("feed_forward")},
     "experts": {
-        **{name: cut for name, cut in Qwen3Moe.BLOCK_PLAN.items() if name.startswith("feed_forward")},
+        **{name: placement for name, placement in Qwen3MoeModel.BLOCK_PLAN.items() if name.startswith("feed_forward")},
         "feed_forward.shared.w1": "sequence",
         "feed_forward.shared.w2": "sequence",
         "feed_forward.shared.w3": "sequence",
@@ -40,12 +40,18 @@ FEED_FORWARD_PLANS: Mapping[str, Mapping[str, Placement]] = {
 }
 
 
-class DeepseekV3(MoeDecoder):
+class DeepseekV3Model(MoeDecoder):
     """A DeepSeek-V3 decoder (arXiv:2412.19437), without its further heads for multi-token prediction."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **{ours: theirs for ours, theirs in Llama.BLOCK_NAMES.items() if not ours.startswith("attention.")},
-        **{ours: theirs for ours, theirs in Qwen3Moe.BLOCK_NAMES.items() if ours.startswith("feed_forward")},
+        **{
+            module: hf_name for module, hf_name in LlamaModel.BLOCK_NAMES.items() if not module.startswith("attention.")
+        },
+        **{
+            module: hf_name
+            for module, hf_name in Qwen3MoeModel.BLOCK_NAMES.items()
+            if module.startswith("feed_forward")
+        },
         "attention.wq": "self_attn.q_proj",
         "attention.wq_a": "self_attn.q_a_proj",
         "attention.q_norm": "self_attn.q_a_layernorm",
@@ -63,8 +69,8 @@ class DeepseekV3(MoeDecoder):
     def block_at(self, layer: int) -> nn.Module:
         """Return latent attention, and SwiGLU or experts, each after a norm."""
         c = self.config
-        dense = c.kind(layer) == "dense"
-        block = Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps) if dense else MoeBlock(c)
+        is_dense = c.kind(layer) == "dense"
+        block = Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps) if is_dense else MoeBlock(c)
         block.attention = LatentAttention(c)
         return block
 
@@ -72,18 +78,18 @@ class DeepseekV3(MoeDecoder):
         """Return the tensor-parallel plan of a block, of the modules that it has."""
         modules = {name for name, _ in self.layers[str(layer)].named_modules()}
         plan = {**ATTENTION_PLAN, **FEED_FORWARD_PLANS[self.config.kind(layer)]}
-        return {name: cut for name, cut in plan.items() if name in modules}
+        return {name: placement for name, placement in plan.items() if name in modules}
 
-    def frequencies(self) -> Tensor:
+    def compute_frequencies(self) -> Tensor:
         """Return the rotary frequencies, with YaRN those for longer rows."""
         c = self.config
         if c.rope_factor == 1:
-            return super().frequencies()
+            return super().compute_frequencies()
         scaling = (c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
-        return yarn_frequencies(c.rotary_size, c.rope_theta, *scaling)
+        return compute_yarn_frequencies(c.rotary_size, c.rope_theta, *scaling)
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of each position's angles, with YaRN's factor of magnitudes."""
-        cos, sin = super().rotation(positions)
+        cos, sin = super().compute_rotation(positions)
         scale = self.config.rotated_scale
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model import balance
-from titan.model.grouped import GroupedProduct, grouped_product
-from titan.model.layers import Block, FeedForward, Use, cast
+from titan.model.grouped import GroupedProduct, multiply_grouped
+from titan.model.layers import Block, FeedForward, GetWeight, cast_weight
 
 TINY = 1e-20
 """Added to a sum of scores by which they are divided: sigmoids may all be zero."""
@@ -38,7 +38,7 @@ class Route(NamedTuple):
     logits: Tensor
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
+def select_top_k(scores: Tensor, count: int) -> Tensor:
     """Return the indices [..., count] of the largest of [..., E], the smaller index first where they are equal."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].contiguous()  # a view, which autograd saves, would keep the whole order
@@ -61,34 +61,40 @@ class Router(nn.Module):
         self,
         dim: int,
         experts: int,
-        chosen: int,
+        top_k: int,
         *,
-        normalise: bool = True,
+        norm_topk_prob: bool = True,
         sigmoid: bool = False,
         scale: float = 1.0,
         groups: int = 1,
-        chosen_groups: int = 1,
-        biased: bool = False,
+        topk_groups: int = 1,
+        has_bias: bool = False,
     ) -> None:
         """Create a router.
 
         Args:
-            dim, experts, chosen: D, E and K.
-            normalise: scale the chosen experts' scores so that their sum is one.
+            dim, experts, top_k: D, E and K.
+            norm_topk_prob: scale the chosen experts' scores so that their sum is one.
             sigmoid: score each expert by itself; else scores are a softmax over the experts.
             scale: factor of the chosen experts' weights.
             groups: consecutive experts are divided into so many groups of one size; tokens go to experts of some.
-            chosen_groups: the number of groups of a token: those whose two largest scores have the largest sum
+            topk_groups: the number of groups of a token: those whose two largest scores have the largest sum
                 (arXiv:2412.19437, section 2.1.2).
-            biased: whether a bias is added where experts are chosen.
+            has_bias: whether a bias is added where experts are chosen.
         """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.experts, self.chosen, self.normalise, self.sigmoid, self.scale = experts, chosen, normalise, sigmoid, scale
-        self.groups, self.chosen_groups = groups, chosen_groups
-        self.use: Use = cast
+        self.experts, self.top_k, self.norm_topk_prob, self.sigmoid, self.scale = (
+            experts,
+            top_k,
+            norm_topk_prob,
+            sigmoid,
+            scale,
+        )
+        self.groups, self.topk_groups = groups, topk_groups
+        self.get_weight: GetWeight = cast_weight
         self.register_buffer("load", torch.empty(experts), persistent=False)
-        self.register_buffer("bias", torch.empty(experts) if biased else None)
+        self.register_buffer("bias", torch.empty(experts) if has_bias else None)
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Set the state before the first step: even load, no bias."""
@@ -97,23 +103,25 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Route:
         """Route tokens [..., D]."""
-        logits = F.linear(x.float(), self.use(self.weight, x.dtype).float())
+        logits = F.linear(x.float(), self.get_weight(self.weight, x.dtype).float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        experts = largest(self._preferred(scores.detach()), self.chosen)
+        experts = select_top_k(self._compute_choice_scores(scores.detach()), self.top_k)
         weights = scores.gather(-1, experts)
-        if self.normalise:
+        if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return Route(experts, weights * self.scale, scores, logits)
 
-    def _preferred(self, scores: Tensor) -> Tensor:
+    def _compute_choice_scores(self, scores: Tensor) -> Tensor:
         """Return what experts are chosen by: scores with the bias, minus infinity in groups that are not chosen."""
         scores = scores if self.bias is None else scores + self.bias
         if self.groups == 1:
             return scores
         grouped = scores.view(*scores.shape[:-1], self.groups, -1)
-        best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, largest(best, self.chosen_groups), True)
-        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        group_scores = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+            -1, select_top_k(group_scores, self.topk_groups), True
+        )
+        return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
 
 
 class ExpertLinear(nn.Module):
@@ -122,12 +130,12 @@ class ExpertLinear(nn.Module):
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
-        self.use: Use = cast
-        self.product: GroupedProduct = grouped_product
+        self.get_weight: GetWeight = cast_weight
+        self.product: GroupedProduct = multiply_grouped
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.grouped`."""
-        return self.product(x, self.use(self.weight, x.dtype), ends)
+        return self.product(x, self.get_weight(self.weight, x.dtype), offsets)
 
 
 class Experts(nn.Module):
@@ -139,9 +147,9 @@ class Experts(nn.Module):
         self.w2 = ExpertLinear(experts, width, dim)
         self.w3 = ExpertLinear(experts, dim, width)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Map rows [N, D], sorted by expert, to [N, D]."""
-        out: Tensor = self.w2(F.silu(self.w1(x, ends)) * self.w3(x, ends), ends)
+        out: Tensor = self.w2(F.silu(self.w1(x, offsets)) * self.w3(x, offsets), offsets)
         return out
 
 
@@ -166,26 +174,28 @@ def dispatch(x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor
         Their results [N * K, D], token by token; zero where no expert computes it.
     """
     order = experts.flatten().argsort(stable=True)
-    return permute(compute(spread(x, order), ends_of(experts.flatten(), count)), inverse(order))
+    return permute_rows(
+        compute(expand_tokens(x, order), compute_offsets(experts.flatten(), count)), invert_permutation(order)
+    )
 
 
-def ends_of(experts: Tensor, count: int) -> Tensor:
+def compute_offsets(experts: Tensor, count: int) -> Tensor:
     """Return the ends of the experts' rows once they are sorted, int32 [count]."""
-    return balance.tally(experts, count).cumsum(0).to(torch.int32)
+    return balance.count_experts(experts, count).cumsum(0).to(torch.int32)
 
 
-def inverse(order: Tensor) -> Tensor:
+def invert_permutation(order: Tensor) -> Tensor:
     """Return the inverse of a permutation [N]."""
-    places = torch.arange(order.shape[0], device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+    positions = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
 
 
-def with_zeros(x: Tensor, rows: int) -> Tensor:
+def pad_rows(x: Tensor, rows: int) -> Tensor:
     """Return rows [N, D] with zeros behind them, `rows` in all; without a copy where there are as many already."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
-class _Spread(torch.autograd.Function):
+class _ExpandTokens(torch.autograd.Function):
     """Gradients are added token by token in one order; those of indexing are added wherever they come."""
 
     @staticmethod
@@ -197,11 +207,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,), (grad,) = ctx.saved_tensors, grads
-        each = with_zeros(grad, order.shape[0])[inverse(order)]
-        return each.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
+        row_grads = pad_rows(grad, order.shape[0])[invert_permutation(order)]
+        return row_grads.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
 
 
-def spread(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
+def expand_tokens(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
     """Return a copy of its token for each choice, in some order.
 
     Args:
@@ -209,11 +219,11 @@ def spread(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
         order: the choices, token by token, as a permutation [N * K].
         rows: how many of them; None: all.
     """
-    out: Tensor = _Spread.apply(x, order, order.shape[0] if rows is None else rows)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExpandTokens.apply(x, order, order.shape[0] if rows is None else rows)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Permute(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
@@ -221,12 +231,12 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0][inverse(ctx.saved_tensors[0])], None
+        return grads[0][invert_permutation(ctx.saved_tensors[0])], None
 
 
-def permute(x: Tensor, order: Tensor) -> Tensor:
+def permute_rows(x: Tensor, order: Tensor) -> Tensor:
     """Return rows [N, D] in the order of a permutation [N]."""
-    out: Tensor = _Permute.apply(x, order)  # type: ignore[no-untyped-call]
+    out: Tensor = _PermuteRows.apply(x, order)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -268,24 +278,26 @@ class MixtureOfExperts(nn.Module):
             [B, T, D], and of valid tokens the values of the balancing losses and the counts; see `titan.model.balance`.
         """
         route = self.router(x)
-        kept = self.balance.keep(route.experts)
-        out = self._routed(x.flatten(0, -2), kept.flatten(0, -2), route.weights.flatten(0, -2)).view_as(x)
+        kept_experts = self.balance.apply_capacity(route.experts)
+        out = self._compute_experts(
+            x.flatten(0, -2), kept_experts.flatten(0, -2), route.weights.flatten(0, -2)
+        ).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
         if valid is None:
             return out, {}, None
-        values = self.balance.values(route.experts, route.scores, route.logits, self.router.load, valid)
-        return out, values, balance.counts(route.experts, kept, self.router.experts, valid)
+        values = self.balance.compute_losses(route.experts, route.scores, route.logits, self.router.load, valid)
+        return out, values, balance.count_choices(route.experts, kept_experts, self.router.experts, valid)
 
-    def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _compute_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the outputs of the experts int64 [N, K] of tokens [N, D] with weights float32 [N, K]."""
         shape = *weights.shape, x.shape[-1]
         if self.scale_inputs:
             x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.reshape(-1, 1)
-        each = self.dispatch(x, experts, self.router.experts, self.experts).view(shape)
+        expert_outputs = self.dispatch(x, experts, self.router.experts, self.experts).view(shape)
         if self.scale_inputs:
-            return each.float().sum(-2).to(x.dtype)
-        out: Tensor = _WeightedSum.apply(each, weights)  # type: ignore[no-untyped-call]
+            return expert_outputs.float().sum(-2).to(x.dtype)
+        out: Tensor = _WeightedSum.apply(expert_outputs, weights)  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
 
 
@@ -293,16 +305,16 @@ class _WeightedSum(torch.autograd.Function):
     """Sums [N, K, D] times weights float32 [N, K] in float32, and saves them as they are, not in float32."""
 
     @staticmethod
-    def forward(ctx: Any, each: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(each, weights)
-        return (each.float() * weights[..., None]).sum(-2)
+    def forward(ctx: Any, expert_outputs: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_outputs, weights)
+        return (expert_outputs.float() * weights[..., None]).sum(-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        each, weights = ctx.saved_tensors
+        expert_outputs, weights = ctx.saved_tensors
         grad = grads[0][:, None]
-        of_weights = (grad * each.float()).sum(-1)  # first, while its float32 copies are the only ones
-        return (grad * weights[..., None]).to(each.dtype), of_weights
+        weights_grad = (grad * expert_outputs.float()).sum(-1)  # first, while its float32 copies are the only ones
+        return (grad * weights[..., None]).to(expert_outputs.dtype), weights_grad
 
 
 class MoeBlock(Block):
@@ -316,12 +328,12 @@ class MoeBlock(Block):
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
         router = Router(c.dim, c.experts, c.chosen_experts, **c.routing())
-        how = {"shared": c.shared_ffn, "scale_inputs": c.scale_inputs}
-        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, **how)
+        options = {"shared": c.shared_ffn, "scale_inputs": c.scale_inputs}
+        self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, **options)
         self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None, valid: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None, valid: Tensor | None = None) -> Any:
         """See `titan.model.layers.Block.forward`; with `valid` also `MixtureOfExperts.forward`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, seen)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         out, values, counts = self.feed_forward(self.ffn_norm(x), valid)
         return x + out if counts is None else (x + out, values, counts)

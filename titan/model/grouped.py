@@ -4,7 +4,7 @@ In bfloat16 torch's grouped matmul computes them; elsewhere a loop over the expe
 behind torch.ops.titan.grouped_product and grouped_weight_grad, so that the compiler and fake tensors, which know the
 number of rows but not the experts', see operations of known shapes.
 
-Shapes: N rows, E experts, I inputs, O outputs; `ends` [E] int32 are the ends of the experts' rows, of which the last
+Shapes: N rows, E experts, I inputs, O outputs; `offsets` [E] int32 are the ends of the experts' rows, of which the last
 may be below N: rows beyond it are padding, and their results are zero.
 """
 
@@ -16,70 +16,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.model.custom_op import register
+from titan.model.custom_op import register_operation
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Multiplies rows [N, I], sorted by expert, with weights [E, O, I]; the third argument is `ends`."""
+"""Multiplies rows [N, I], sorted by expert, with weights [E, O, I]; the third argument is `offsets`."""
 
 
 ALIGNED = 16
 """Bytes that torch's grouped matmul needs rows to be a multiple of."""
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def multiply_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Return [N, O]: rows [N, I] times the weight [E, O, I] of their expert."""
-    out: Tensor = _Product.apply(x, weight, ends)  # type: ignore[no-untyped-call]
+    out: Tensor = _MultiplyGrouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Product(torch.autograd.Function):
+class _MultiplyGrouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        out: Tensor = torch.ops.titan.grouped_product(x, weight, ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        out: Tensor = torch.ops.titan.grouped_product(x, weight, offsets)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, weight, ends), (grad,) = ctx.saved_tensors, grads
-        of_x = torch.ops.titan.grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
-        of_weight = torch.ops.titan.grouped_weight_grad(x, grad, ends) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None
+        (x, weight, offsets), (grad,) = ctx.saved_tensors, grads
+        x_grad = torch.ops.titan.grouped_product(grad, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+        weight_grad = torch.ops.titan.grouped_weight_grad(x, grad, offsets) if ctx.needs_input_grad[1] else None
+        return x_grad, weight_grad, None
 
 
-def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    multiply = kernel_product if _has_kernel(x, x.shape[-1], weight.shape[1]) else loop_product
-    return multiply(x, weight, ends)
+def _multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    multiply = multiply_with_kernel if _has_kernel(x, x.shape[-1], weight.shape[1]) else multiply_in_loop
+    return multiply(x, weight, offsets)
 
 
-def kernel_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `grouped_product` of bfloat16 through torch's grouped matmul."""
-    return _without_padding(torch.nn.functional.grouped_mm(x.contiguous(), weight.mT, offs=ends), ends)
+def multiply_with_kernel(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return `multiply_grouped` of bfloat16 through torch's grouped matmul."""
+    return _zero_padding(torch.nn.functional.grouped_mm(x.contiguous(), weight.mT, offs=offsets), offsets)
 
 
-def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `grouped_product` through a matmul per expert."""
+def multiply_in_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return `multiply_grouped` through a matmul per expert."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, (start, end) in enumerate(ranges(ends)):
+    for expert, (start, end) in enumerate(list_row_ranges(offsets)):
         if end > start:
             torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
     return out
 
 
-def _weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    multiply = kernel_weight_grad if _has_kernel(x, x.shape[-1], grad.shape[-1]) else loop_weight_grad
-    return multiply(x, grad, ends)
+def _compute_weight_grad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    multiply = (
+        compute_weight_grad_with_kernel if _has_kernel(x, x.shape[-1], grad.shape[-1]) else compute_weight_grad_in_loop
+    )
+    return multiply(x, grad, offsets)
 
 
-def kernel_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+def compute_weight_grad_with_kernel(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient of the weights in bfloat16 through torch's grouped matmul."""
-    return torch.nn.functional.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
+    return torch.nn.functional.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=offsets)
 
 
-def loop_weight_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+def compute_weight_grad_in_loop(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient of the weights through a matmul per expert."""
-    out = x.new_zeros(ends.shape[0], grad.shape[-1], x.shape[-1])
-    for expert, (start, end) in enumerate(ranges(ends)):
+    out = x.new_zeros(offsets.shape[0], grad.shape[-1], x.shape[-1])
+    for expert, (start, end) in enumerate(list_row_ranges(offsets)):
         if end > start:
             torch.mm(grad[start:end].t(), x[start:end], out=out[expert])
     return out
@@ -91,21 +93,23 @@ def _has_kernel(x: Tensor, inputs: int, outputs: int) -> bool:
     return x.dtype == torch.bfloat16 and aligned and hasattr(torch.nn.functional, "grouped_mm")
 
 
-def ranges(ends: Tensor) -> list[tuple[int, int]]:
+def list_row_ranges(offsets: Tensor) -> list[tuple[int, int]]:
     """Return where the rows of each expert start and end."""
-    last = ends.tolist()
-    return list(zip([0, *last[:-1]], last, strict=True))
+    stops = offsets.tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def _without_padding(out: Tensor, ends: Tensor) -> Tensor:
+def _zero_padding(out: Tensor, offsets: Tensor) -> Tensor:
     """Set rows beyond the last expert's to zero: torch's grouped matmul leaves them uninitialised."""
     rows = torch.arange(out.shape[0], device=out.device)
-    return out.masked_fill_((rows >= ends[-1])[:, None], 0)
+    return out.masked_fill_((rows >= offsets[-1])[:, None], 0)
 
 
-register("titan::grouped_product", _product, lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]))
-register(
+register_operation(
+    "titan::grouped_product", _multiply, lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[1])
+)
+register_operation(
     "titan::grouped_weight_grad",
-    _weight_grad,
-    lambda x, grad, ends: x.new_empty(ends.shape[0], grad.shape[-1], x.shape[-1]),
+    _compute_weight_grad,
+    lambda x, grad, offsets: x.new_empty(offsets.shape[0], grad.shape[-1], x.shape[-1]),
 )

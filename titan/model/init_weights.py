@@ -41,10 +41,10 @@ class Ones:
     """All ones."""
 
 
-Initial = Normal | Ones
+Initializer = Normal | Ones
 
 
-def block_seed(seed: int, name: str, block: int) -> int:
+def hash_block_seed(seed: int, name: str, block: int) -> int:
     """Return the 64-bit seed of one block of rows.
 
     CUDA's generator uses all 64 bits, the CPU's only the lower 32: there two of an 8B model's 30,000 blocks have the
@@ -73,25 +73,27 @@ def fill_normal(
     first, last = offset[0], offset[0] + local.shape[0]
     with torch.no_grad():
         for block in range(first // rows, (last - 1) // rows + 1):
-            generator.manual_seed(block_seed(seed, name, block))
+            generator.manual_seed(hash_block_seed(seed, name, block))
             start, stop = max(first, block * rows), min(last, (block + 1) * rows)
-            _sample(values.view(-1), (stop - block * rows) * width, generator).clamp_(-CLIP, CLIP).mul_(std)
+            _sample_normal(values.view(-1), (stop - block * rows) * width, generator).clamp_(-CLIP, CLIP).mul_(std)
             sampled = values[start - block * rows : stop - block * rows]
             local[start - first : stop - first].copy_(sampled[(slice(None), *columns)])
 
 
-def _sample(values: Tensor, used: int, generator: torch.Generator) -> Tensor:
+def _sample_normal(values: Tensor, used: int, generator: torch.Generator) -> Tensor:
     """Sample normal values and return them: on a CPU only as many as are used, which are those of the whole block.
 
     torch's CPU kernel draws its uniform numbers in order and makes normal ones of sixteen at a time, but of the last
     sixteen once more where the size is no multiple of that.
     """
     count = -(-used // CPU_VALUES) * CPU_VALUES
-    whole = values.device.type != "cpu" or count > len(values) - CPU_VALUES
-    return (values if whole else values[:count]).normal_(generator=generator)
+    fills_block = values.device.type != "cpu" or count > len(values) - CPU_VALUES
+    return (values if fills_block else values[:count]).normal_(generator=generator)
 
 
-def materialise(model: nn.Module, initial: Mapping[str, Initial], seed: int, device: torch.device | str) -> None:
+def materialise_model(
+    model: nn.Module, initial: Mapping[str, Initializer], seed: int, device: torch.device | str
+) -> None:
     """Allocate a model built on the meta device on `device`, and initialise its parameters.
 
     Parameters may be plain tensors or DTensors whose local shard is contiguous in each dimension; each rank initialises
@@ -101,33 +103,35 @@ def materialise(model: nn.Module, initial: Mapping[str, Initial], seed: int, dev
         KeyError: for a parameter that is missing in `initial`.
         RuntimeError: for a DTensor whose local shape differs from that of its placements.
     """
-    allocate(model, device)
+    allocate_model(model, device)
     for name, parameter in model.named_parameters():
-        _fill(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
+        _init_parameter(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
 
 
-def allocate(model: nn.Module, device: torch.device | str) -> None:
+def allocate_model(model: nn.Module, device: torch.device | str) -> None:
     """Allocate a model built on the meta device on `device`, and initialise its buffers but not its parameters.
 
     Tied weights stay tied. Calls the model's `init_buffers(device)`.
     """
-    ties = _ties(model)
+    ties = _find_ties(model)
     model.to_empty(device=device)
-    _tie(model, ties)
+    _tie_weights(model, ties)
     model.init_buffers(device)  # type: ignore[operator]
 
 
-def _fill(parameter: Tensor, name: str, how: Initial, seed: int) -> None:
-    local = _local(parameter)
-    if isinstance(how, Ones):
+def _init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: int) -> None:
+    local = _get_local_shard(parameter)
+    if isinstance(initial, Ones):
         nn.init.ones_(local)
     elif not _is_fake(local):
-        fill_normal(local, name=name, seed=seed, std=how.std, shape=parameter.shape, offset=_offset(parameter, name))
+        fill_normal(
+            local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=_compute_offset(parameter, name)
+        )
 
 
-def _local(parameter: Tensor) -> Tensor:
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
+def _get_local_shard(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -135,24 +139,24 @@ def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _offset(parameter: Tensor, name: str) -> tuple[int, ...]:
+def _compute_offset(parameter: Tensor, name: str) -> tuple[int, ...]:
     """Return the offset of this rank's shard in a parameter."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if tuple(shape) != (local := tuple(_local(parameter).shape)):
+    if tuple(shape) != (local := tuple(_get_local_shard(parameter).shape)):
         raise RuntimeError(f"{name}: the local shape is {local}, but {parameter.placements} give {tuple(shape)}")
     return tuple(offset)
 
 
-def _ties(model: nn.Module) -> list[tuple[str, str]]:
+def _find_ties(model: nn.Module) -> list[tuple[str, str]]:
     """Return pairs of names of tied weights: each later name with the first."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return [(name, first[id(p)]) for name, p in named if first.setdefault(id(p), name) != name]
+    return [(name, first_names[id(p)]) for name, p in named if first_names.setdefault(id(p), name) != name]
 
 
-def _tie(model: nn.Module, ties: list[tuple[str, str]]) -> None:
+def _tie_weights(model: nn.Module, ties: list[tuple[str, str]]) -> None:
     """Tie weights again after `to_empty`, which gives each name a separate parameter."""
     for name, original in ties:
         owner, _, leaf = name.rpartition(".")

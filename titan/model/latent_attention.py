@@ -22,21 +22,21 @@ LATENT_EPS = 1e-6
 """Added to the mean square of latents, whatever the model's other norms add, as in DeepSeek's code."""
 
 
-def yarn_frequencies(width: int, theta: float, factor: float, low: float, high: float, original: int) -> Tensor:
+def compute_yarn_frequencies(width: int, theta: float, factor: float, low: float, high: float, original: int) -> Tensor:
     """Return YaRN's frequencies, float32 [width / 2] on the CPU (arXiv:2309.00071, section 3.2).
 
     Pairs that rotate more than `high` times within `original` tokens keep their frequency, that of pairs with fewer
     than `low` rotations is divided by `factor`, and those in between are interpolated, linearly in the pair's number.
     """
 
-    def pair(rotations: float) -> float:
+    def find_pair(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    plain = inverse_frequencies(width, theta)
-    first, last = max(math.floor(pair(high)), 0), min(math.ceil(pair(low)), width - 1)
+    frequencies = inverse_frequencies(width, theta)
+    first, last = max(math.floor(find_pair(high)), 0), min(math.ceil(find_pair(low)), width - 1)
     numbers = torch.arange(width // 2, dtype=torch.float32, device="cpu")
     divided = ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return plain / factor * divided + plain * (1 - divided)
+    return frequencies / factor * divided + frequencies * (1 - divided)
 
 
 class LatentAttention(nn.Module):
@@ -49,40 +49,46 @@ class LatentAttention(nn.Module):
         """Create the modules of a `titan.model.schema_deepseek.DeepseekV3`."""
         super().__init__()
         c = config
-        self.plain, self.rotated, self.values = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
+            c.qk_nope_head_dim,
+            c.qk_rope_head_dim,
+            c.v_head_dim,
+        )
         queries, rank = c.heads * c.head_size, c.q_lora_rank
         self.wq = Linear(c.dim, queries) if rank is None else None
         self.wq_a = None if rank is None else Linear(c.dim, rank)
         self.q_norm = None if rank is None else RMSNorm(rank, LATENT_EPS)
         self.wq_b = None if rank is None else Linear(rank, queries)
-        self.wkv_a = Linear(c.dim, c.kv_lora_rank + self.rotated)
+        self.wkv_a = Linear(c.dim, c.kv_lora_rank + self.qk_rope_head_dim)
         self.kv_norm = RMSNorm(c.kv_lora_rank, LATENT_EPS)
-        self.wkv_b = Linear(c.kv_lora_rank, c.heads * (self.plain + self.values))
-        self.wo = Linear(c.heads * self.values, c.dim)
+        self.wkv_b = Linear(c.kv_lora_rank, c.heads * (self.qk_nope_head_dim + self.v_head_dim))
+        self.wo = Linear(c.heads * self.v_head_dim, c.dim)
         self.core: nn.Module = CausalAttention(c.score_scale)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; `seen` is passed to the core."""
-        q = self._queries(x, cos, sin)
-        k, v = self._keys_and_values(x, cos, sin)
-        v = F.pad(v, (0, q.shape[-1] - self.values))
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen)
-        projected: Tensor = self.wo(out.transpose(1, 2)[..., : self.values].flatten(-2))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
+        q = self._compute_queries(x, cos, sin)
+        k, v = self._compute_keys_and_values(x, cos, sin)
+        v = F.pad(v, (0, q.shape[-1] - self.v_head_dim))
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        projected: Tensor = self.wo(out.transpose(1, 2)[..., : self.v_head_dim].flatten(-2))
         return projected
 
-    def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _compute_queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the queries [B, T, H, d]."""
         if self.wq is not None:
             q = self.wq(x)
         elif self.wq_a is not None and self.q_norm is not None and self.wq_b is not None:
             q = self.wq_b(self.q_norm(self.wq_a(x)))
-        plain, rotated = q.unflatten(-1, (-1, self.plain + self.rotated)).split((self.plain, self.rotated), -1)
+        plain, rotated = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
+            (self.qk_nope_head_dim, self.qk_rope_head_dim), -1
+        )
         return torch.cat((plain, rotate_neighbours(rotated, cos, sin)), -1)
 
-    def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim]."""
-        latent, rotated = self.wkv_a(x).split((self.kv_norm.weight.shape[0], self.rotated), -1)
-        both = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.plain + self.values))
-        plain, v = both.split((self.plain, self.values), -1)
+        latent, rotated = self.wkv_a(x).split((self.kv_norm.weight.shape[0], self.qk_rope_head_dim), -1)
+        keys_and_values = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        plain, v = keys_and_values.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         rotated = rotate_neighbours(rotated[..., None, :], cos, sin)
         return torch.cat((plain, rotated.expand(-1, -1, plain.shape[-2], -1)), -1), v

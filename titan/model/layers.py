@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan.model.masks import masks_of
+from titan.model.masks import build_masks
 
 IGNORED = -100
 """Targets with this value are excluded from the loss."""
 
 
-Use = Callable[[Tensor, torch.dtype], Tensor]
+GetWeight = Callable[[Tensor, torch.dtype], Tensor]
 """Returns the weight that a layer computes with, in the requested type."""
 
 
@@ -37,7 +37,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Multiplies activations [..., in] with a weight [out, in]."""
 
 
-def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight in another type; its gradient is cast back to the weight's type."""
     return weight.to(dtype)
 
@@ -53,9 +53,9 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (tokens,), (dtype, kept) = ctx.saved_tensors, ctx.dtypes
-        sums = torch.ops.aten.embedding_dense_backward  # unnamed result, so that it is freed once rounded
-        return None, sums(grads[0].float(), tokens, ctx.rows, -1, False).to(dtype).to(kept), None
+        (tokens,), (dtype, weight_dtype) = ctx.saved_tensors, ctx.dtypes
+        sum_gradients = torch.ops.aten.embedding_dense_backward  # unnamed result, so that it is freed once rounded
+        return None, sum_gradients(grads[0].float(), tokens, ctx.rows, -1, False).to(dtype).to(weight_dtype), None
 
 
 def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,16 +72,16 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__(vocab, dim)
         self.dtype: torch.dtype | None = None
-        self.use: Use = cast
+        self.get_weight: GetWeight = cast_weight
         self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up
 
     def reset_parameters(self) -> None:
-        """Do nothing: `titan.model.init_weights.materialise` initialises, and torch's method imports its compiler on
+        """Do nothing: `titan.model.init_weights.materialise_model` initialises, and torch's method imports its compiler on
         meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens [B, T] to hidden states [B, T, D]."""
-        return self.lookup(tokens, self.use(self.weight, self.weight.dtype), self.dtype or self.weight.dtype)
+        return self.lookup(tokens, self.get_weight(self.weight, self.weight.dtype), self.dtype or self.weight.dtype)
 
 
 class Linear(nn.Linear):
@@ -89,16 +89,16 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.use: Use = cast
+        self.get_weight: GetWeight = cast_weight
         self.operand: torch.dtype | None = None  # the type in which `product` gets the weight; None: the input's
         self.product: Product = F.linear
 
     def reset_parameters(self) -> None:
-        """Do nothing: `titan.model.init_weights.materialise` initialises the weight."""
+        """Do nothing: `titan.model.init_weights.materialise_model` initialises the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return self.product(x, self.use(self.weight, self.operand or x.dtype))
+        return self.product(x, self.get_weight(self.weight, self.operand or x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -108,11 +108,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.use: Use = cast
+        self.get_weight: GetWeight = cast_weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]; torch's `rms_norm` accumulates and scales low precision inputs in float32."""
-        return F.rms_norm(x, (x.shape[-1],), self.use(self.weight, x.dtype), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.get_weight(self.weight, x.dtype), self.eps)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Head(Linear):
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.fused: Callable[[Tensor, Tensor, Tensor, Product], Tensor] | None = None
-        self.whole: Callable[[Tensor], Tensor] = identity
+        self.complete_logits: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits, or the summed cross-entropy.
@@ -168,9 +168,9 @@ class Head(Linear):
             loss terms: see `titan.model.loss_terms.Objective`.
         """
         if self.fused is not None and targets is not None:
-            return self.fused(hidden, self.use(self.weight, self.operand or hidden.dtype), targets, self.product)
+            return self.fused(hidden, self.get_weight(self.weight, self.operand or hidden.dtype), targets, self.product)
         logits = super().forward(hidden)
-        return self.whole(logits) if targets is None else self.loss(logits, targets)
+        return self.complete_logits(logits) if targets is None else self.loss(logits, targets)
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -190,13 +190,13 @@ def stretch_frequencies(inv_freq: Tensor, factor: float, low: float, high: float
     return (1 - unscaled) * inv_freq / factor + unscaled * inv_freq
 
 
-def rotation(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def compute_rotation(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each position's angles, float32 [..., T, 1, d / 2], for positions [..., T]."""
     angles = positions[..., None, None].float() * inv_freq
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d / 2) of x [B, T, H, d], the pairing of Hugging Face's weights, in float32."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -208,7 +208,7 @@ def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     So scores of queries and keys that are rotated by it are those of pairs which keep their places.
     """
-    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
+    return rotate_halves(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
@@ -222,17 +222,19 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
         dtype: the queries' type.
         first: index of the first query.
     """
-    same = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
-    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
+    is_same_document = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
+    return torch.zeros(is_same_document.shape, dtype=dtype, device=is_same_document.device).masked_fill(
+        ~is_same_document.tril(first), -torch.inf
+    )
 
 
 def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None) -> Any:
-    """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.Decoder.mask`."""
+    """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.DecoderModel.mask`."""
 
-    def make(ids: Tensor | None) -> Tensor | None:
+    def make_for_ids(ids: Tensor | None) -> Tensor | None:
         return None if ids is None else document_mask(ids, dtype)
 
-    return masks_of(make, document_ids, positions, positions.shape[1], chunk)
+    return build_masks(make_for_ids, document_ids, positions, positions.shape[1], chunk)
 
 
 Kernels = tuple[SDPBackend, ...]
@@ -243,9 +245,9 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    mask: Tensor | None,
     kernels: Kernels = (),
-    by: Callable[..., Tensor] = F.scaled_dot_product_attention,
+    function: Callable[..., Tensor] = F.scaled_dot_product_attention,
     scale: float | None = None,
 ) -> Tensor:
     """Compute attention by one of torch's kernels.
@@ -253,16 +255,16 @@ def attend(
     Args:
         q: [B, H, t, d].
         k, v: [B, H_kv, s, d].
-        seen: mask [B, 1, t, s], added to scores; None: causal.
+        mask: mask [B, 1, t, s], added to scores; None: causal.
         kernels: the allowed kernels.
-        by: the function to call; another than torch's to query its choice.
+        function: the function to call; another than torch's to query its choice.
         scale: factor of scores; None: d ** -0.5.
 
     Returns:
         [B, H, t, d].
     """
     with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
-        return by(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True, scale=scale)
+        return function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=scale)
 
 
 class CausalAttention(nn.Module):
@@ -277,9 +279,9 @@ class CausalAttention(nn.Module):
         self.kernels: Kernels = ()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Map q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or with a `document_mask`."""
-        return attend(q, k, v, seen, self.kernels, scale=self.scale)
+        return attend(q, k, v, mask, self.kernels, scale=self.scale)
 
 
 class Attention(nn.Module):
@@ -305,14 +307,14 @@ class Attention(nn.Module):
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.core: nn.Module = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; `seen` is passed to the core."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
         # -1: the weights decide the number of heads, so that a tensor-parallel rank has its part of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen)
+        q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
         return projected
 
@@ -344,8 +346,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward: nn.Module = FeedForward(dim, ffn)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; seen: the core's mask, None: causal."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, seen)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out

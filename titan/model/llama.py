@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Decoder, Placement
+from titan.model.decoder import DecoderModel, Placement
 from titan.model.layers import Block
 
 
-class Llama(Decoder):
+class LlamaModel(DecoderModel):
     """A Llama 2, 3 or 3.x decoder (arXiv:2407.21783)."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from titan.model.decoder import Placement
 from titan.model.experts import MoeBlock
 from titan.model.layers import Attention, Block, rotate_neighbours
-from titan.model.llama import Llama
+from titan.model.llama import LlamaModel
 from titan.model.masks import Masks
 from titan.model.moe import MoeDecoder
 
 
-class Seen(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What attention takes beside hidden states and angles, once per micro-batch for all blocks.
 
     Attributes:
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     scale: Tensor | None
 
 
-def temperature(positions: Tensor, floor: int, strength: float) -> Tensor:
+def compute_query_scale(positions: Tensor, floor: int, strength: float) -> Tensor:
     """Return the scales of queries at positions [1 or B, T], float32 [1 or B, T, 1, 1] (arXiv:2501.19399)."""
     scale = 1 + strength * torch.log1p(((positions.float() + 1) / floor).floor())
     return scale[..., None, None]
@@ -38,34 +38,34 @@ def temperature(positions: Tensor, floor: int, strength: float) -> Tensor:
 class Llama4Attention(Attention):
     """Grouped-query attention, in chunks with rotary embedding or to the whole document without."""
 
-    def __init__(self, config: Any, rotary: bool) -> None:
+    def __init__(self, config: Any, has_rope: bool) -> None:
         """Create the modules of a `titan.model.schema_llama4.Llama4`."""
         super().__init__(config.dim, config.heads, config.kv_heads, config.head_size)
-        self.rotary = rotary
-        self.chunk = config.attention_chunk if rotary else None
+        self.has_rope = has_rope
+        self.chunk = config.attention_chunk if has_rope else None
         self.norm_eps = config.norm_eps if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionInputs) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        if self.rotary:
-            q, k = (self._normed(rotate_neighbours(heads, cos, sin)) for heads in (q, k))
-        elif seen.scale is not None:
-            q = (q * seen.scale).to(q.dtype)
-        mask = seen.masks.chunked if self.rotary else seen.masks.full
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        if self.has_rope:
+            q, k = (self._normalise(rotate_neighbours(heads, cos, sin)) for heads in (q, k))
+        elif mask.scale is not None:
+            q = (q * mask.scale).to(q.dtype)
+        core_mask = mask.masks.chunked if self.has_rope else mask.masks.full
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core_mask)
         projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
         return projected
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _normalise(self, x: Tensor) -> Tensor:
         return x if self.norm_eps is None else F.rms_norm(x, (x.shape[-1],), eps=self.norm_eps)
 
 
-class Llama4(MoeDecoder):
+class Llama4Model(MoeDecoder):
     """Llama 4's text model."""
 
     ATTENTION_NAMES: ClassVar[Mapping[str, str]] = {
-        ours: theirs for ours, theirs in Llama.BLOCK_NAMES.items() if not ours.startswith("feed_forward")
+        module: hf_name for module, hf_name in LlamaModel.BLOCK_NAMES.items() if not module.startswith("feed_forward")
     }
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
         **ATTENTION_NAMES,
@@ -80,9 +80,9 @@ class Llama4(MoeDecoder):
         "feed_forward.shared.w2": "feed_forward.shared_expert.down_proj",
         "feed_forward.shared.w3": "feed_forward.shared_expert.up_proj",
     }
-    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = Llama.BLOCK_PLAN
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = LlamaModel.BLOCK_PLAN
     MOE_PLAN: ClassVar[Mapping[str, Placement]] = {
-        **{name: cut for name, cut in Llama.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        **{name: placement for name, placement in LlamaModel.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
         # each tensor rank computes its part of the sequence with whole experts, and its part of the shared expert
         "feed_forward.router": "sequence",
         "feed_forward.experts.w1": "sequence",
@@ -108,11 +108,11 @@ class Llama4(MoeDecoder):
         """Return the tensor-parallel plan of a block."""
         return self.MOE_PLAN if self.config.routes(layer) else self.BLOCK_PLAN
 
-    def masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Seen:
-        """Return what attention takes; see `titan.model.decoder.Decoder.masks`."""
+    def build_masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> AttentionInputs:
+        """Return what attention takes; see `titan.model.decoder.DecoderModel.build_masks`."""
         c = self.config
-        scale = temperature(positions, c.floor_scale, c.attn_scale) if c.attn_temperature_tuning else None
+        scale = compute_query_scale(positions, c.floor_scale, c.attn_scale) if c.attn_temperature_tuning else None
         if c.attention_chunk is None:
             full = self.mask(document_ids, positions, dtype)
-            return Seen(Masks(full, full), scale)
-        return Seen(self.mask(document_ids, positions, dtype, c.attention_chunk), scale)
+            return AttentionInputs(Masks(full, full), scale)
+        return AttentionInputs(self.mask(document_ids, positions, dtype, c.attention_chunk), scale)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.model.custom_op import register
+from titan.model.custom_op import register_operation
 from titan.model.layers import IGNORED, Product, identity
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -36,7 +36,7 @@ the gradient of the hidden states that does not come from the logits, if there i
 def loss_and_grad_(
     logits: Tensor,
     targets: Tensor,
-    graded: bool,
+    needs_grad: bool,
     *,
     first: int = 0,
     largest: Callable[[Tensor], Tensor] = identity,
@@ -45,93 +45,97 @@ def loss_and_grad_(
     """Return the summed cross-entropy in nats, overwriting the logits.
 
     Args:
-        logits: float32 [N, V]; overwritten, with `graded` by the gradient of the loss: softmax minus one-hot targets.
+        logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot targets.
         targets: int64 [N], -100 where ignored.
-        graded: whether the gradient is requested.
+        needs_grad: whether the gradient is requested.
         first: index of the rank's first vocabulary entry, with a sharded vocabulary.
         largest, total: max and sum all-reduce over those ranks, of one or more values per token.
     """
     index, valid = targets - first, targets != IGNORED
-    here = (index >= 0) & (index < logits.shape[-1])
-    index = index.where(here, 0)[:, None]
+    is_local = (index >= 0) & (index < logits.shape[-1])
+    index = index.where(is_local, 0)[:, None]
     logits.sub_(largest(logits.amax(-1))[:, None])
-    chosen = logits.gather(-1, index)[:, 0].where(here, 0)
-    sums, chosen = total(torch.stack([logits.exp_().sum(-1), chosen])).unbind()
-    if graded:
+    target_logits = logits.gather(-1, index)[:, 0].where(is_local, 0)
+    sums, target_logits = total(torch.stack([logits.exp_().sum(-1), target_logits])).unbind()
+    if needs_grad:
         logits.mul_((valid / sums)[:, None])
-        logits.scatter_add_(-1, index, -(here & valid).to(logits.dtype)[:, None])
-    return (sums.log() - chosen).where(valid, 0).sum()
+        logits.scatter_add_(-1, index, -(is_local & valid).to(logits.dtype)[:, None])
+    return (sums.log() - target_logits).where(valid, 0).sum()
 
 
-def measure_logits(hidden: Tensor, logits: Tensor, targets: Tensor, graded: bool, **split: Any) -> tuple[Tensor, None]:
+def measure_logits(
+    hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool, **split: Any
+) -> tuple[Tensor, None]:
     """Do as `loss_and_grad_`, as a `Measure`."""
-    return loss_and_grad_(logits, targets, graded, **split), None
+    return loss_and_grad_(logits, targets, needs_grad, **split), None
 
 
-def chunked_loss(
+def compute_loss_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     chunk: int,
-    wants: tuple[bool, bool],
+    needs_grads: tuple[bool, bool],
     measure: Measure = measure_logits,
 ) -> Results:
     """Return the loss and the requested gradients, computing the logits of `chunk` tokens at a time."""
     loss = hidden.new_zeros((), dtype=torch.float32)
-    into_hidden = torch.empty_like(hidden) if wants[0] else None
-    into_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+    hidden_grad = torch.empty_like(hidden) if needs_grads[0] else None
+    weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_grads[1] else None
     for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        mine = None if into_hidden is None else into_hidden[part]
-        loss = loss + _of_chunk(hidden[part], weight, targets[part], measure, mine, into_weight)
-    nothing = hidden.new_empty(0), weight.new_empty(0)
+        tokens = slice(start, start + chunk)
+        chunk_grad = None if hidden_grad is None else hidden_grad[tokens]
+        loss = loss + _compute_chunk_loss(hidden[tokens], weight, targets[tokens], measure, chunk_grad, weight_grad)
+    empty = hidden.new_empty(0), weight.new_empty(0)
     return (
         loss,
-        nothing[0] if into_hidden is None else into_hidden,
-        nothing[1] if into_weight is None else into_weight.to(weight.dtype),
+        empty[0] if hidden_grad is None else hidden_grad,
+        empty[1] if weight_grad is None else weight_grad.to(weight.dtype),
     )
 
 
-def _of_chunk(
+def _compute_chunk_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     measure: Measure,
-    into_hidden: Tensor | None,
-    into_weight: Tensor | None,
+    hidden_grad: Tensor | None,
+    weight_grad: Tensor | None,
 ) -> Tensor:
-    """Return the loss of one chunk; write its gradient to `into_hidden` and add its gradient to `into_weight`."""
+    """Return the loss of one chunk; write its gradient to `hidden_grad` and add its gradient to `weight_grad`."""
     logits = F.linear(hidden, weight).float()
-    loss, direct = measure(hidden, logits, targets, into_hidden is not None or into_weight is not None)
+    loss, direct = measure(hidden, logits, targets, hidden_grad is not None or weight_grad is not None)
     logits = logits.to(hidden.dtype)  # as autograd rounds the gradient in the backward of `float`
-    if into_hidden is not None:
-        torch.mm(logits, weight, out=into_hidden)
+    if hidden_grad is not None:
+        torch.mm(logits, weight, out=hidden_grad)
         if direct is not None:
-            into_hidden += direct
-    if into_weight is not None and hidden.dtype == into_weight.dtype:
-        into_weight.addmm_(logits.T, hidden)
-    elif into_weight is not None:
-        into_weight += logits.T @ hidden
+            hidden_grad += direct
+    if weight_grad is not None and hidden.dtype == weight_grad.dtype:
+        weight_grad.addmm_(logits.T, hidden)
+    elif weight_grad is not None:
+        weight_grad += logits.T @ hidden
     return loss
 
 
-class _Loss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     """The loss, with gradients computed in forward; backward does not modify them, so it may run twice."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, by: Operation, graded: bool) -> Tensor:
-        wants = graded and ctx.needs_input_grad[0], graded and ctx.needs_input_grad[1]
-        loss, of_hidden, of_weight = by(hidden.flatten(0, -2), weight, targets.flatten(), *wants)
-        ctx.save_for_backward(of_hidden, of_weight)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation, needs_grad: bool
+    ) -> Tensor:
+        needs_grads = needs_grad and ctx.needs_input_grad[0], needs_grad and ctx.needs_input_grad[1]
+        loss, hidden_grad, weight_grad = operation(hidden.flatten(0, -2), weight, targets.flatten(), *needs_grads)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.shape = hidden.shape
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (of_hidden, of_weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (hidden_grad, weight_grad), needs_grads = ctx.saved_tensors, ctx.needs_input_grad
         upstream = grads[0].flatten()[0]  # with loss terms the first element has the gradient of all
-        dh = (of_hidden * upstream).view(ctx.shape) if needs[0] else None
-        return dh, of_weight * upstream if needs[1] else None, None, None, None
+        hidden_upstream = (hidden_grad * upstream).view(ctx.shape) if needs_grads[0] else None
+        return hidden_upstream, weight_grad * upstream if needs_grads[1] else None, None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation) -> Tensor:
@@ -139,39 +143,41 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operat
 
     If grad mode is enabled, the gradients that autograd needs are computed with the loss.
     """
-    graded = torch.is_grad_enabled()  # grad mode is off inside forward
-    out: Tensor = _Loss.apply(hidden, weight, targets, operation, graded)  # type: ignore[no-untyped-call]
+    needs_grad = torch.is_grad_enabled()  # grad mode is off inside forward
+    out: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, operation, needs_grad)  # type: ignore[no-untyped-call]
     return out
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear, *, chunk: int) -> Tensor:
+def compute_chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear, *, chunk: int
+) -> Tensor:
     """Return `linear_cross_entropy` with an unsharded weight [vocab, D], in chunks of `chunk` tokens.
 
     `product` has no effect: the head of chunks is computed in the type of the hidden states.
     """
 
-    def operation(*args: Any) -> Results:
+    def run_operation(*args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_loss(*args, chunk)
         return results
 
-    return linear_cross_entropy(hidden, weight, targets, operation)
+    return linear_cross_entropy(hidden, weight, targets, run_operation)
 
 
-def _chunked(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, chunk: int
+def _run_chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight))
+    return compute_loss_in_chunks(hidden, weight, targets, chunk, (needs_hidden_grad, needs_weight_grad))
 
 
-def shapes(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, *rest: Any
+def make_fake_results(
+    hidden: Tensor, weight: Tensor, targets: Tensor, needs_hidden_grad: bool, needs_weight_grad: bool, *rest: Any
 ) -> Results:
     """Return empty results of the operation: its fake implementation."""
     return (
         hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape if wants_hidden else 0),
-        weight.new_empty(weight.shape if wants_weight else 0),
+        hidden.new_empty(hidden.shape if needs_hidden_grad else 0),
+        weight.new_empty(weight.shape if needs_weight_grad else 0),
     )
 
 
-register("titan::chunked_loss", _chunked, shapes)
+register_operation("titan::chunked_loss", _run_chunked_loss, make_fake_results)

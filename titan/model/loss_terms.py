@@ -1,6 +1,6 @@
 """Loss terms next to cross-entropy, and soft-capped logits: one objective for whole, split and chunked logits.
 
-A term maps what the loss knows of N tokens (`Tokens`) to a value for each. Values that depend on statistics of the
+A term maps what the loss knows of N tokens (`LossInputs`) to a value for each. Values that depend on statistics of the
 logits only (`logsumexp`, `target_logit`, `mean_logit`) need no memory beyond cross-entropy's: their gradient is
 a softmax, a one-hot vector and a constant, which one backward pass computes from the logits. Autograd differentiates
 the rest.
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from titan.errors import RunError
 from titan.model import loss
-from titan.model.custom_op import register
+from titan.model.custom_op import register_operation
 from titan.model.layers import IGNORED, Head, soft_cap
-from titan.model.loss import Results, chunked_loss, linear_cross_entropy, shapes
+from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results
 
 
 class Vocabulary:
@@ -38,19 +38,19 @@ class Vocabulary:
 
     ranks, rank = 1, 0
 
-    def largest(self, x: Tensor) -> Tensor:
+    def reduce_max(self, x: Tensor) -> Tensor:
         """Return the largest of the ranks' values, without a gradient."""
         return x
 
-    def total(self, x: Tensor) -> Tensor:
+    def reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' values, from which all ranks compute the same."""
         return x
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_logits(self, x: Tensor) -> Tensor:
         """Return the ranks' parts [N, V] concatenated, from which all ranks compute the same."""
         return x
 
-    def shared(self, x: Tensor) -> Tensor:
+    def share_gradient(self, x: Tensor) -> Tensor:
         """Return a replicated tensor whose gradients are summed over ranks, of which each then has its share."""
         return x
 
@@ -59,20 +59,23 @@ class _Sums(torch.autograd.Function):
     """Sums over this rank's part of the vocabulary: of exp(logits - largest), the target's logit, all logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, largest: Tensor, index: Tensor, here: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, largest, index, here)
+    def forward(ctx: Any, logits: Tensor, largest: Tensor, index: Tensor, is_local: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, largest, index, is_local)
         exponentials = (logits - largest[:, None]).exp_().sum(-1)
-        return torch.stack([exponentials, logits.gather(-1, index)[:, 0].where(here, 0), logits.sum(-1)])
+        return torch.stack([exponentials, logits.gather(-1, index)[:, 0].where(is_local, 0), logits.sum(-1)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (logits, largest, index, here), (exponentials, target, every) = ctx.saved_tensors, grads[0].unbind()
-        out = (logits - largest[:, None]).exp_().mul_(exponentials[:, None])
-        out.scatter_add_(-1, index, target.where(here, 0)[:, None])
-        return out.add_(every[:, None]), None, None, None
+        (logits, largest, index, is_local), (exponential_grad, target_grad, sum_grad) = (
+            ctx.saved_tensors,
+            grads[0].unbind(),
+        )
+        out = (logits - largest[:, None]).exp_().mul_(exponential_grad[:, None])
+        out.scatter_add_(-1, index, target_grad.where(is_local, 0)[:, None])
+        return out.add_(sum_grad[:, None]), None, None, None
 
 
-class Tokens:
+class LossInputs:
     """What a loss term sees of N tokens; where it is computed from it, gradients follow.
 
     Attributes:
@@ -83,32 +86,32 @@ class Tokens:
 
     def __init__(self, hidden: Tensor, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> None:
         """Take the rank's part of the logits, float32 [N, V], as they count in the loss."""
-        self.hidden, self.targets = vocabulary.shared(hidden), targets
-        self._part, self._vocabulary, width = logits, vocabulary, logits.shape[-1]
+        self.hidden, self.targets = vocabulary.share_gradient(hidden), targets
+        self._local_logits, self._vocabulary, width = logits, vocabulary, logits.shape[-1]
         index = targets - vocabulary.rank * width
-        here = (index >= 0) & (index < width)
-        largest = vocabulary.largest(logits.detach().amax(-1))
-        sums: Tensor = _Sums.apply(logits, largest, index.where(here, 0)[:, None], here)  # type: ignore[no-untyped-call]
-        exponentials, self.target_logit, every = vocabulary.total(sums).unbind()
+        is_local = (index >= 0) & (index < width)
+        largest = vocabulary.reduce_max(logits.detach().amax(-1))
+        sums: Tensor = _Sums.apply(logits, largest, index.where(is_local, 0)[:, None], is_local)  # type: ignore[no-untyped-call]
+        exponentials, self.target_logit, logit_sum = vocabulary.reduce_sum(sums).unbind()
         self.logsumexp = exponentials.log() + largest
-        self.mean_logit = every / (width * vocabulary.ranks)
+        self.mean_logit = logit_sum / (width * vocabulary.ranks)
 
     @property
     def logits(self) -> Tensor:
         """All logits, float32 [N, vocab]: needs as much memory again, and tensor ranks gather them."""
-        return self._vocabulary.whole(self._part)
+        return self._vocabulary.gather_logits(self._local_logits)
 
 
-Values = Callable[[Tokens], Tensor]
+Values = Callable[[LossInputs], Tensor]
 """Returns the value of each token, float32 [N]."""
 
 
-def z_loss(tokens: Tokens) -> Tensor:
+def z_loss(tokens: LossInputs) -> Tensor:
     """Return the squared logsumexp, which keeps logits from drifting (arXiv:2204.02311, 2202.08906)."""
     return tokens.logsumexp.square()
 
 
-def label_smoothing(tokens: Tokens) -> Tensor:
+def label_smoothing(tokens: LossInputs) -> Tensor:
     """Return the cross-entropy to equally likely targets less that to the target (arXiv:1512.00567)."""
     return tokens.target_logit - tokens.mean_logit
 
@@ -158,15 +161,19 @@ class Objective:
         """Return the loss of hidden states [..., D] and targets [...] with the head's weight [V, D] and matmul."""
         terms = self.terms if torch.is_grad_enabled() else ()
         if self.chunk is not None:
-            figures = linear_cross_entropy(hidden, weight, targets, self._operation)
+            figures = linear_cross_entropy(hidden, weight, targets, self._run_operation)
             return figures if terms else figures[0]
         logits = product(hidden, weight).float().flatten(0, -2)
-        figures = self.figures(hidden.flatten(0, -2), logits, targets.flatten(), terms)
-        return carry(figures[:1], figures[1:], self.weigh(figures[1:], terms)) if terms else figures[0]
+        figures = self.compute_figures(hidden.flatten(0, -2), logits, targets.flatten(), terms)
+        return (
+            join_with_gradient(figures[:1], figures[1:], self.weigh_terms(figures[1:], terms)) if terms else figures[0]
+        )
 
-    def figures(self, hidden: Tensor, logits: Tensor, targets: Tensor, terms: Sequence[Term]) -> Tensor:
+    def compute_figures(self, hidden: Tensor, logits: Tensor, targets: Tensor, terms: Sequence[Term]) -> Tensor:
         """Return the summed cross-entropy and terms, float32 [1 + terms], each with its gradient."""
-        tokens = Tokens(hidden, logits if self.cap is None else soft_cap(logits, self.cap), targets, self.vocabulary)
+        tokens = LossInputs(
+            hidden, logits if self.cap is None else soft_cap(logits, self.cap), targets, self.vocabulary
+        )
         values = [tokens.logsumexp - tokens.target_logit]
         for term in terms:
             values.append(term.values(tokens))
@@ -177,85 +184,106 @@ class Objective:
                 )
         return torch.stack(values).where(targets != IGNORED, 0).sum(-1)
 
-    def weigh(self, figures: Tensor, terms: Sequence[Term]) -> Tensor:
+    def weigh_terms(self, figures: Tensor, terms: Sequence[Term]) -> Tensor:
         """Return the sum of the terms' figures times their coefficients."""
-        return weigh(figures, [term.coefficient for term in terms])
+        return weigh_figures(figures, [term.coefficient for term in terms])
 
-    def _operation(self, *args: Any) -> Results:
+    def _run_operation(self, *args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_objective(*args, self.key, len(self.terms))
         return results
 
-    def measure(self, hidden: Tensor, logits: Tensor, targets: Tensor, graded: bool) -> tuple[Tensor, Tensor | None]:
+    def measure_chunk(
+        self, hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the figures of a chunk and the gradient of its hidden states beside the logits'; see `Measure`."""
-        if not graded:
-            return self.figures(hidden, logits, targets, ()), None
-        with _autograd(), torch.enable_grad():
+        if not needs_grad:
+            return self.compute_figures(hidden, logits, targets, ()), None
+        with _enable_autograd(), torch.enable_grad():
             inputs = logits.detach().requires_grad_(), hidden.detach().requires_grad_()
-            figures = self.figures(inputs[1], inputs[0], targets, self.terms)
-            total = figures[0] + self.weigh(figures[1:], self.terms)
-            into_logits, into_hidden = torch.autograd.grad(total, inputs, allow_unused=True)
-        logits.copy_(into_logits)
-        return figures.detach(), into_hidden
+            figures = self.compute_figures(inputs[1], inputs[0], targets, self.terms)
+            total = figures[0] + self.weigh_terms(figures[1:], self.terms)
+            logits_grad, hidden_grad = torch.autograd.grad(total, inputs, allow_unused=True)
+        logits.copy_(logits_grad)
+        return figures.detach(), hidden_grad
 
 
-def weigh(figures: Tensor, coefficients: Sequence[float]) -> Tensor:
+def weigh_figures(figures: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Return the sum of figures [K] times their coefficients, a scalar."""
     return sum((figures[i] * c for i, c in enumerate(coefficients)), figures.new_zeros(()))
 
 
-def carry(first: Tensor, others: Tensor, extra: Tensor) -> Tensor:
-    """Return `first` [K] and `others` as one vector, with the gradients of `first` and, once, of the scalar `extra`."""
-    return torch.cat([first[:1] + (extra - extra.detach()), first[1:], others.detach()])
+def join_with_gradient(first: Tensor, rest: Tensor, extra: Tensor) -> Tensor:
+    """Return `first` [K] and `rest` as one vector, with the gradients of `first` and, once, of the scalar `extra`."""
+    return torch.cat([first[:1] + (extra - extra.detach()), first[1:], rest.detach()])
 
 
-def apply(head: Head | None, terms: Sequence[Term] = (), chunk: int | None = None, cap: float | None = None) -> None:
+def set_head_loss(
+    head: Head | None, terms: Sequence[Term] = (), chunk: int | None = None, cap: float | None = None
+) -> None:
     """Set how a head, on the stage that has it, computes its loss; without terms, chunk and cap nothing changes."""
     if head is None:
         return
     if terms or cap is not None:
         head.fused = Objective(tuple(terms), cap, chunk)
     elif chunk is not None:
-        head.fused = partial(loss.chunked, chunk=chunk)
+        head.fused = partial(loss.compute_chunked_loss, chunk=chunk)
 
 
-def _autograd() -> AbstractContextManager[None]:
+def _enable_autograd() -> AbstractContextManager[None]:
     """Enable autograd inside of an operation, whose compiled callers have disabled its dispatch."""
     core: Any = torch._C
     excluded = core._dispatch_tls_local_exclude_set()
-    for name in _AUTOGRAD:
+    for name in _AUTOGRAD_KEYS:
         excluded = excluded.remove(getattr(core.DispatchKey, name))
     guard: AbstractContextManager[None] = core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)
     return guard
 
 
-_AUTOGRAD = [
+_AUTOGRAD_KEYS = [
     name
     for name in ("AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradMeta", "ADInplaceOrView")
     if hasattr(torch._C.DispatchKey, name)
 ]
 
 
-def _chunked_objective(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, key: int, terms: int
+def _run_chunked_objective(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needs_hidden_grad: bool,
+    needs_weight_grad: bool,
+    key: int,
+    terms: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     objective = _OBJECTIVES[key]
-    return chunked_loss(
-        hidden, weight, targets, objective.chunk or len(hidden), (wants_hidden, wants_weight), objective.measure
+    return compute_loss_in_chunks(
+        hidden,
+        weight,
+        targets,
+        objective.chunk or len(hidden),
+        (needs_hidden_grad, needs_weight_grad),
+        objective.measure_chunk,
     )
 
 
-def _shapes(
-    hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, key: int, terms: int
+def _make_fake_results(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needs_hidden_grad: bool,
+    needs_weight_grad: bool,
+    key: int,
+    terms: int,
 ) -> Results:
-    _, *gradients = shapes(hidden, weight, targets, wants_hidden, wants_weight)
-    count = 1 + (terms if wants_hidden or wants_weight else 0)
+    _, *gradients = make_fake_results(hidden, weight, targets, needs_hidden_grad, needs_weight_grad)
+    count = 1 + (terms if needs_hidden_grad or needs_weight_grad else 0)
     return hidden.new_empty(count, dtype=torch.float32), gradients[0], gradients[1]
 
 
-register("titan::chunked_objective", _chunked_objective, _shapes)
+register_operation("titan::chunked_objective", _run_chunked_objective, _make_fake_results)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, extra: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
@@ -267,27 +295,27 @@ class _Attach(torch.autograd.Function):
         return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.scale), None
 
 
-def attach(hidden: Tensor, extra: Tensor, scale: float) -> Tensor:
+def attach_loss(hidden: Tensor, extra: Tensor, scale: float) -> Tensor:
     """Return hidden states whose backward pass gives the scalar `extra` the gradient `scale`."""
-    out: Tensor = _Attach.apply(hidden, extra, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _AttachLoss.apply(hidden, extra, scale)  # type: ignore[no-untyped-call]
     return out
 
 
-def sum_values(values: Mapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
+def sum_values(values: Mapping[str, Tensor], names: Sequence[str], hidden: Tensor) -> Tensor:
     """Return a block's values as float32 [terms, B, t] in the order of `names`; zero where it returned none.
 
     Args:
         values: by name, [B, t]: one for each token of the block's input.
         names: of the model's terms.
-        like: hidden states [B, t, D].
+        hidden: hidden states [B, t, D].
     """
     if unknown := set(values) - set(names):
         raise RunError(f"a block returned the loss term {min(unknown)}, which the model's losses lack; add it there.")
     for name, value in values.items():
-        if value.shape != like.shape[:2]:
+        if value.shape != hidden.shape[:2]:
             raise RunError(
-                f"the loss term {name} has the shape {list(value.shape)} for tokens {list(like.shape[:2])}; "
+                f"the loss term {name} has the shape {list(value.shape)} for tokens {list(hidden.shape[:2])}; "
                 "return one value for each token."
             )
-    none = like.new_zeros(1, *like.shape[:2], dtype=torch.float32)
-    return torch.cat([none[:0], *(values[name].float()[None] if name in values else none for name in names)])
+    zeros = hidden.new_zeros(1, *hidden.shape[:2], dtype=torch.float32)
+    return torch.cat([zeros[:0], *(values[name].float()[None] if name in values else zeros for name in names)])

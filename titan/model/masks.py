@@ -23,8 +23,8 @@ class Masks(NamedTuple):
     chunked: Any
 
 
-def masks_of(
-    make: Callable[[Tensor | None], Any],
+def build_masks(
+    make_for_ids: Callable[[Tensor | None], Any],
     document_ids: Tensor | None,
     positions: Tensor,
     length: int,
@@ -33,20 +33,20 @@ def masks_of(
     """Return the mask of a micro-batch, or its `Masks`.
 
     Args:
-        make: returns the mask for ids, int64 [1 or B, T]; tokens attend only to earlier ones of the same id.
+        make_for_ids: returns the mask for ids, int64 [1 or B, T]; tokens attend only to earlier ones of the same id.
         document_ids: int64 [B, T]; None: one document per row, and all rows have the positions of the first.
         positions: in the document, int64 [1 or B, T].
         length: tokens of whole rows, of which T may be a part.
         chunk: tokens of a chunk; None: no block has chunked attention, and the result is the mask itself.
     """
-    full = make(document_ids)
+    full = make_for_ids(document_ids)
     if chunk is None:
         return full
-    return Masks(full, full if length <= chunk else make(chunk_ids(document_ids, positions, chunk)))
+    return Masks(full, full if length <= chunk else make_for_ids(chunk_ids(document_ids, positions, chunk)))
 
 
 def chunk_ids(document_ids: Tensor | None, positions: Tensor, chunk: int) -> Tensor:
-    """Return ids that differ between chunks, int64 [1 or B, T]; see `masks_of` for the arguments."""
+    """Return ids that differ between chunks, int64 [1 or B, T]; see `build_masks` for the arguments."""
     if document_ids is None:
         return positions[:1] // chunk
     return document_ids * CHUNKS + positions // chunk

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan.model.decoder import Decoder
+from titan.model.decoder import DecoderModel
 
 
-class MoeDecoder(Decoder):
+class MoeDecoder(DecoderModel):
     """Has the losses that balance the experts' load, and counts it."""
 
     def __init__(self, config: Any) -> None:

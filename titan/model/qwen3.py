@@ -7,21 +7,21 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Decoder, Placement
+from titan.model.decoder import DecoderModel, Placement
 from titan.model.layers import Block
-from titan.model.llama import Llama
+from titan.model.llama import LlamaModel
 
 
-class Qwen3(Decoder):
+class Qwen3Model(DecoderModel):
     """A dense Qwen3 decoder (arXiv:2505.09388)."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **Llama.BLOCK_NAMES,
+        **LlamaModel.BLOCK_NAMES,
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
-        **Llama.BLOCK_PLAN,
+        **LlamaModel.BLOCK_PLAN,
         "attention.q_norm": "heads",
         "attention.k_norm": "heads",
     }

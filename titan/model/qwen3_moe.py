@@ -10,21 +10,25 @@ from torch import nn
 from titan.model.decoder import Placement
 from titan.model.experts import MoeBlock
 from titan.model.moe import MoeDecoder
-from titan.model.qwen3 import Qwen3
+from titan.model.qwen3 import Qwen3Model
 
 
-class Qwen3Moe(MoeDecoder, Qwen3):
+class Qwen3MoeModel(MoeDecoder, Qwen3Model):
     """A Qwen3 decoder with experts (arXiv:2505.09388)."""
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
-        **{ours: theirs for ours, theirs in Qwen3.BLOCK_NAMES.items() if not ours.startswith("feed_forward")},
+        **{
+            module: hf_name
+            for module, hf_name in Qwen3Model.BLOCK_NAMES.items()
+            if not module.startswith("feed_forward")
+        },
         "feed_forward.router": "mlp.gate",
         "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
         "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
         "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
     }
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
-        **{name: cut for name, cut in Qwen3.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
+        **{name: placement for name, placement in Qwen3Model.BLOCK_PLAN.items() if not name.startswith("feed_forward")},
         # each tensor rank computes its part of the sequence with whole experts
         "feed_forward.router": "sequence",
         "feed_forward.experts.w1": "sequence",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def sample(
+def sample_tokens(
     logits: Tensor,
     uniform: Tensor,
     *,
@@ -38,17 +38,17 @@ def sample(
     logits = logits[:, :vocab].double()
     if temperature == 0:
         return logits.argmax(-1)
-    values, ids = _candidates(logits, top_k, ordered=top_p < 1)
-    shares = ((values - values.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    reached = nucleus(shares, top_p).cumsum(-1)
-    wanted = uniform.to(reached.device)[:, None] * reached[:, -1:]
-    index = (reached <= wanted).sum(-1, keepdim=True)
-    last = (reached < reached[:, -1:]).sum(-1, keepdim=True)  # a value just below one may round to the sum
+    values, ids = _select_candidates(logits, top_k, ordered=top_p < 1)
+    probabilities = ((values - values.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    cumulative = keep_nucleus(probabilities, top_p).cumsum(-1)
+    target = uniform.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    index = (cumulative <= target).sum(-1, keepdim=True)
+    last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)  # a value just below one may round to the sum
     index = index.minimum(last)
     return (index if ids is None else ids.gather(-1, index))[:, 0]
 
 
-def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tensor | None]:
+def _select_candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tensor | None]:
     """Return the candidates' logits and ids (None: ids are indices), in descending order if `ordered`."""
     if 0 < top_k < logits.shape[-1]:
         best = logits.topk(top_k)
@@ -56,17 +56,17 @@ def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tens
     return torch.sort(logits, dim=-1, descending=True, stable=True) if ordered else (logits, None)
 
 
-def nucleus(shares: Tensor, top_p: float) -> Tensor:
+def keep_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Return sorted probabilities [B, V] with zeros after the first ones that reach `top_p` together."""
     if top_p >= 1:
-        return shares
-    before = shares.cumsum(-1) - shares
-    kept = before < top_p
-    kept[:, 0] = True
-    return shares * kept
+        return probabilities
+    preceding = probabilities.cumsum(-1) - probabilities
+    in_nucleus = preceding < top_p
+    in_nucleus[:, 0] = True
+    return probabilities * in_nucleus
 
 
-def generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
+def make_generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
     """Return the CPU generator of one continuation, seeded by these three values only."""
     text = f"{seed}\0{sample}\0{','.join(map(str, prompt))}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -13,12 +13,22 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from titan.config.settings import setting
 from titan.console.numbers import parameters
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, Part, RankPart, attention, block, head
+from titan.model.activations import (
+    NO_CONTEXT,
+    BlockActivations,
+    ContextBytes,
+    HeadActivations,
+    LayerActivations,
+    RankBatch,
+    count_attention_bytes,
+    count_block_bytes,
+    count_head_bytes,
+)
 
 if TYPE_CHECKING:
-    from titan.model.decoder import Decoder as DecoderModule
-    from titan.model.llama import Llama as LlamaModule
-    from titan.model.qwen3 import Qwen3 as Qwen3Module
+    from titan.model.decoder import DecoderModel as DecoderModel
+    from titan.model.llama import LlamaModel as LlamaModel
+    from titan.model.qwen3 import Qwen3Model as Qwen3Model
 
 
 WIDEST = 10**7
@@ -37,14 +47,14 @@ class Matmul(NamedTuple):
         """Elements of the weight."""
         return self.inputs * self.outputs
 
-    def part(self, tensor: int) -> Matmul:
+    def split(self, tensor: int) -> Matmul:
         """Return the matmul of one of `tensor` tensor-parallel ranks."""
         inputs, outputs = (
             (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
         )
         return Matmul(inputs, outputs, self.rowwise)
 
-    def share(self, sequence: int) -> float:
+    def compute_token_share(self, sequence: int) -> float:
         """Return the share of a row's tokens that it computes on one of `sequence` ranks with sequence parallelism."""
         return 1.0
 
@@ -54,7 +64,7 @@ class WholeMatmul(Matmul):
 
     __slots__ = ()
 
-    def part(self, tensor: int) -> Matmul:
+    def split(self, tensor: int) -> Matmul:
         """Return the matmul itself."""
         return self
 
@@ -64,7 +74,7 @@ class SequenceMatmul(WholeMatmul):
 
     __slots__ = ()
 
-    def share(self, sequence: int) -> float:
+    def compute_token_share(self, sequence: int) -> float:
         """Return the share of a row's tokens."""
         return 1 / sequence
 
@@ -113,7 +123,7 @@ class Decoder:
         return self.head_size
 
     @abstractmethod
-    def build(self) -> DecoderModule:
+    def build(self) -> DecoderModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
         raise NotImplementedError
 
@@ -151,11 +161,11 @@ class Decoder:
         """Raise ConfigError where the module's plan for tensor parallelism does not fit it; the module is built.
 
         Raises:
-            ConfigError: see `titan.model.tensor_plan.check`.
+            ConfigError: see `titan.model.tensor_plan.check_tensor_plan`.
         """
         from titan.model import tensor_plan
 
-        tensor_plan.check(self, degree)
+        tensor_plan.check_tensor_plan(self, degree)
 
     def kind(self, layer: int) -> str:
         """Return the kind of a block: blocks of one kind have the same modules and shapes."""
@@ -163,27 +173,27 @@ class Decoder:
 
     def kinds(self, layers: Iterable[int] | None = None) -> dict[str, list[int]]:
         """Return the blocks of each kind; of `layers`, None: of all."""
-        found: dict[str, list[int]] = {}
+        layers_by_kind: dict[str, list[int]] = {}
         for layer in range(self.layers) if layers is None else layers:
-            found.setdefault(self.kind(layer), []).append(layer)
-        return found
+            layers_by_kind.setdefault(self.kind(layer), []).append(layer)
+        return layers_by_kind
 
-    def masked(self, seq_len: int) -> bool:
+    def needs_mask(self, seq_len: int) -> bool:
         """Return whether attention in rows of a length needs a mask, besides causality and documents."""
         return False
 
-    def total(self, of: Callable[[int], float], layers: Iterable[int] | None = None) -> float:
+    def sum_over_blocks(self, count: Callable[[int], float], layers: Iterable[int] | None = None) -> float:
         """Return the sum over blocks of what is the same for blocks of one kind; over `layers`, None: over all."""
-        return sum(len(blocks) * of(blocks[0]) for blocks in self.kinds(layers).values())
+        return sum(len(blocks) * count(blocks[0]) for blocks in self.kinds(layers).values())
 
     def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
         blocks = {
             f"layers.{i}.{name}": matmul
             for kind in self.kinds().values()
-            for found in [self.block_matmuls(kind[0])]
+            for matmuls in [self.block_matmuls(kind[0])]
             for i in kind
-            for name, matmul in found.items()
+            for name, matmul in matmuls.items()
         }
         order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
         return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
@@ -219,7 +229,7 @@ class Decoder:
 
     def matmul_parameters(self) -> int:
         """Return the parameters of the blocks' linear layers and of the head, tied or not."""
-        return int(self.total(self.block_matmul_parameters)) + self.vocab * self.dim
+        return int(self.sum_over_blocks(self.block_matmul_parameters)) + self.vocab * self.dim
 
     def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block."""
@@ -262,11 +272,18 @@ class Decoder:
     def parameters(self) -> int:
         """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
         tied = self.embedding_parameters() if self.tied else 0
-        return self.embedding_parameters() + int(self.total(self.block_parameters)) + self.head_parameters() - tied
+        return (
+            self.embedding_parameters()
+            + int(self.sum_over_blocks(self.block_parameters))
+            + self.head_parameters()
+            - tied
+        )
 
     def active_parameters(self) -> int:
         """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
-        return self.parameters() - int(self.total(self.expert_parameters) - self.total(self.active_expert_parameters))
+        return self.parameters() - int(
+            self.sum_over_blocks(self.expert_parameters) - self.sum_over_blocks(self.active_expert_parameters)
+        )
 
     def describe_size(self) -> str:
         """Return in words how many parameters there are, and how many compute a token if these are fewer."""
@@ -300,40 +317,53 @@ class Decoder:
         attention scores and values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B).
         The embedding counts none.
         """
-        return self.total(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
+        return self.sum_over_blocks(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
 
-    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
-        """Return the activation memory of a block; see `titan.model.activations.block`."""
-        return block(share, self.dim, self.attention_activations(share, context, layer), self.ffn)
+    def block_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> BlockActivations:
+        """Return the activation memory of a block; see `titan.model.activations.count_block_bytes`."""
+        return count_block_bytes(batch, self.dim, self.attention_activations(batch, context, layer), self.ffn)
 
-    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
-        """Return the activation memory of a block's attention; see `titan.model.activations.attention`."""
+    def attention_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> LayerActivations:
+        """Return the activation memory of a block's attention; see `titan.model.activations.count_attention_bytes`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return attention(share, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
+        return count_attention_bytes(batch, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
 
     def head_activations(
         self,
-        share: RankPart,
+        batch: RankBatch,
         *,
         parts: bool = True,
         chunk: int | None = None,
-        terms: bool = False,
-        whole: bool = False,
-    ) -> Head:
-        """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""
+        has_terms: bool = False,
+        reads_logits: bool = False,
+    ) -> HeadActivations:
+        """Return the activation memory of final norm, head and loss; see `titan.model.activations.count_head_bytes`."""
         capped = self.logit_cap is not None
-        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk, terms=terms, whole=whole, capped=capped)
+        return count_head_bytes(
+            batch,
+            self.dim,
+            self.vocab,
+            parts=parts,
+            chunk=chunk,
+            has_terms=has_terms,
+            reads_logits=reads_logits,
+            is_capped=capped,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(Decoder):
     """Shape of a Llama 2, 3 or 3.x decoder (arXiv:2407.21783)."""
 
-    def build(self) -> LlamaModule:
+    def build(self) -> LlamaModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.llama import Llama as LlamaModule
+        from titan.model.llama import LlamaModel as LlamaModel
 
-        return LlamaModule(self)
+        return LlamaModel(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,11 +374,11 @@ class Qwen3(Decoder):
     rope_theta: float = setting(1000000.0, "base of the rotary (RoPE) frequencies", above=0, cap=1e12)
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", above=0, cap=1)
 
-    def build(self) -> Qwen3Module:
+    def build(self) -> Qwen3Model:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.qwen3 import Qwen3 as Qwen3Module
+        from titan.model.qwen3 import Qwen3Model as Qwen3Model
 
-        return Qwen3Module(self)
+        return Qwen3Model(self)
 
     def block_parameters(self, layer: int = 0) -> int:
         """Return the exact number of parameters of one block, including the norms of queries and keys."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, ContextBytes, Part, RankPart, latent_attention
+from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch, count_latent_attention_bytes
 from titan.model.schema import WIDEST, Matmul, SequenceMatmul, WholeMatmul
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
-    from titan.model.deepseek_v3 import DeepseekV3 as DeepseekV3Module
+    from titan.model.deepseek_v3 import DeepseekV3Model as DeepseekV3Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,17 @@ class DeepseekV3(Moe):
     norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm, but in the latents'", above=0, cap=1)
     first_dense: int = setting(1, "first blocks without experts, of width ffn", at_least=0, cap=10_000)
     experts: int = setting(64, "experts of each later block", at_least=1, cap=10_000)
-    chosen_experts: int = setting(6, "experts that compute each token", at_least=1, cap=10_000)
+    top_k: int = setting(6, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(1408, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
     shared_experts: int = setting(
         2, "experts that compute every token: one feed-forward layer of their width together", at_least=0, cap=10_000
     )
-    scores: Literal["sigmoid", "softmax"] = setting(
+    scoring_func: Literal["sigmoid", "softmax"] = setting(
         "sigmoid", "how logits of the router give scores: of each expert alone, or over all experts"
     )
     groups: int = setting(1, "groups of consecutive experts; tokens go to experts of some of them", at_least=1)
-    chosen_groups: int = setting(
-        1, "groups of a token: those whose two largest scores have the largest sum", at_least=1
-    )
-    routed_scale: float = setting(1.0, "factor of the chosen experts' weights", above=0, cap=1e3)
+    topk_groups: int = setting(1, "groups of a token: those whose two largest scores have the largest sum", at_least=1)
+    routed_scaling_factor: float = setting(1.0, "factor of the chosen experts' weights", above=0, cap=1e3)
     bias_rate: float | None = setting(
         0.001,
         "change per step of a bias by which experts with little load are chosen more often; 0: the bias stays; null: "
@@ -88,22 +86,22 @@ class DeepseekV3(Moe):
         """Factor of attention scores; None: head_size ** -0.5."""
         if self.rope_factor == 1 or self.rope_mscale_all == 0:
             return None
-        return float(self.head_size**-0.5 * self._magnitude(self.rope_mscale_all) ** 2)
+        return float(self.head_size**-0.5 * self._compute_magnitude(self.rope_mscale_all) ** 2)
 
     @property
-    def rotated_scale(self) -> float:
+    def rotary_scale(self) -> float:
         """YaRN's factor of rotated queries and keys."""
-        return self._magnitude(self.rope_mscale) / self._magnitude(self.rope_mscale_all)
+        return self._compute_magnitude(self.rope_mscale) / self._compute_magnitude(self.rope_mscale_all)
 
-    def _magnitude(self, weight: float) -> float:
+    def _compute_magnitude(self, weight: float) -> float:
         """Return YaRN's factor of magnitudes (arXiv:2309.00071, eq. 22)."""
         return 0.1 * weight * math.log(self.rope_factor) + 1.0
 
-    def build(self) -> DeepseekV3Module:
+    def build(self) -> DeepseekV3Model:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.deepseek_v3 import DeepseekV3 as DeepseekV3Module
+        from titan.model.deepseek_v3 import DeepseekV3Model as DeepseekV3Model
 
-        return DeepseekV3Module(self)
+        return DeepseekV3Model(self)
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
@@ -139,34 +137,39 @@ class DeepseekV3(Moe):
 
     def _check_groups(self) -> None:
         """Raise ConfigError for groups that are unequal, too small, or too few for the experts of a token."""
-        each = self.experts // self.groups
-        if self.experts % self.groups or (self.groups > 1 and each < 2):
+        group_size = self.experts // self.groups
+        if self.experts % self.groups or (self.groups > 1 and group_size < 2):
             raise ConfigError(
                 f"model.groups={self.groups}: must divide model.experts={self.experts} into groups of at least 2; "
                 "give another number, such as 1."
             )
-        if self.chosen_groups > self.groups:
+        if self.topk_groups > self.groups:
             raise ConfigError(
-                f"model.chosen_groups={self.chosen_groups}: must be at most model.groups={self.groups}; give fewer."
+                f"model.chosen_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
             )
-        if self.chosen_groups * each < self.chosen_experts:
+        if self.topk_groups * group_size < self.top_k:
             raise ConfigError(
-                f"model.chosen_groups={self.chosen_groups}: so many groups have {self.chosen_groups * each} experts, "
-                f"fewer than model.chosen_experts={self.chosen_experts}; give more groups or fewer experts."
+                f"model.chosen_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
+                f"fewer than model.chosen_experts={self.top_k}; give more groups or fewer experts."
             )
 
     def kind(self, layer: int) -> str:
         """Return "dense" or "experts"."""
-        return "experts" if self.routes(layer) else "dense"
+        return "experts" if self.has_experts(layer) else "dense"
 
-    def routes(self, layer: int) -> bool:
+    def has_experts(self, layer: int) -> bool:
         """Return whether a block has experts."""
         return layer >= self.first_dense
 
-    def routing(self) -> dict[str, Any]:
+    def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
-        groups = {"groups": self.groups, "chosen_groups": self.chosen_groups}
-        return {**super().routing(), **groups, "sigmoid": self.scores == "sigmoid", "scale": self.routed_scale}
+        groups = {"groups": self.groups, "chosen_groups": self.topk_groups}
+        return {
+            **super().build_router_options(),
+            **groups,
+            "sigmoid": self.scoring_func == "sigmoid",
+            "scale": self.routed_scaling_factor,
+        }
 
     @property
     def shared_ffn(self) -> int | None:
@@ -175,9 +178,9 @@ class DeepseekV3(Moe):
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of a block by the name of their module in it; experts of tokens are none of them."""
-        return self._attention_matmuls() | self._feed_forward_matmuls(layer)
+        return self._list_attention_matmuls() | self._list_feed_forward_matmuls(layer)
 
-    def _attention_matmuls(self) -> dict[str, Matmul]:
+    def _list_attention_matmuls(self) -> dict[str, Matmul]:
         queries, values, rank = self.heads * self.head_size, self.heads * self.v_head_dim, self.q_lora_rank
         keys = {
             "attention.wkv_a": WholeMatmul(self.dim, self.kv_lora_rank + self.qk_rope_head_dim),
@@ -188,8 +191,8 @@ class DeepseekV3(Moe):
             return {"attention.wq": Matmul(self.dim, queries), **keys}
         return {"attention.wq_a": WholeMatmul(self.dim, rank), "attention.wq_b": Matmul(rank, queries), **keys}
 
-    def _feed_forward_matmuls(self, layer: int) -> dict[str, Matmul]:
-        if not self.routes(layer):
+    def _list_feed_forward_matmuls(self, layer: int) -> dict[str, Matmul]:
+        if not self.has_experts(layer):
             return {
                 "feed_forward.w1": Matmul(self.dim, self.ffn),
                 "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
@@ -203,10 +206,14 @@ class DeepseekV3(Moe):
         """Return the exact number of parameters of one block, including the norms of latents."""
         return super().block_parameters(layer) + (self.q_lora_rank or 0) + self.kv_lora_rank
 
-    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
-        """Return the activation memory of a block's attention; see `titan.model.activations.latent_attention`."""
+    def attention_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> LayerActivations:
+        """Return the activation memory of a block's attention; see `titan.model.activations.count_latent_attention_bytes`."""
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        return latent_attention(share, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context)
+        return count_latent_attention_bytes(
+            batch, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context
+        )
 
     def attention_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of a block's attention scores and values, forward and backward."""
@@ -222,5 +229,5 @@ class DeepseekV3(Moe):
         attention = (f"attention.{name}" for name in (*queries, "wkv_a", "kv_norm", "wkv_b", "wo"))
         inner = ("router", *(f"experts.{name}" for name in ("w1", "w2", "w3")))
         shared = () if self.shared_ffn is None else tuple(f"shared.{name}" for name in ("w1", "w2", "w3"))
-        feed_forward = (*inner, *shared) if self.routes(layer) else ("w1", "w2", "w3")
+        feed_forward = (*inner, *shared) if self.has_experts(layer) else ("w1", "w2", "w3")
         return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in feed_forward))

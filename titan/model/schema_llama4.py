@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, ContextBytes, Part, RankPart
+from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch
 from titan.model.schema import WIDEST, Matmul
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
-    from titan.model.llama4 import Llama4 as Llama4Module
+    from titan.model.llama4 import Llama4Model as Llama4Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class Llama4(Moe):
 
     ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
-    chosen_experts: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
+    top_k: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
-    normalise_chosen: bool = setting(False, "scale the chosen experts' scores so that their sum is one")
+    norm_topk_prob: bool = setting(False, "scale the chosen experts' scores so that their sum is one")
     moe_every: int = setting(1, "every so many blocks there is one with experts, the last of them", at_least=1)
     attention_chunk: int | None = setting(
         8192,
@@ -47,11 +47,11 @@ class Llama4(Moe):
     floor_scale: int = setting(8192, "positions below it are not scaled", at_least=1)
     attn_scale: float = setting(0.1, "factor of the logarithm in the scale of queries", at_least=0)
 
-    def build(self) -> Llama4Module:
+    def build(self) -> Llama4Model:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.llama4 import Llama4 as Llama4Module
+        from titan.model.llama4 import Llama4Model as Llama4Model
 
-        return Llama4Module(self)
+        return Llama4Model(self)
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
@@ -67,49 +67,55 @@ class Llama4(Moe):
         """Width of the expert that computes every token."""
         return self.expert_ffn
 
-    def routing(self) -> dict[str, Any]:
+    def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
-        return {**super().routing(), "sigmoid": True}
+        return {**super().build_router_options(), "sigmoid": True}
 
-    def routes(self, layer: int) -> bool:
+    def has_experts(self, layer: int) -> bool:
         """Return whether a block has experts."""
         return (layer + 1) % self.moe_every == 0
 
-    def rotary(self, layer: int) -> bool:
+    def has_rope(self, layer: int) -> bool:
         """Return whether a block has rotary embedding and attends within chunks."""
         return (layer + 1) % self.nope_every != 0
 
     def kind(self, layer: int) -> str:
         """Return the kind of a block; see `titan.model.schema.Decoder.kind`."""
-        return f"{'chunked' if self.rotary(layer) else 'full'} {'experts' if self.routes(layer) else 'dense'}"
+        return f"{'chunked' if self.has_rope(layer) else 'full'} {'experts' if self.has_experts(layer) else 'dense'}"
 
-    def masked(self, seq_len: int) -> bool:
+    def needs_mask(self, seq_len: int) -> bool:
         """Return whether rows of a length have several chunks."""
-        chunked = self.attention_chunk is not None and any(self.rotary(layer) for layer in range(self.layers))
-        return chunked and seq_len > (self.attention_chunk or 0)
+        has_chunks = self.attention_chunk is not None and any(self.has_rope(layer) for layer in range(self.layers))
+        return has_chunks and seq_len > (self.attention_chunk or 0)
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of a block by the name of their module in it; experts but the shared are none."""
-        place, width = ("feed_forward.shared", self.expert_ffn) if self.routes(layer) else ("feed_forward", self.ffn)
+        prefix, width = (
+            ("feed_forward.shared", self.expert_ffn) if self.has_experts(layer) else ("feed_forward", self.ffn)
+        )
         feed_forward = {
-            f"{place}.w1": Matmul(self.dim, width),
-            f"{place}.w2": Matmul(width, self.dim, rowwise=True),
-            f"{place}.w3": Matmul(self.dim, width),
+            f"{prefix}.w1": Matmul(self.dim, width),
+            f"{prefix}.w2": Matmul(width, self.dim, rowwise=True),
+            f"{prefix}.w3": Matmul(self.dim, width),
         }
         return super().block_matmuls(layer) | feed_forward
 
-    def attention_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Part:
+    def attention_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> LayerActivations:
         """Return the activation memory of a block's attention, with the norms of rotated queries and keys."""
-        found = super().attention_activations(share, context, layer)
-        if not (self.qk_norm and self.rotary(layer)):
-            return found
-        heads = (self.heads + self.kv_heads) / share.tensor
-        return found._replace(kept=found.kept + share.tokens * share.unweighted_norm(heads * self.head_size, heads))
+        activations = super().attention_activations(batch, context, layer)
+        if not (self.qk_norm and self.has_rope(layer)):
+            return activations
+        heads = (self.heads + self.kv_heads) / batch.tensor
+        return activations._replace(
+            kept=activations.saved + batch.tokens * batch.count_unweighted_norm_bytes(heads * self.head_size, heads)
+        )
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
         dense = super(Moe, self).block_modules(layer)
-        if not self.routes(layer):
+        if not self.has_experts(layer):
             return dense
         return (*super().block_modules(layer), *(f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")))
 
@@ -119,10 +125,10 @@ class Llama4(Moe):
 
     def attention_span(self, seq_len: float, layer: int = 0) -> float:
         """Return the most tokens that one attends to in a block: with rotary embedding those of a chunk."""
-        chunked = self.rotary(layer) and self.attention_chunk is not None
-        return min(seq_len, self.attention_chunk or 0) if chunked else seq_len
+        has_chunks = self.has_rope(layer) and self.attention_chunk is not None
+        return min(seq_len, self.attention_chunk or 0) if has_chunks else seq_len
 
     def attention_elements(self, layer: int = 0) -> int:
         """Return the elements per token of rotation and norms; without rotary embedding, of queries that are scaled."""
-        both = super().attention_elements(layer)
-        return (1 + self.qk_norm) * both if self.rotary(layer) else 2 * self.head_size * self.heads
+        rotated_elements = super().attention_elements(layer)
+        return (1 + self.qk_norm) * rotated_elements if self.has_rope(layer) else 2 * self.head_size * self.heads

@@ -9,17 +9,17 @@ from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.model.activations import (
     NO_CONTEXT,
-    Block,
+    BlockActivations,
     ContextBytes,
-    RankPart,
+    RankBatch,
     RoutedExperts,
     SharedExperts,
-    moe_block,
+    count_moe_block_bytes,
 )
 from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
 
 if TYPE_CHECKING:
-    from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+    from titan.model.qwen3_moe import Qwen3MoeModel as Qwen3MoeModel
 
 BALANCING = ("aux_loss", "seq_aux_loss", "router_z_loss")
 """The settings that are coefficients of losses of `titan.model.balance`."""
@@ -36,9 +36,9 @@ class Moe(Decoder):
     """Whether tensor ranks split the shared experts; else each computes its part of the sequence."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
-    chosen_experts: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
+    top_k: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(640, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
-    normalise_chosen: bool = setting(True, "scale the chosen experts' scores so that their sum is one")
+    norm_topk_prob: bool = setting(True, "scale the chosen experts' scores so that their sum is one")
     aux_loss: float = setting(
         0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
     )
@@ -64,7 +64,7 @@ class Moe(Decoder):
     )
 
     @property
-    def biased(self) -> bool:
+    def has_router_bias(self) -> bool:
         """Whether a bias is added to the scores where experts are chosen."""
         return self.bias_rate is not None
 
@@ -73,13 +73,13 @@ class Moe(Decoder):
         """Width of the experts that compute every token, together; None: there are none."""
         return None
 
-    def routes(self, layer: int) -> bool:
+    def has_experts(self, layer: int) -> bool:
         """Return whether a block has experts."""
         return True
 
-    def routing(self) -> dict[str, Any]:
+    def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router; see `titan.model.experts.Router`."""
-        return {"normalise": self.normalise_chosen, "biased": self.biased}
+        return {"normalise": self.norm_topk_prob, "biased": self.has_router_bias}
 
     def balance_losses(self) -> dict[str, float]:
         """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
@@ -88,24 +88,24 @@ class Moe(Decoder):
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
         super().check()
-        if self.chosen_experts > self.experts:
+        if self.top_k > self.experts:
             raise ConfigError(
-                f"model.chosen_experts={self.chosen_experts}: must be at most model.experts={self.experts}; give fewer."
+                f"model.chosen_experts={self.top_k}: must be at most model.experts={self.experts}; give fewer."
             )
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of attention by the name of their module in a block; experts are none of them."""
-        found = super().block_matmuls(layer)
-        return {name: matmul for name, matmul in found.items() if not name.startswith("feed_forward.")}
+        matmuls = super().block_matmuls(layer)
+        return {name: matmul for name, matmul in matmuls.items() if not name.startswith("feed_forward.")}
 
     def block_matmul_parameters(self, layer: int = 0) -> int:
         """Return the parameters of one block's matrices: linear layers, the router, all experts."""
         dense = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
-        return dense + self.dim * self.experts * self.routes(layer) + self.expert_parameters(layer)
+        return dense + self.dim * self.experts * self.has_experts(layer) + self.expert_parameters(layer)
 
     def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
-        if not self.routes(layer):
+        if not self.has_experts(layer):
             return {}
         return {
             "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
@@ -115,19 +115,23 @@ class Moe(Decoder):
 
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts, all of them but the shared ones."""
-        return 3 * self.dim * self.expert_ffn * self.experts * self.routes(layer)
+        return 3 * self.dim * self.expert_ffn * self.experts * self.has_experts(layer)
 
     def active_expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a block's experts that compute a token, without the shared ones."""
-        return 3 * self.dim * self.expert_ffn * self.chosen_experts * self.routes(layer)
+        return 3 * self.dim * self.expert_ffn * self.top_k * self.has_experts(layer)
 
-    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT, layer: int = 0) -> Block:
-        """Return the activation memory of a block; see `titan.model.activations.moe_block`."""
-        if not self.routes(layer):
-            return super().block_activations(share, context, layer)
-        experts = RoutedExperts(self.experts, self.chosen_experts, self.expert_ffn, self.scale_inputs)
+    def block_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> BlockActivations:
+        """Return the activation memory of a block; see `titan.model.activations.count_moe_block_bytes`."""
+        if not self.has_experts(layer):
+            return super().block_activations(batch, context, layer)
+        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn, self.scale_inputs)
         shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
-        return moe_block(share, self.dim, self.attention_activations(share, context, layer), experts, shared)
+        return count_moe_block_bytes(
+            batch, self.dim, self.attention_activations(batch, context, layer), experts, shared
+        )
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:
         """Return the names of a block's modules with a weight, in order."""
@@ -140,14 +144,14 @@ class Qwen3Moe(Qwen3, Moe):
     """Shape of a Qwen3 decoder with experts in every block (arXiv:2505.09388). `ffn` is unused."""
 
     experts: int = setting(128, "experts of each block", at_least=1, cap=10_000)
-    chosen_experts: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
+    top_k: int = setting(8, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(768, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
     aux_loss: float = setting(
         0.001, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, cap=1e3
     )
 
-    def build(self) -> Qwen3MoeModule:
+    def build(self) -> Qwen3MoeModel:
         """Return the module on the current default device; the caller chooses `torch.device("meta")`."""
-        from titan.model.qwen3_moe import Qwen3Moe as Qwen3MoeModule
+        from titan.model.qwen3_moe import Qwen3MoeModel as Qwen3MoeModel
 
-        return Qwen3MoeModule(self)
+        return Qwen3MoeModel(self)

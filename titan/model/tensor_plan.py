@@ -17,7 +17,7 @@ SPLIT = {"vocab": 0, "colwise": 0, "rowwise": 1}
 """The dimension of a weight that ranks split, by its placement; others stay whole."""
 
 
-def check(schema: Decoder, degree: int) -> None:
+def check_tensor_plan(schema: Decoder, degree: int) -> None:
     """Raise ConfigError for a model without a plan, or with one that does not fit its parameters.
 
     Args:
@@ -29,15 +29,15 @@ def check(schema: Decoder, degree: int) -> None:
     """
     with torch.device("meta"):
         model: nn.Module = schema.build()
-    wrong = next(_errors(model, degree), None)
-    if wrong is not None:
+    error = next(_find_errors(model, degree), None)
+    if error is not None:
         raise ConfigError(
-            f"parallelism.tensor={degree}: the model {kind(type(schema))} can't be split: {wrong}; correct BLOCK_PLAN "
+            f"parallelism.tensor={degree}: the model {kind(type(schema))} can't be split: {error}; correct BLOCK_PLAN "
             f"of {type(model).__qualname__}, or give parallelism.tensor=1."
         )
 
 
-def _errors(model: nn.Module, degree: int) -> Iterator[str]:
+def _find_errors(model: nn.Module, degree: int) -> Iterator[str]:
     """Yield what is wrong with a model's plan."""
     try:
         plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]
@@ -47,21 +47,21 @@ def _errors(model: nn.Module, degree: int) -> Iterator[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, placement in plan.items():
-        yield from _entry_errors(name, placement, modules, parameters, degree)
-    planned = {f"{name}.weight" for name, placement in plan.items() if placement != "region"}
-    for name in sorted(parameters.keys() - planned):
+        yield from _find_entry_errors(name, placement, modules, parameters, degree)
+    planned_names = {f"{name}.weight" for name, placement in plan.items() if placement != "region"}
+    for name in sorted(parameters.keys() - planned_names):
         yield f"its plan has no entry for the parameter {name}"
 
 
-def _entry_errors(
+def _find_entry_errors(
     name: str, placement: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], degree: int
 ) -> Iterator[str]:
     """Yield what is wrong with one entry of a plan."""
-    known = typing.get_args(Placement)
+    placements = typing.get_args(Placement)
     if name not in modules:
         yield f"its plan names {name}, which is no module"
-    elif placement not in known:
-        yield f"its plan has {placement} for {name}, which is none of {', '.join(known)}"
+    elif placement not in placements:
+        yield f"its plan has {placement} for {name}, which is none of {', '.join(placements)}"
     elif placement != "region":
         weight = parameters.get(f"{name}.weight")
         if weight is None:

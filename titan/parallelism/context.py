@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan.model.attention import FlexAttention, Tokens, block_mask, visible, visible_blocks
+from titan.model.attention import DocumentTokens, FlexAttention, find_visible_blocks, make_block_mask, make_mask_mod
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
-from titan.model.masks import masks_of
+from titan.model.masks import build_masks
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, all_gather_autograd, wait
 from titan.parallelism.context_kernels import KeyMask
@@ -101,10 +101,10 @@ def _make_allgather_mask(core: ContextAttention, ids: Tensor | None, positions: 
     row_ids = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
         order = torch.arange(length * size, device=positions.device)[None]
-        keys = Tokens(torch.zeros_like(order) if row_ids is None else row_ids, order)
+        keys = DocumentTokens(torch.zeros_like(order) if row_ids is None else row_ids, order)
         query_positions = context_chunks.split_rows(order, size, -1, core.balance)[core.group.rank()]
-        queries = Tokens(torch.zeros_like(query_positions) if ids is None else ids, query_positions)
-        return visible_blocks(queries, keys, visible(queries, keys))
+        queries = DocumentTokens(torch.zeros_like(query_positions) if ids is None else ids, query_positions)
+        return find_visible_blocks(queries, keys, make_mask_mod(queries, keys))
     ends = core.chunk_ends(length)
     chunk_length = length // len(ends)
     return (
@@ -162,7 +162,7 @@ def _make_ulysses_mask(core: ContextAttention, ids: Tensor | None, positions: Te
     """Return the mask of whole rows, as on a single rank."""
     row_ids = None if ids is None else core.gather_ids(ids)
     if core.kernel == "flex":
-        return block_mask(row_ids, positions[:1].repeat(1, core.group.size()), dtype)
+        return make_block_mask(row_ids, positions[:1].repeat(1, core.group.size()), dtype)
     return None if row_ids is None else document_mask(row_ids, dtype)
 
 
@@ -253,7 +253,7 @@ class ContextAttention(nn.Module):
         def make_mask(ids: Tensor | None) -> Mask:
             return _METHODS[self.method][1](self, ids, positions, dtype)
 
-        return masks_of(make_mask, document_ids, positions, positions.shape[1] * self.group.size(), chunk)
+        return build_masks(make_mask, document_ids, positions, positions.shape[1] * self.group.size(), chunk)
 
     def gather_ids(self, ids: Tensor) -> Tensor:
         """Return the document ids of whole rows [B, T], from those of this rank's tokens [B, t]."""

@@ -67,13 +67,15 @@ def choose_kernel(
         mask_documents: whether documents are masked, which only flex and the formula support.
 
     Raises:
-        NoKernel: where torch lacks the chosen kernel.
+        NoKernelError: where torch lacks the chosen kernel.
     """
     if choice == "flex":
         return "flex"
     if mask_documents:
         return "math"
-    name = attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=False)
+    name = attention.query_selected_kernel(
+        shape, dtype, device, attention.choose_kernels(choice, device), has_mask=False
+    )
     needs_padding = name == "flash" and device.type == "cuda" and shape[2] % 8 != 0  # torch would pad heads for it
     return "math" if needs_padding else name
 
@@ -90,7 +92,7 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask, scale: float | No
     """
     k, v = kv.unbind()
     if kernel == "flex":
-        return attention.flex_with_lse(q, k, v, _require_block_mask(mask), scale)
+        return attention.attend_with_lse(q, k, v, _require_block_mask(mask), scale)
     if kernel == "math" or mask.ids is not None:
         tiles = [
             _formula_forward(q[:, :, rows], k, v, _find_visible_keys(rows, k, mask), scale)
@@ -243,7 +245,7 @@ def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask, s
     grad, q, out, lse = queries
     with torch.enable_grad():
         leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        block_out, block_lse = attention.flex_with_lse(leaf_q, leaf_k, leaf_v, mask, scale)
+        block_out, block_lse = attention.attend_with_lse(leaf_q, leaf_k, leaf_v, mask, scale)
     weight = (block_lse.detach() - lse).exp()
     grad_lse = weight * (grad.float() * (block_out.detach().float() - out.float())).sum(-1)
     grad_out = (weight.unsqueeze(-1) * grad).to(block_out.dtype)

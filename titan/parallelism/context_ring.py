@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from titan.model.attention import BLOCK, Tokens, visible, visible_blocks
-from titan.model.custom_op import register
+from titan.model.attention import BLOCK, DocumentTokens, find_visible_blocks, make_mask_mod
+from titan.model.custom_op import register_operation
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, wait
 from titan.parallelism.context_kernels import KeyMask, QueryState, Results
@@ -79,9 +79,9 @@ def make_ring_mask(
     all_ids = positions.new_zeros(size, 1, length) if ids is None else all_gather(ids[None], 0, group)
     row = torch.arange(length * size, device=positions.device)
     all_positions = context_chunks.split_rows(row, size, -1, balance)
-    queries = Tokens(all_ids[group.rank()].repeat(size, 1), all_positions[group.rank(), None])
-    keys = Tokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
-    mask = visible_blocks(queries, keys, visible(queries, keys))
+    queries = DocumentTokens(all_ids[group.rank()].repeat(size, 1), all_positions[group.rank(), None])
+    keys = DocumentTokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
+    mask = find_visible_blocks(queries, keys, make_mask_mod(queries, keys))
     return all_ids, all_positions, *(getattr(mask, name) for name in BLOCK_LISTS)
 
 
@@ -147,9 +147,9 @@ def _make_block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) 
     """Return the block mask for the keys of rank `source`, from the tensors of `make_ring_mask`."""
     ids, positions, *lists = mask
     rows = slice(source * ids.shape[1], (source + 1) * ids.shape[1])
-    queries, keys = (Tokens(ids[rank], positions[rank : rank + 1]) for rank in (ring.rank, source))
+    queries, keys = (DocumentTokens(ids[rank], positions[rank : rank + 1]) for rank in (ring.rank, source))
     fields: dict[str, Any] = {name: tensor[rows] for name, tensor in zip(BLOCK_LISTS, lists, strict=True)}
-    return BlockMask((length, length), **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible(queries, keys))
+    return BlockMask((length, length), **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=make_mask_mod(queries, keys))
 
 
 # --- a round forward and backward
@@ -293,6 +293,6 @@ def _differentiate_round(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return dq, dkv, [None] * len(mask), *(None for _ in ctx.ring)
 
 
-register("titan::ring_attention", _run_round, _infer_round_shapes)
-register("titan::ring_attention_backward", _run_round_backward, _infer_round_backward_shapes)
+register_operation("titan::ring_attention", _run_round, _infer_round_shapes)
+register_operation("titan::ring_attention_backward", _run_round_backward, _infer_round_backward_shapes)
 torch.library.register_autograd("titan::ring_attention", _differentiate_round, setup_context=_setup_context)

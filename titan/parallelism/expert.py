@@ -20,8 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan.model.balance import tally
-from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts, inverse, permute, spread, with_zeros
+from titan.model.balance import count_experts
+from titan.model.experts import (
+    Compute,
+    ExpertLinear,
+    MixtureOfExperts,
+    expand_tokens,
+    invert_permutation,
+    pad_rows,
+    permute_rows,
+)
 from titan.parallelism import collectives
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
@@ -83,15 +91,17 @@ class ExpertDispatch:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
         ranks, flat_experts = self.group.size(), experts.flatten()
         order = flat_experts.argsort(stable=True)
-        sent_per_expert = tally(flat_experts, count).view(ranks, -1)
+        sent_per_expert = count_experts(flat_experts, count).view(ranks, -1)
         received_per_expert = collectives.all_to_all(sent_per_expert, self.group)
         send_counts, receive_counts = _count_exchanged_rows(sent_per_expert, received_per_expert, len(flat_experts))
-        rows = spread(x, order, sum(send_counts))
+        rows = expand_tokens(x, order, sum(send_counts))
         rows = collectives.exchange_rows(rows, send_counts, receive_counts, self.group)
         by_expert = _find_local_experts(received_per_expert, sum(receive_counts)).argsort(stable=True)
-        out = compute(permute(rows, by_expert), received_per_expert.sum(0).cumsum(0).to(torch.int32))
-        out = collectives.exchange_rows(permute(out, inverse(by_expert)), receive_counts, send_counts, self.group)
-        return permute(with_zeros(out, len(flat_experts)), inverse(order))
+        out = compute(permute_rows(rows, by_expert), received_per_expert.sum(0).cumsum(0).to(torch.int32))
+        out = collectives.exchange_rows(
+            permute_rows(out, invert_permutation(by_expert)), receive_counts, send_counts, self.group
+        )
+        return permute_rows(pad_rows(out, len(flat_experts)), invert_permutation(order))
 
 
 def _count_exchanged_rows(
@@ -135,4 +145,4 @@ def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(module, ExpertLinear):
         raise TypeError(f"{type(module).__name__} is no titan.model.experts.ExpertLinear")
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
-    module.use = local_shard
+    module.get_weight = local_shard

@@ -16,7 +16,7 @@ TOKEN_DIM = 1
 
 @dataclass(frozen=True)
 class RowParts:
-    """The ranks of context and tensor, of which each has a part of every row (`titan.model.balance.Rows`).
+    """The ranks of context and tensor, of which each has a part of every row (`titan.model.balance.RowExchange`).
 
     Attributes:
         group: the ranks, those of tensor adjacent.
@@ -30,17 +30,17 @@ class RowParts:
     tensor: int
     balance: bool
 
-    def sum(self, counts: Tensor) -> Tensor:
+    def sum_counts(self, counts: Tensor) -> Tensor:
         """Return the sum of counts [B, ...] over the ranks."""
         return collectives.all_reduce(counts, self.group)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_rows(self, x: Tensor) -> Tensor:
         """Return whole rows [B, T, ...] in order, from this rank's tokens [B, t, ...]."""
         parts = collectives.all_gather(x[None], 0, self.group).chunk(self.context)
         rows = torch.stack([torch.cat(part.unbind(), TOKEN_DIM) for part in parts])
         return context_chunks.join_rows(rows, TOKEN_DIM - x.dim(), self.balance and self.context > 1)
 
-    def part(self, x: Tensor) -> Tensor:
+    def select_part(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of whole rows [B, T, ...]."""
         context, tensor = divmod(self.group.rank(), self.tensor)
         context_tokens = context_chunks.split_rows(x, self.context, TOKEN_DIM, self.balance and self.context > 1)[

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from titan.model.custom_op import register
+from titan.model.custom_op import register_operation
 from titan.model.layers import IGNORED, Product, cross_entropy, look_up
-from titan.model.loss import Results, chunked_loss, linear_cross_entropy, measure_logits, shapes
+from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results, measure_logits
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
 from titan.parallelism.grad_norm import local_tensor
@@ -222,16 +222,16 @@ class _SplitVocabulary(Vocabulary):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
-    def largest(self, x: Tensor) -> Tensor:
+    def reduce_max(self, x: Tensor) -> Tensor:
         return collectives.all_reduce(x, self.group, "max")
 
-    def total(self, x: Tensor) -> Tensor:
+    def reduce_sum(self, x: Tensor) -> Tensor:
         return collectives.reduce_from_region(x, self.group)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_logits(self, x: Tensor) -> Tensor:
         return collectives.gather_from_region(x, -1, self.group)
 
-    def shared(self, x: Tensor) -> Tensor:
+    def share_gradient(self, x: Tensor) -> Tensor:
         out: Tensor = _DivideGradient.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         return out
 
@@ -280,7 +280,7 @@ def _compute_split_chunks(
     """Return what `in_chunks` does, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
     largest, total = (partial(collectives.all_reduce_by_name, group=group, op=op) for op in ("max", "sum"))
     measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
-    return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
+    return compute_loss_in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
 
 
-register("titan::chunked_parts_loss", _compute_split_chunks, shapes)
+register_operation("titan::chunked_parts_loss", _compute_split_chunks, make_fake_results)

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.custom_op import register
+from titan.model.custom_op import register_operation
 from titan.model.experts import ExpertLinear
-from titan.model.grouped import GroupedProduct, ranges
+from titan.model.grouped import GroupedProduct, list_row_ranges
 from titan.precision import low_precision
 from titan.precision.schema import QUANT_BLOCK, Precision
 
@@ -73,7 +73,7 @@ class _Loop(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate: bool) -> Tensor:
     multiply, out = low_precision.product(kind, emulate), x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, (start, end) in enumerate(ranges(ends)):
+    for expert, (start, end) in enumerate(list_row_ranges(ends)):
         if end > start:
             with _as_in_eager():
                 out[start:end] = multiply(_padded(x[start:end], kind), weight[expert])[: end - start]
@@ -82,7 +82,7 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate: bool) 
 
 def _grads(x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, kind: str, emulate: bool) -> tuple[Tensor, Tensor]:
     of_x, of_weight, multiply = torch.zeros_like(x), torch.zeros_like(weight), low_precision.product(kind, emulate)
-    for expert, (start, end) in enumerate(ranges(ends)):
+    for expert, (start, end) in enumerate(list_row_ranges(ends)):
         if end > start:
             rows, upstream = _padded(x[start:end], kind), _padded(grad[start:end], kind)
             with _as_in_eager():
@@ -165,12 +165,12 @@ def _all_at_once(x: Tensor, weight: Tensor, ends: Tensor, function: Any) -> Tens
     return out
 
 
-register(
+register_operation(
     "titan::low_grouped_product",
     _product,
     lambda x, weight, ends, kind, emulate: x.new_empty(x.shape[0], weight.shape[1]),
 )
-register(
+register_operation(
     "titan::low_grouped_grads",
     _grads,
     lambda x, weight, ends, grad, kind, emulate: (x.new_empty(x.shape), weight.new_empty(weight.shape)),

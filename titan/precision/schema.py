@@ -155,7 +155,7 @@ class Precision:
         """
         if not self.eight_bit:
             return Selection((), {})
-        reasons = {name: self._why_not(name, layer.part(tensor)) for name, layer in layers.items()}
+        reasons = {name: self._why_not(name, layer.split(tensor)) for name, layer in layers.items()}
         left = {name: why for name, why in reasons.items() if why}
         return Selection(tuple(name for name in layers if name not in left), left)
 
@@ -168,7 +168,7 @@ class Precision:
         if self.matmuls != "float8" or not self.float8_gather or cut.sharded == 1 or cut.resharded:
             return ()
         taken = (name for name in self.select(layers, cut.tensor).quantized if name != "head")
-        return tuple(name for name in taken if layers[name].part(cut.tensor).outputs % cut.sharded == 0)
+        return tuple(name for name in taken if layers[name].split(cut.tensor).outputs % cut.sharded == 0)
 
     def used_bytes(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> int:
         """Return the bytes of a tensor rank's weights as used, beside the stored ones: as FSDP gathers them, or casts.
@@ -179,7 +179,7 @@ class Precision:
         cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
         at_once = taken if self.matmuls == "float8" and cut.sharded == 1 else set()
         each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in layers}
-        return sum(each[name] * layer.part(cut.tensor).size for name, layer in layers.items())
+        return sum(each[name] * layer.split(cut.tensor).size for name, layer in layers.items())
 
     def _why_not(self, name: str, layer: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""

@@ -217,7 +217,7 @@ def _check_attention(run: Run) -> None:
     if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
         raise ConfigError(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
     ring = run.layout.context > 1 and how.context_method == "ring"
-    chunks = run.model.masked(run.training.seq_len)
+    chunks = run.model.needs_mask(run.training.seq_len)
     if ring and (run.dataset.mask_documents or chunks) and choice not in ("auto", "flex", "math"):
         documents = "documents (dataset.mask_documents=true)"
         what = documents if run.dataset.mask_documents else "chunks (training.seq_len is above model.attention_chunk)"

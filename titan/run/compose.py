@@ -113,7 +113,9 @@ def freeze(
     hydra_node.set_output_dir(cfg, directory)
     recipe = _typed(cfg, trusted)
     if machine is None:
-        found = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
+        found = (
+            devices.describe_remote_node(recipe.cluster) if elsewhere else devices.detect_machine(recipe.cluster.device)
+        )
     else:
         found = machine(recipe.cluster)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}

@@ -120,7 +120,7 @@ def _scoped(run: Run, elsewhere: bool = False) -> Run:
 
 def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
     """Return whether `training.attention=auto` is FlexAttention: for masks, on GPUs, where Triton is installed."""
-    masked = recipe.dataset.mask_documents or recipe.model.masked(recipe.training.seq_len)
+    masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
     if recipe.training.attention != "auto" or not masked or machine.device != "cuda":
         return False
     return recipe.model.head_size >= FLEX_WIDTH and (elsewhere or importlib.util.find_spec("triton") is not None)

@@ -84,7 +84,7 @@ def error(folder: Path, attempt: str) -> str | None:
     A rank that srun killed after another one had failed is the cause only if that one had merely lost it.
     """
     before, after = _killed(folder / f"{attempt}.out")
-    first = rank_error.first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
+    first = rank_error.find_first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
     if killed := before or (after if first is None or first.lost else None):
         return killed
     if first is None:
@@ -94,7 +94,7 @@ def error(folder: Path, attempt: str) -> str | None:
 
 def failed_node(folder: Path, attempt: str) -> str | None:
     """Return the node that made an attempt of a job fail; None where it is not known, and for a ConfigError."""
-    first = rank_error.first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
+    first = rank_error.find_first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
     if first is not None and not first.lost:
         return None if first.code == 2 else first.node or None
     before, after = _killed(folder / f"{attempt}.out")

@@ -58,12 +58,12 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     row_exchange = _build_row_exchange(stages, run, world)
     for stage in stages.values():
         _transform_stage(stage, run, world, groups)
-        balance.exchange(stage.model, row_exchange)
+        balance.set_row_exchange(stage.model, row_exchange)
     _log_layout(run, world, add_note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
         with world.memory():
-            init_weights.materialise(stage.model, init, run.training.seed, device)
+            init_weights.materialise_model(stage.model, init, run.training.seed, device)
             stage.model.init_buffers(world.device)  # buffers are never offloaded
     if description := run.optimizer.describe():
         add_note(f"optimizer: {description}")
@@ -135,12 +135,12 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
     return stages
 
 
-def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -> balance.Rows:
+def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -> balance.RowExchange:
     """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
-    needed = next(iter(stages.values())).model.counted and balance.sees_rows(run.model)
+    needed = next(iter(stages.values())).model.counted and balance.needs_whole_rows(run.model)
     if not needed or (group := world.get_group_along(*names)) is None:
-        return balance.WholeRows()
+        return balance.LocalRows()
     layout = run.layout
     return RowParts(group, layout.context, layout.tensor if "tensor" in names else 1, run.parallelism.balance)
 
@@ -161,7 +161,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     _apply_precision_and_tensor(
         model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None, terms=terms
     )
-    attention.set_kernels(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
+    attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
     if world.context is not None:
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
@@ -225,7 +225,7 @@ def _apply_precision_and_tensor(
         terms: of the loss, next to cross-entropy.
     """
     set_compute_dtype(model, precision, quantized, sharded)
-    loss_terms.apply(model.head, terms, chunk, model.config.logit_cap)
+    loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
     if world.experts is not None:
         expert.shard_experts(model, world.experts["expert"])
     if (mesh := world.get_submesh("tensor")) is not None:
@@ -249,7 +249,7 @@ def build_for_generation(schema: Decoder, precision: Precision, world: World) ->
         model = schema.build().to(precision.dtype)
     _apply_precision_and_tensor(model, precision, Parallelism(sequence_parallel=False, loss_parallel=False), world)
     with world.memory():
-        init_weights.allocate(model, world.device)
+        init_weights.allocate_model(model, world.device)
     return model.requires_grad_(False)
 
 
@@ -266,11 +266,15 @@ def _choose_attention_kernel(run: Run, world: World) -> str:
         if (
             choice != "flex" and _has_chunks(run) and not _uses_ring_attention(run, world)
         ):  # torch's kernels for both masks
-            attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=True)
+            attention.query_selected_kernel(
+                shape, dtype, device, attention.choose_kernels(choice, device), has_mask=True
+            )
         if choice == "flex" or _merges_blocks(run, world):
             return context_kernels.choose_kernel(choice, shape, dtype, device, documents)
-        return attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), documents)
-    except attention.NoKernel as error:
+        return attention.query_selected_kernel(
+            shape, dtype, device, attention.choose_kernels(choice, device), documents
+        )
+    except attention.NoKernelError as error:
         masked = f", with a mask for {_describe_masks(run)}" if _describe_masks(run) else ""
         raise ConfigError(
             f"training.attention={choice}: torch has no such kernel for head size {model.head_size} in "
@@ -290,7 +294,7 @@ def _uses_ring_attention(run: Run, world: World) -> bool:
 
 def _has_chunks(run: Run) -> bool:
     """Whether rows have several chunks, and the model has blocks that attend within them."""
-    return run.model.masked(run.training.seq_len)
+    return run.model.needs_mask(run.training.seq_len)
 
 
 def _describe_masks(run: Run) -> str:
@@ -372,7 +376,7 @@ def _log_low_precision(run: Run, world: World, note: Note) -> None:
 
 def _build_runner(stages: dict[int, ModelStage], run: Run, world: World) -> MicrobatchRunner:
     """Return what runs micro-batches through the stages."""
-    advance = world.activity.advance
+    advance = world.activity.record_progress
     if run.staging.count > 1:
         group = world.get_group("pipeline")
         if group is None:

@@ -1,7 +1,7 @@
 """The load of experts: what routers do with it after each step, and what the metrics say of it.
 
 Each layer counts how often each expert was chosen for tokens whose targets count, once for each forward pass
-of training (`titan.model.balance.counts`). The counts are at the end of the step's vector
+of training (`titan.model.balance.count_choices`). The counts are at the end of the step's vector
 (`titan.training.step_metrics`), so they are summed over all ranks with it.
 """
 

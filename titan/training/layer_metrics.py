@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.debug.hooks import eagerly
+from titan.debug.module_hooks import force_eager
 from titan.parallelism import data
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
@@ -45,7 +45,7 @@ class LayerMetrics:
         table = torch.zeros(LOGIT + 1, len(self.layers), dtype=torch.float64, device=self.train_step.device)
         count = StepRows(self.train_step, self.run.training.find_phase(step).rows, *rows.tokens.shape[1:])
         observer = Observer(self.train_step, count)
-        with observer, eagerly(self.run.compile.scope != "off"):
+        with observer, force_eager(self.run.compile.scope != "off"):
             observer.watch_hidden(blocks_only=True)
             observer.watch_logits()
             self.train_step.evaluate(rows)

@@ -13,7 +13,7 @@ from titan.config.settings import setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan.model.loss_terms import Tokens
+    from titan.model.loss_terms import LossInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LossTerm:
         object.__setattr__(self, "_target_", kind(type(self)))
 
     @abstractmethod
-    def build(self) -> Callable[[Tokens], Tensor]:
+    def build(self) -> Callable[[LossInputs], Tensor]:
         """Return the function that maps tokens to the term's value of each, float32 [N]."""
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class LossTerm:
 class ZLoss(LossTerm):
     """The squared logsumexp of the logits."""
 
-    def build(self) -> Callable[[Tokens], Tensor]:
+    def build(self) -> Callable[[LossInputs], Tensor]:
         """Return `titan.model.loss_terms.z_loss`."""
         from titan.model.loss_terms import z_loss
 
@@ -54,7 +54,7 @@ class ZLoss(LossTerm):
 class LabelSmoothing(LossTerm):
     """Smoothed targets: the coefficient is the probability that is spread over all tokens."""
 
-    def build(self) -> Callable[[Tokens], Tensor]:
+    def build(self) -> Callable[[LossInputs], Tensor]:
         """Return `titan.model.loss_terms.label_smoothing`."""
         from titan.model.loss_terms import label_smoothing
 

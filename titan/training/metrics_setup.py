@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from titan.cluster.known_devices import peak_tflops
+from titan.cluster.known_devices import look_up_peak_tflops
 from titan.config.kinds import kind
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
@@ -85,5 +85,5 @@ def build_spike_detector(run: Run, attempt: Attempt, records: bool) -> SpikeDete
 
 def build_step_speed(run: Run) -> StepSpeed:
     """Return what turns the seconds of a step into throughput and MFU."""
-    device_peak = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
+    device_peak = look_up_peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
     return StepSpeed(run.model, run.layout.devices, run.cluster.peak_tflops or device_peak)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titan.debug.hooks import Call, Hooks, eagerly, submodules
+from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager, iterate_submodules
 from titan.files.atomic import write_atomic
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.microbatches import Microbatches
@@ -106,7 +106,7 @@ def investigate_step(
     """
     weights = _list_not_finite((name, p.detach()) for name, p in train_step.named_parameters())
     tracer, compiled = NonFiniteTracer(train_step, run), run.compile.scope != "off"
-    with tracer, eagerly(compiled), nullcontext() if _uses_flex(run) else tracer.op_mode:
+    with tracer, force_eager(compiled), nullcontext() if _uses_flex(run) else tracer.op_mode:
         train_step.backward(rows, scale)
     gradients = _list_not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ def _list_not_finite(tensors: Any) -> tuple[str, ...]:
     return tuple(name for name, x in tensors if not torch.isfinite(local_tensor(x)).all().item())
 
 
-class NonFiniteTracer(Hooks):
+class NonFiniteTracer(ModuleHooks):
     """Notes the first non-finite value of each stage, micro-batch and direction."""
 
     def __init__(self, train_step: TrainStep, run: Run) -> None:
@@ -148,9 +148,9 @@ class NonFiniteTracer(Hooks):
         self.bad_tokens: list[Tensor] = []
         self.op_mode = NonFiniteOpMode()
         for index, stage in enumerate(train_step.stages):
-            for name, module in submodules(stage.model):
-                self.before(index, module, self._build_pre_hook(name))
-                self.after(index, module, self._build_post_hook(name), first=True)
+            for name, module in iterate_submodules(stage.model):
+                self.add_before(index, module, self._build_pre_hook(name))
+                self.add_after(index, module, self._build_post_hook(name), first=True)
 
     @property
     def origins(self) -> list[NonFiniteOrigin]:
@@ -160,7 +160,7 @@ class NonFiniteTracer(Hooks):
     def _build_pre_hook(self, name: str) -> Callable[..., Any]:
         parent = _find_parent(name)
 
-        def check_inputs(call: Call, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def check_inputs(call: StageCall, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if name == "head" and len(args) > 1 and args[1] is not None:
                 self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
             out = list(args)
@@ -175,26 +175,26 @@ class NonFiniteTracer(Hooks):
     def _build_post_hook(self, name: str) -> Callable[..., Any]:
         parent = _find_parent(name)
 
-        def check_output(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        def check_output(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
             self._note_value(call, "forward", name, "", out, rows)
             return self._watch_gradient(out, call, parent, f"after {_shorten_name(name)}")
 
         return check_output
 
-    def _watch_gradient(self, x: Tensor, call: Call, module: str, detail: str) -> Tensor:
+    def _watch_gradient(self, x: Tensor, call: StageCall, module: str, detail: str) -> Tensor:
         """Return the same tensor, whose gradient from this use alone is noted."""
         if not x.requires_grad:
             return x
         view, microbatch = x.view_as(x), call.microbatch
-        gradient_call = Call(call.stage, microbatch)
+        gradient_call = StageCall(call.stage, microbatch)
         hook: Any = view.register_hook
         hook(lambda gradient: self._note_value(gradient_call, "backward", module, detail, gradient.detach()))
         return view
 
     @torch.no_grad()
     def _note_value(
-        self, call: Call, direction: Direction, module: str, detail: str, x: Tensor, is_bad: Tensor | None = None
+        self, call: StageCall, direction: Direction, module: str, detail: str, x: Tensor, is_bad: Tensor | None = None
     ) -> None:
         """Note a value that is the first of its pass that is not finite."""
         key = (direction, call.stage, call.microbatch)

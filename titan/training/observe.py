@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.debug.hooks import Call, Hooks
+from titan.debug.module_hooks import ModuleHooks, StageCall
 from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
@@ -119,7 +119,7 @@ def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
         yield "norm", model.norm
 
 
-class Observer(Hooks):
+class Observer(ModuleHooks):
     """Collects statistics of a step while its context is open.
 
     Attributes:
@@ -148,14 +148,14 @@ class Observer(Hooks):
         for index, stage in enumerate(self.train_step.stages):
             for name, module in iterate_hidden_modules(stage):
                 if not (blocks_only and name.count(".") > 1):
-                    self.after(index, module, self._build_collect_hook(name, sample))
+                    self.add_after(index, module, self._build_collect_hook(name, sample))
 
     def watch_logits(self) -> None:
         """Collect the largest attention logits."""
         for index, stage in enumerate(self.train_step.stages):
             for number, block in stage.model.layers.items():
                 if core := getattr(getattr(block, "attention", None), "core", None):
-                    self.before(
+                    self.add_before(
                         index, core, self._build_logit_hook(f"layers.{number}", getattr(block.attention, "chunk", None))
                     )
 
@@ -163,14 +163,14 @@ class Observer(Hooks):
         """Collect the `largest` losses of tokens."""
         for index, stage in enumerate(self.train_step.stages):
             if stage.model.head is not None:
-                self.before(
+                self.add_before(
                     index, stage.model.head, lambda call, head, args: self._add_losses(call, head, args, largest)
                 )
 
     # --- hidden states
 
     def _build_collect_hook(self, name: str, sample: bool) -> Callable[..., None]:
-        def collect_output(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        def collect_output(call: StageCall, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             self._collect_hidden("forward", name, call.microbatch, out, sample)
             if sample and out.requires_grad:
                 watch: Any = out.register_hook
@@ -205,7 +205,7 @@ class Observer(Hooks):
     # --- losses
 
     @torch.no_grad()
-    def _add_losses(self, call: Call, head: Any, args: tuple[Any, ...], largest: int) -> None:
+    def _add_losses(self, call: StageCall, head: Any, args: tuple[Any, ...], largest: int) -> None:
         if len(args) < 2 or args[1] is None:
             return
         count, rows = self.rows.count_rows(call.microbatch), self.rows
@@ -227,17 +227,17 @@ class Observer(Hooks):
     def _build_logit_hook(self, block: str, chunk: int | None) -> Callable[..., None]:
         self.logits[block] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
 
-        def measure_logit(call: Call, core: nn.Module, args: tuple[Any, ...]) -> None:
+        def measure_logit(call: StageCall, core: nn.Module, args: tuple[Any, ...]) -> None:
             call_largest = self._find_largest_logit(call, args[0].detach(), args[1].detach(), chunk)
             self.logits[block] = torch.maximum(self.logits[block], call_largest)
 
         return measure_logit
 
     @torch.no_grad()
-    def _find_largest_logit(self, call: Call, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
+    def _find_largest_logit(self, call: StageCall, q: Tensor, k: Tensor, chunk: int | None) -> Tensor:
         """Return the largest logit of pairs of tokens that attend to each other, over this rank's queries."""
         rows, count = q.shape[0], self.rows.count_rows(call.microbatch)
-        positions, documents = call.argument(2, "positions"), call.argument(3, "document_ids")
+        positions, documents = call.get_argument(2, "positions"), call.get_argument(3, "document_ids")
         if positions is None:
             positions = torch.arange(q.shape[2], device=q.device)
         positions = positions.view(-1, q.shape[2])

@@ -55,13 +55,15 @@ def sample_continuation(
         window: the longest input, in tokens.
         vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
         seed: of the random numbers.
-        temperature, top_k: see `titan.model.sampling.sample`.
+        temperature, top_k: see `titan.model.sampling.sample_tokens`.
     """
-    generators = [sampling.generator(seed, start, 0)]
+    generators = [sampling.make_generator(seed, start, 0)]
     tokens = list(start)
     with torch.compiler.set_stance("force_eager"):  # or every new length would be compiled
         for _ in range(count):
             uniform = sampling.draw_uniform(generators)
             next_logits = logits(tokens[-window:])[None].cpu()
-            tokens += sampling.sample(next_logits, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
+            tokens += sampling.sample_tokens(
+                next_logits, uniform, temperature=temperature, top_k=top_k, vocab=vocab
+            ).tolist()
     return tokens[len(start) :]

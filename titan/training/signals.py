@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
-from titan.cluster.signals import STOPPING, handle_signals, is_repeat, preempt_signal, scheduler_signals, stopping
+from titan.cluster.signals import (
+    STOP_MESSAGE,
+    handle_signals,
+    is_repeat,
+    list_stop_signals,
+    preempt_signal,
+    scheduler_signals,
+)
 from titan.console import output
 from titan.errors import EXIT_REQUEUE
 
@@ -26,7 +33,7 @@ class StopSignals:
         self._handlers = ExitStack()
 
     def __enter__(self) -> StopSignals:
-        numbers = scheduler_signals(os.environ) if self.scheduled else stopping()
+        numbers = scheduler_signals(os.environ) if self.scheduled else list_stop_signals()
         self._handlers.enter_context(handle_signals(self._receive_signal, numbers))
         return self
 
@@ -41,7 +48,7 @@ class StopSignals:
         self.requeue = self.requeue or number == self.preempt_number
         self.requested = True
         if self.is_alone and not self.scheduled:
-            output.write_stderr(STOPPING)
+            output.write_stderr(STOP_MESSAGE)
 
 
 def choose_stop_exit_code(requeue: bool) -> int:

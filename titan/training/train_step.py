@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.model.layers import IGNORED
-from titan.model.loss_terms import carry, weigh
+from titan.model.loss_terms import join_with_gradient, weigh_figures
 from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
@@ -39,7 +39,7 @@ class ModelStage(nn.Module):
         Args:
             x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
-            positions, document_ids: see `titan.model.decoder.Decoder.forward`.
+            positions, document_ids: see `titan.model.decoder.DecoderModel.forward`.
 
         Returns:
             Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
@@ -76,7 +76,7 @@ class StageWithLosses(ModelStage):
 
         Returns:
             Where gradients are computed, the last stage's loss with its figures behind it, see
-            `titan.model.loss_terms.carry`; from other stages hidden states, the terms' sum times their coefficients,
+            `titan.model.loss_terms.join_with_gradient`; from other stages hidden states, the terms' sum times their coefficients,
             and the figures: the sums of the terms, and the counts of all layers.
         """
         if targets is None or not torch.is_grad_enabled():
@@ -84,10 +84,10 @@ class StageWithLosses(ModelStage):
         valid = targets.chunk(self.sequence_parallel_size, 1)[self.tensor_rank % self.sequence_parallel_size] != IGNORED
         hidden, term_values, counts = self.model(x, positions, document_ids, valid)
         block_sums = torch.cat([term_values.where(valid, 0).sum((1, 2)), counts.flatten()])
-        weighted_terms = weigh(block_sums, list(self.model.losses.values()))
+        weighted_terms = weigh_figures(block_sums, list(self.model.losses.values()))
         if self.model.head is None:
             return hidden, weighted_terms, block_sums.detach()
-        return carry(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
+        return join_with_gradient(self.model.head(hidden, targets).reshape(-1), block_sums, weighted_terms)
 
 
 class MicrobatchRunner(Protocol):
@@ -211,7 +211,7 @@ class TrainStep:
         losses = []
         for microbatch in self._select_local_rows(rows).iterate_microbatches():
             losses += self.runner.forward(microbatch)
-            self.world.activity.advance()
+            self.world.activity.record_progress()
         if not losses or not self.world.counts_loss:
             return torch.zeros((), device=rows.tokens.device)
         return torch.stack(losses).sum()

@@ -111,7 +111,7 @@ class Trainer:
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
-        self.activity.save = self.saving.find_running_save
+        self.activity.get_running_save = self.saving.find_running_save
         self.stopping = self.requeue = self.save_requested = False
         self.hooks, self.ended_by_hook = Hooks(run, world, lambda: layer_norms.iterate_parameters(train_step)), False
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
@@ -224,7 +224,7 @@ class Trainer:
         if batch is None:
             self.activity.begin_step(self.step + 1)
             batch, self.step = next(self.loader), self.step + 1
-        self.activity.enter(COMPUTING)
+        self.activity.enter_phase(COMPUTING)
         layers = self.layer_metrics if self.layer_metrics.is_due(self.step) else None
         lr = self.optimizer_schedule.set_rates(self.step)
         tokens, rows = self.run.training.find_phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
@@ -248,7 +248,7 @@ class Trainer:
             grad_norm.clip_gradients(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         bad = ~torch.isfinite(metrics[LOSS] + norm)
-        self.activity.enter(UPDATING)
+        self.activity.enter_phase(UPDATING)
         # After a bad step the weights wait until the host has found its cause, and this step is repeated.
         skipped = bad | self.bad | (metrics[VOID] > 0)
         self._update(skipped)
@@ -467,7 +467,7 @@ class Trainer:
         """Measure what the evaluation axis asks for; all ranks call it together."""
         if not self.evaluator:
             return
-        self.activity.enter(EVALUATING)
+        self.activity.enter_phase(EVALUATING)
         release_freed_memory(self.world.device)
         self.validation = self.evaluator.measure(self.average)
         hook_metrics = self.hooks.call_moment("on_validation", self.step, self.validation)
@@ -479,7 +479,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""
-        self.activity.enter(SAVING)
+        self.activity.enter_phase(SAVING)
         release_freed_memory(self.world.device)
         self.save_requested = False
         self.saving.save(self.step, self.rows)
@@ -531,10 +531,10 @@ class Trainer:
 
     def _finish_run(self, start: float) -> None:
         """After the last step: save, evaluate, sample, and report the result."""
-        self.activity.enter(FINISHING)
+        self.activity.enter_phase(FINISHING)
         release_freed_memory(self.world.device)
         self._set_timeout(self.run.cluster.timeout)
-        self.activity.enter(SAVING)
+        self.activity.enter_phase(SAVING)
         if not self.is_interrupted or self.run.checkpoint.on_stop:
             self._log_records(self.saving.finish_saving(self.step, self.rows))
         else:
@@ -542,7 +542,7 @@ class Trainer:
         sample = None
         if not self.is_interrupted:
             self.validate()
-            self.activity.enter(FINISHING)
+            self.activity.enter_phase(FINISHING)
         if not self.stopping:
             with use_evaluation_weights(self.train_step):
                 sample = sample_text(self.run, self.train_step, self.mix)
@@ -552,7 +552,7 @@ class Trainer:
             result = result_json.build_result(self, time.monotonic() - start, sample, ended_by)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
             summary.show_result(self.run, result)
-            self.activity.enter(FINISHING)
+            self.activity.enter_phase(FINISHING)
             self.recorder.finish(result)
 
     def _build_profiler(self) -> RunProfiler:

@@ -22,7 +22,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
 from titan.debug.activity import Activity
 from titan.debug.dumps import record_nccl_timeouts
-from titan.debug.rank_state import Group, compact
+from titan.debug.rank_state import RankGroup, compact_ranks
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
@@ -68,7 +68,7 @@ def work(
     set_switches(run.debug)
     activity = Activity(run.cluster.timeout)
     watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, report_error)
-    watch.judge.setting = partial(_find_timeout_setting, run)
+    watch.judge.find_setting = partial(_find_timeout_setting, run)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
         world = replace(_connect_ranks(run, attempt, rank_info, store), activity=activity)
         try:
@@ -105,7 +105,7 @@ def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, 
     )
     watch.groups = list_groups(world)
     train_step = build_train_step(run, world, log.info)
-    watch.groups, watch.names = list_groups(world), partial(_list_module_names, train_step)
+    watch.groups, watch.get_module_names = list_groups(world), partial(_list_module_names, train_step)
     return Trainer(run, attempt, world, train_step, stop)
 
 
@@ -133,7 +133,7 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
         r"Timed out waiting (\d+)ms", "\n".join(map(str, _iterate_causes(error)))
     )  # gloo; NCCL ends the process
     if timeout_match:
-        hang_error = watch.timed_out() if watch is not None else None
+        hang_error = watch.find_hang_error() if watch is not None else None
         return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000))
     is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
     own_error = None if is_user_error else own_code_error(error, own_code.packages(run))
@@ -163,7 +163,7 @@ def _find_timeout_setting(run: Run, seconds: float) -> str:
     return "cluster.timeout" if seconds == run.cluster.timeout else "cluster.step_timeout"
 
 
-def list_groups(world: World) -> dict[str, Group]:
+def list_groups(world: World) -> dict[str, RankGroup]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
     named_groups = [("world", dist.group.WORLD), *((name, world.get_group(name)) for name in names)]
@@ -173,10 +173,10 @@ def list_groups(world: World) -> dict[str, Group]:
     named_groups += [
         (f"experts' {name}", experts[name].get_group()) for name in ("shard", "expert") if experts is not None
     ]
-    groups: dict[str, Group] = {}
+    groups: dict[str, RankGroup] = {}
     for name, group in named_groups if names else ():
         if group is not None and (group.group_name not in groups or [name] == names):
-            groups[group.group_name] = Group(name, compact(dist.get_process_group_ranks(group)))
+            groups[group.group_name] = RankGroup(name, compact_ranks(dist.get_process_group_ranks(group)))
     return groups
 
 

@@ -103,7 +103,7 @@ def fused(names: Sequence[str], stored: Mapping[str, str]) -> list[list[str]]:
 
     Args:
         names: of parameters.
-        stored: their Hugging Face names, see `titan.model.decoder.Decoder.hf_names`.
+        stored: their Hugging Face names, see `titan.model.decoder.DecoderModel.hf_names`.
     """
     found: dict[str, list[str]] = {}
     for name in names:

@@ -82,7 +82,7 @@ def architecture(model: DeepseekV3) -> str:
     Raises:
         ConfigError: when there is none.
     """
-    name = V3 if model.scores == "sigmoid" else V2
+    name = V3 if model.scoring_func == "sigmoid" else V2
     wrong = next((key for key, fits in _fits(model, name).items() if not fits), None)
     if wrong is not None:
         raise ConfigError(
@@ -98,12 +98,12 @@ def _fits(model: DeepseekV3, name: str) -> dict[str, bool]:
         "rope_mscale": model.rope_factor == 1 or model.rope_mscale_all > 0 or model.rope_mscale == 1,
     }
     if name == V3:
-        return {**both, "bias_rate": model.biased}
+        return {**both, "bias_rate": model.has_router_bias}
     return {
         **both,
-        "bias_rate": not model.biased,
+        "bias_rate": not model.has_router_bias,
         "groups": model.groups == 1,
-        "normalise_chosen": not model.normalise_chosen,
+        "normalise_chosen": not model.norm_topk_prob,
     }
 
 
@@ -111,7 +111,7 @@ def written(model: DeepseekV3) -> dict[str, Any]:
     """Return further keys of a config.json, which DeepSeek's code reads."""
     return {
         "moe_layer_freq": 1,
-        "scoring_func": model.scores,
-        "topk_method": "noaux_tc" if model.scores == "sigmoid" else "greedy",
+        "scoring_func": model.scoring_func,
+        "topk_method": "noaux_tc" if model.scoring_func == "sigmoid" else "greedy",
         "num_nextn_predict_layers": 0,
     }

@@ -61,7 +61,7 @@ def stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, 
     """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each, or one.
 
     Args:
-        name: see `titan.model.decoder.Decoder.hf_names`.
+        name: see `titan.model.decoder.DecoderModel.hf_names`.
         shape: of the parameter.
     """
     if (part := fused_part(name)) is not None:
@@ -80,7 +80,7 @@ def fused_part(name: str) -> tuple[int, int] | None:
     """Return which part of a tensor a parameter is, and of how many; None where it is a whole one, or several.
 
     Args:
-        name: see `titan.model.decoder.Decoder.hf_names`.
+        name: see `titan.model.decoder.DecoderModel.hf_names`.
     """
     part, _, count = name.partition(":")[2].partition("/")
     return (int(part), int(count)) if count else None

@@ -17,7 +17,7 @@ def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -
     """
     parameters = {name: parameter.detach() for name, parameter in state.named_weights()}
     try:
-        advance = coordinator.activity.advance
+        advance = coordinator.activity.record_progress
         coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True, advance=advance))
     except CoordinationError as error:
         raise (ConfigError if error.is_config_error else RunError)(str(error)) from error

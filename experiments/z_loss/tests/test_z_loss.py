@@ -30,7 +30,7 @@ def test_the_loss_and_its_gradients(chunk: int | None) -> None:
     targets = torch.randint(12, (16,)).where(torch.arange(16) != 3, -100)
     head = Head(8, 12)
     head.weight = nn.Parameter(weight.detach().clone())
-    loss_terms.apply(head, (Term("max_z", 0.5, MaxZ().build()),), chunk)
+    loss_terms.set_head_loss(head, (Term("max_z", 0.5, MaxZ().build()),), chunk)
     found = head(hidden, targets)
     logits, own = hidden @ weight.T, hidden
     squares = logits.max(-1).values[targets != -100].square().sum()

@@ -30,9 +30,9 @@ def main(device: str) -> int:
 
 
 def _sdpa() -> tuple[str, ...]:
-    from titan.model.attention import NAMED
+    from titan.model.attention import BACKENDS
 
-    return tuple(NAMED)
+    return tuple(BACKENDS)
 
 
 def _compared(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -65,9 +65,9 @@ def _results(name: str, inputs: list[Tensor]) -> list[Tensor]:
 def _scaled(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch.nn.attention import sdpa_kernel
 
-    from titan.model.attention import NAMED
+    from titan.model.attention import BACKENDS
 
-    with sdpa_kernel(NAMED[name]):
+    with sdpa_kernel(BACKENDS[name]):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 

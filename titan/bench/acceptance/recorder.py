@@ -31,11 +31,11 @@ def main(device: str, file: str) -> int:
             torch.cuda.synchronize()
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
             dist.all_reduce(torch.ones(4, device=device))
-        content = flight.dump()
+        content = flight.dump_recorder()
         dist.destroy_process_group()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_bytes(content)
-    found = flight.collectives(content)
+    found = flight.read_collectives(content)
     numbers = {"entered": max(found.entered.values(), default=0), "completed": max(found.completed.values(), default=0)}
     started = {None: "not known", True: "yes", False: "no"}
     print(

@@ -177,7 +177,7 @@ class Pricing:
 def _eight_bit(recipe: Recipe, layout: Layout) -> list[set[int]]:
     """Return inputs and outputs of each linear layer whose matmuls are in eight bits, on one tensor rank."""
     layers = recipe.model.linear_layers()
-    parts = (layers[name].part(layout.tensor) for name in recipe.precision.select(layers, layout.tensor).quantized)
+    parts = (layers[name].split(layout.tensor) for name in recipe.precision.select(layers, layout.tensor).quantized)
     return [{int(part.inputs), int(part.outputs)} for part in parts]
 
 

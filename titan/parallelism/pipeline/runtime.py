@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.checkpoint import GraphExecGroup
 
-from titan.model.loss_terms import attach
+from titan.model.loss_terms import attach_loss
 from titan.parallelism import mesh
 from titan.parallelism.grad_norm import local_tensor
 
@@ -224,7 +224,7 @@ class Pipeline:
             return out
         hidden, extra, figures = out
         self.block_figures.append(figures)
-        return attach(hidden, extra, self.scale)
+        return attach_loss(hidden, extra, self.scale)
 
     def _get_schedule(self, microbatches: int) -> Any:
         """Return the schedule for a number of micro-batches, which grows with the batch."""

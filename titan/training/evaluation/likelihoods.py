@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from titan.debug.hooks import Call, Hooks, eagerly
+from titan.debug.module_hooks import ModuleHooks, StageCall, force_eager
 from titan.evaluation.requests import Request
 from titan.model.layers import IGNORED
 from titan.parallelism.microbatches import Microbatches
@@ -41,7 +41,7 @@ def compute_loglikelihoods(
         compiled: whether the model is compiled; scoring runs it as it is written.
     """
     sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=train_step.device)
-    with eagerly(compiled):
+    with force_eager(compiled):
         for length, numbers in _group_by_length(requests, train_step.seq_len_multiple, window).items():
             _score_requests(
                 train_step, [requests[n] for n in numbers], numbers, (max(1, tokens // length), length), sums
@@ -82,16 +82,16 @@ def _score_requests(
         targets[row, size - requests[number].scored : size] = ids[-requests[number].scored :]
     lines = torch.split(torch.tensor([numbers[i] for i in rank_requests], dtype=torch.int64, device=sums.device), rows)
 
-    def add_scores(call: Call, head: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def add_scores(call: StageCall, head: nn.Module, args: tuple[Tensor, ...]) -> None:
         row_sums = _compute_row_sums(head, *args)
         if train_step.world.counts_loss and call.microbatch < len(lines):
             line = lines[call.microbatch]
             sums[line] += row_sums[: len(line)]
 
-    with Hooks(train_step.stages) as hooks:
+    with ModuleHooks(train_step.stages) as hooks:
         for index, stage in enumerate(train_step.stages):
             if stage.model.head is not None:
-                hooks.before(index, stage.model.head, add_scores)
+                hooks.add_before(index, stage.model.head, add_scores)
         device, batch_shape = train_step.device, (count, rows, length)
         train_step.evaluate(Microbatches(tokens.view(batch_shape).to(device), targets.view(batch_shape).to(device)))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan.cluster.rank_info import RankInfo
-from titan.cluster.rank_process import run
+from titan.cluster.rank_process import run_from_file
 
 
 def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
@@ -17,4 +17,4 @@ def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], in
 
 
 if __name__ == "__main__":
-    run(work)
+    run_from_file(work)

@@ -177,7 +177,7 @@ def build_command(
 def _fits_machine(document: Mapping[str, Any]) -> bool:
     """Whether this machine can start the ranks of an attempt."""
     try:
-        machine = devices.detect(document["config"].get("cluster", {}).get("device", "auto"))
+        machine = devices.detect_machine(document["config"].get("cluster", {}).get("device", "auto"))
     except ConfigError:
         return False
     return _count_ranks(document) <= (machine.count if machine.device == "cuda" else CPU_RANKS)

@@ -17,7 +17,7 @@ from titan.checkpoint.restore import find_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import Progress
-from titan.debug.hooks import eagerly
+from titan.debug.module_hooks import force_eager
 from titan.errors import ConfigError, RunError
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
@@ -125,7 +125,7 @@ class Replayer(Trainer):
         run, counts = self.run, rows.tokens.shape
         step_rows = run.training.find_phase(job.step).rows
         observer = Observer(self.train_step, StepRows(self.train_step, step_rows, *counts[1:]))
-        with observer, eagerly(run.compile.scope != "off"):
+        with observer, force_eager(run.compile.scope != "off"):
             observer.watch_hidden(sample=True)
             observer.watch_losses(job.tokens)
             self.train_step.backward(rows, 1 / (step_rows * run.training.seq_len))

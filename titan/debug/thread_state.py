@@ -22,7 +22,7 @@ _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/d
 
 
 @dataclass(frozen=True)
-class Place:
+class ThreadState:
     """Where a thread is.
 
     Attributes:
@@ -42,43 +42,45 @@ class Place:
     transfers: bool = False
 
 
-def places(names: Mapping[int, str]) -> dict[str, Place]:
+def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
     """Return where the main thread ("main"), the saving one ("save") and the reading one ("data") are.
 
     Args:
         names: the names of the model's modules by their `id`.
     """
     frames = sys._current_frames()
-    found: dict[str, Place] = {}
-    inner = _engine_layer(frames, names)
+    states: dict[str, ThreadState] = {}
+    inner = _find_engine_layer(frames, names)
     for thread in threading.enumerate():
-        frame, role = frames.get(thread.ident or 0), _role(thread)
+        frame, role = frames.get(thread.ident or 0), _find_role(thread)
         if frame is not None and role is not None:
-            place = _place(frame, names)
-            found[role] = Place(**{**vars(place), "layer": inner}) if role == "main" and not place.layer else place
-    return found
+            state = _build_thread_state(frame, names)
+            states[role] = (
+                ThreadState(**{**vars(state), "layer": inner}) if role == "main" and not state.layer else state
+            )
+    return states
 
 
-def _role(thread: threading.Thread) -> str | None:
+def _find_role(thread: threading.Thread) -> str | None:
     if thread is threading.main_thread():
         return "main"
     return "save" if thread.name.startswith(SAVER) else "data" if thread.name == LOADER else None
 
 
-def _engine_layer(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> str | None:
+def _find_engine_layer(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> str | None:
     """Return the layer of a thread that autograd started: on GPUs, backward does not run in the main thread."""
-    known = {thread.ident for thread in threading.enumerate() if _role(thread) is not None}
-    layers = (_place(frame, names).layer for ident, frame in frames.items() if ident not in known)
+    role_threads = {thread.ident for thread in threading.enumerate() if _find_role(thread) is not None}
+    layers = (_build_thread_state(frame, names).layer for ident, frame in frames.items() if ident not in role_threads)
     return next(filter(None, layers), None)
 
 
-def _place(frame: FrameType, names: Mapping[int, str]) -> Place:
-    stack = list(_stack(frame))
+def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadState:
+    stack = list(_iterate_frames(frame))
     codes = [(f.f_code.co_filename, f.f_code.co_name) for f in stack]
-    own = next((f for f in stack if not any(part in f.f_code.co_filename for part in _MACHINERY)), stack[0])
-    return Place(
-        f"{_short(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}",
-        next(filter(None, (_layer(f, names) for f in stack)), None),
+    user_frame = next((f for f in stack if not any(part in f.f_code.co_filename for part in _MACHINERY)), stack[0])
+    return ThreadState(
+        f"{_shorten_path(user_frame.f_code.co_filename)}:{user_frame.f_lineno} in {user_frame.f_code.co_name}",
+        next(filter(None, (_find_layer(f, names) for f in stack)), None),
         compiles=any(part in file for file, _ in codes for part in _COMPILER),
         exchanges=any(file.endswith(_MESSAGES) for file, _ in codes),
         joins=any(file.endswith(_JOINING) or name in _JOINING for file, name in codes),
@@ -86,23 +88,23 @@ def _place(frame: FrameType, names: Mapping[int, str]) -> Place:
     )
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+def _iterate_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames of a thread, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _layer(frame: FrameType, names: Mapping[int, str]) -> str | None:
+def _find_layer(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the module whose method a frame runs; FSDP's parameter groups know theirs by name."""
     if "self" not in frame.f_code.co_varnames[:1]:
         return None
-    me: Any = frame.f_locals.get("self")
-    name = names.get(id(me)) or getattr(me, "_module_fqn", None)
+    owner: Any = frame.f_locals.get("self")
+    name = names.get(id(owner)) or getattr(owner, "_module_fqn", None)
     return name if isinstance(name, str) and name else None
 
 
-def _short(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """Return a file's path from the package that it belongs to."""
     for package in ("/titan/", "/launchers/", "/experiments/", "/site-packages/"):
         if package in file:
