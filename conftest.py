@@ -15,7 +15,7 @@ import torch
 
 from tests.support import cpu_time, tiers
 from tests.support.machines import NO_COMPILER
-from titan.dataset.preprocess.report import Meter
+from titan.dataset.preprocess.report import ProgressMeter
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if (
@@ -84,7 +84,7 @@ def apart() -> Iterator[None]:
 @pytest.fixture
 def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the lines of a preparation that takes longer than half a second."""
-    monkeypatch.setattr(Meter, "_due", lambda meter: False)
+    monkeypatch.setattr(ProgressMeter, "_is_due", lambda meter: False)
 
 
 @pytest.fixture

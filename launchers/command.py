@@ -16,7 +16,7 @@ from launchers import plugin
 from launchers.trials import Trial
 from titan.config import help as help_text
 from titan.config import modules
-from titan.config.arguments import version
+from titan.config.arguments import describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import command_line, hydra_node, hydra_private
@@ -70,7 +70,7 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[
         if cfg is None or args.multirun:
             with plugin.planned(grid):
                 return _hand_to_hydra(args)
-        return job(freeze(cfg, elsewhere=True, trusted=modules.trusted(args.typed)))
+        return job(freeze(cfg, elsewhere=True, trusted=modules.list_trusted_packages(args.typed)))
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
             raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
         cfg = _composed_as(args)
         _check_single(cfg)
-        return freeze(cfg, trusted=modules.trusted(args.typed))
+        return freeze(cfg, trusted=modules.list_trusted_packages(args.typed))
 
 
 def _check_single(cfg: DictConfig) -> None:
@@ -117,18 +117,21 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     with _parsed(arguments) as args:
         if args.version:
-            print(version())
+            print(describe_version())
             return 0
         if args.help:
             with Session(args) as loader:
-                print(help_text.text(loader, Recipe.axes()))
+                print(help_text.build_help(loader, Recipe.axes()))
             return 0
         if not command_line.asks_to_show(args):
             cfg = _composed_as(args)
             args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
             return _hand_to_hydra(args)
-        launcher, trusted = plugin.scheduled_launcher(cfg) if ranks is None else None, modules.trusted(args.typed)
+        launcher, trusted = (
+            plugin.scheduled_launcher(cfg) if ranks is None else None,
+            modules.list_trusted_packages(args.typed),
+        )
         run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
         calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
     return calls.around_run(lambda: plugin.launch_single(launcher, run, cfg) if launcher else job(run), CONFIG)
@@ -158,7 +161,7 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
         command_line.check_sweep_name(named[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     if args.multirun:
-        plugin.SweepLauncher.trusted = modules.trusted(args.overrides)
+        plugin.SweepLauncher.trusted = modules.list_trusted_packages(args.overrides)
         with Session(args):
             modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:

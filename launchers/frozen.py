@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 from titan.run.run import Run
@@ -52,7 +52,7 @@ def _settings(value: Any) -> dict[str, tuple[str, ...]]:
     found, parts = {}, []
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))
-        found[kind(type(value))] = names
+        found[get_kind(type(value))] = names
         parts = [getattr(value, name, None) for name in names]
     elif isinstance(value, Mapping):
         parts = list(value.values())

@@ -60,9 +60,9 @@ class SweepLauncher(Launcher):
     def __init__(self, **given: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
         for key, value in plain.items():
-            typed = f"hydra.launcher.{key}={settings.show(value)}"
+            typed = f"hydra.launcher.{key}={settings.format_value(value)}"
             if key not in self.kind.__dataclass_fields__ and (
-                advice := launcher_hints.setting(f"hydra.launcher.{key}", typed)
+                advice := launcher_hints.describe_setting(f"hydra.launcher.{key}", typed)
             ):
                 raise ConfigError(advice)
         self.how = settings.build(self.kind, plain, "hydra.launcher")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from titan.files.leases import is_alive, machine
+from titan.files.leases import identify_machine, is_alive
 
 PREFIX = "titan-scratch-"
 
@@ -19,14 +19,14 @@ PREFIX = "titan-scratch-"
 def scratch() -> Iterator[Path]:
     """Make a folder, named after this machine and process, that is removed when the block ends."""
     remove_leftovers(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{machine()}-{os.getpid()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{identify_machine()}-{os.getpid()}-") as folder:
         yield Path(folder)
 
 
 def remove_leftovers(parent: Path) -> None:
     """Remove this user's folders of processes that were on this machine and have ended."""
-    for folder in parent.glob(f"{PREFIX}{machine()}-*-*"):
-        pid = folder.name.removeprefix(f"{PREFIX}{machine()}-").partition("-")[0]
+    for folder in parent.glob(f"{PREFIX}{identify_machine()}-*-*"):
+        pid = folder.name.removeprefix(f"{PREFIX}{identify_machine()}-").partition("-")[0]
         with suppress(OSError):  # removed meanwhile
             status = folder.lstat()
             own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -21,7 +21,7 @@ from launchers.command import command as launch
 from tests.support import made_weights, task_files, tiers
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
-from titan.config.arguments import arguments
+from titan.config.arguments import parse_arguments
 from titan.dataset.tokenizers import train
 from titan.generation.schema import Settings
 from titan.model.schema import Llama
@@ -167,10 +167,12 @@ def test_command(
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
         told = words[words.index("titan.generate") + 1 :]
-        assert arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
+        assert parse_arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
-        assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
+        assert (
+            parse_arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
+        )
     elif "titan.replay" in words:
         request.getfixturevalue("compared")
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
@@ -181,11 +183,11 @@ def test_command(
         trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
         own, _ = request_of_evaluation.split_words(given)
-        assert arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
+        assert parse_arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
-        assert arguments(profile.Show, words[words.index("titan.profile") + 2 :])
+        assert parse_arguments(profile.Show, words[words.index("titan.profile") + 2 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         made = {"runs/grid": ["runs/low", "runs/high"]}  # the grid is another command's, which may run elsewhere
@@ -194,7 +196,7 @@ def test_command(
     elif "titan.plan" in words:
         assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
     elif "titan.calibrate" in words:
-        assert arguments(calibrate.Settings, words[words.index("titan.calibrate") + 1 :])
+        assert parse_arguments(calibrate.Settings, words[words.index("titan.calibrate") + 1 :])
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere and "-m" in words[3:]:

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.runs import Seen, difference, same, steps, tiny, train, weights
 from tests.support.tiers import full, table
-from titan.dataset.loader import row_hash
+from titan.dataset.loader import hash_row
 from titan.dataset.permutation import Permutation
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
@@ -98,11 +98,11 @@ def test_law_1_another_seed_gives_another_start(runs: Runs) -> None:
 def test_law_2_every_step_reads_the_rows_that_the_seed_says(layout: str, changes: tuple[str, ...], runs: Runs) -> None:
     run, _ = runs(layout, changes)
     corpus, length, rows = open_corpus(prepare(run.dataset)), run.training.seq_len, run.training.rows
-    order = Permutation(corpus.train.rows(length), run.training.seed)
+    order = Permutation(corpus.train.count_rows(length), run.training.seed)
     for number, line in enumerate(steps(run)):
         first = number * rows
         indices = range(first, first + rows)
-        hashes = (row_hash(i, corpus.train.row(int(order.rows_at(i)), length)) for i in indices)
+        hashes = (hash_row(i, corpus.train.read_row(int(order.rows_at(i)), length)) for i in indices)
         assert line["rows"] == [first, first + rows - 1]
         assert line["batch_hash"] == f"{sum(hashes) % 2**64:016x}"
         assert (line["step"], line["tokens"]) == (number + 1, (first + rows) * length)
@@ -129,8 +129,8 @@ def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None
     model.to_empty(device="cpu").load_state_dict({n.removeprefix("model."): t for n, t in seen.first.items()})
     model.init_buffers("cpu")
     corpus = open_corpus(prepare(run.dataset))
-    order = Permutation(corpus.train.rows(run.training.seq_len), run.training.seed)
-    rows = [corpus.train.row(int(order.rows_at(i)), run.training.seq_len) for i in range(run.training.rows)]
+    order = Permutation(corpus.train.count_rows(run.training.seq_len), run.training.seed)
+    rows = [corpus.train.read_row(int(order.rows_at(i)), run.training.seq_len) for i in range(run.training.rows)]
     batch = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
     logits = model.head(model(batch[:, :-1])).float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

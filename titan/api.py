@@ -36,7 +36,7 @@ from titan.cluster import rank_info
 from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
@@ -320,7 +320,7 @@ class SavedRun:
         Raises:
             ConfigError: when pandas is not installed.
         """
-        pandas = optional_package("pandas", "frame()")
+        pandas = import_optional("pandas", "frame()")
         return pandas.DataFrame(dict(self.metrics)).set_index("step")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import MISSING, setting
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, HELP.format(settings=describe(Settings))):
+    if show_help(given, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = arguments(Settings, given)
+    settings = parse_arguments(Settings, given)
     file = _file(settings.to)
     machine = devices.detect_machine("auto")
     ranks = ranks_of(settings.ranks, machine)

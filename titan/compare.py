@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, HELP.format(settings=describe(Settings))):
+    if show_help(given, HELP.format(settings=describe_settings(Settings))):
         return 0
     directories, assignments = split(given)
-    settings = arguments(Settings, assignments)
+    settings = parse_arguments(Settings, assignments)
     _check(directories, settings.files() or ())
 
     from titan import api  # only now: rejected command lines and --help need not wait for numpy

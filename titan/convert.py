@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.progress import table
@@ -65,7 +65,7 @@ Convert weights: python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]
   python -m titan.convert from=exported to=again format=titan       for titan: checkpoint.weights=again
   python -m titan.convert from=meta-llama/Llama-3.2-1B to=llama     from Hugging Face's hub
 
-{describe(Convert)}
+{describe_settings(Convert)}
 
 At most one file's tensors are in memory. To restart an interrupted conversion, rerun its command.
 
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if shows(words, HELP):
+    if show_help(words, HELP):
         return 0
-    chosen = arguments(Convert, words)
+    chosen = parse_arguments(Convert, words)
     target = Path(chosen.to).expanduser().absolute()
     _check_target(chosen, target)
     began = time.monotonic()
@@ -165,7 +165,7 @@ def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
-            f"to={target}: needs {report.size(size + SPARE)}, and the disk has {report.size(free)} free; "
+            f"to={target}: needs {report.format_bytes(size + SPARE)}, and the disk has {report.format_bytes(free)} free; "
             "free space, or choose another folder."
         )
 
@@ -214,7 +214,7 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
             "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",
             "to": f"{chosen.to}: {chosen.format}, {chosen.dtype}",
-            "files": f"{len(files):,}, {report.size(size)}",
+            "files": f"{len(files):,}, {report.format_bytes(size)}",
             "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
         }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from titan.config.arguments import version
+from titan.config.arguments import describe_version
 from titan.console import output
 from titan.console.progress import progress_line
 from titan.errors import ConfigError, exit_code
@@ -45,7 +45,7 @@ def _main(arguments: list[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--version", action="version", version=describe_version())
     parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are used")
     parser.add_argument("--step", type=_range, default=range(1, 2), metavar="N[-M]", help="steps (default: 1)")
     parser.add_argument("--rows", type=_range, metavar="N[-M]", help="row numbers in these steps (default: all)")
@@ -102,8 +102,8 @@ def _show_step(
 ) -> None:
     training = recipe.training
     before = training.count_rows_before(step)
-    numbers = mix.numbers(np.arange(before, before + training.find_phase(step).rows))
-    which, rows = mix.locate(numbers)
+    numbers = mix.compute_row_numbers(np.arange(before, before + training.find_phase(step).rows))
+    which, rows = mix.locate_rows(numbers)
     print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
     if options.rows is not None and not set(options.rows) & set(numbers.tolist()):
         print("  none of the given rows: rows are numbered over the whole run, as in metrics.jsonl")
@@ -121,8 +121,8 @@ def _show_step(
 def _documents(split: Split, row: int, seq_len: int, tokenizer: Tokenizer | None, most: int | None) -> Iterator[str]:
     """Yield one line for each document in a row; leading dots mark a document that began before the row."""
     tokens = split.read(row * seq_len, seq_len + 1)[:-1]
-    begins = split.begins(row * seq_len, seq_len)
-    whole = row == 0 or split.begins(row * seq_len - 1, 2).size > 0
+    begins = split.find_document_starts(row * seq_len, seq_len)
+    whole = row == 0 or split.find_document_starts(row * seq_len - 1, 2).size > 0
     for i, part in enumerate(np.split(tokens, begins)):
         ids = [int(token) for token in part]
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
 from titan.files.atomic import write_atomic
@@ -25,7 +25,7 @@ Figures of trained weights: python -m titan.evaluate from=RUN [SETTING=VALUE ...
   python -m titan.evaluate from=runs/first average=4 parallelism=single            and the average of four checkpoints
   python -m titan.evaluate from=exported/ tasks=[arc:arc.jsonl,lambada:l.jsonl]    exported weights
 
-{describe(Settings)}
+{describe_settings(Settings)}
 
 What is no setting is an override of the run's own command line. Nothing is written into the run's directory.
 
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if shows(words, HELP):
+    if show_help(words, HELP):
         return 0
     own, overrides = split_words(words)
-    settings = arguments(Settings, own)
+    settings = parse_arguments(Settings, own)
     _check_paths(settings)
     from launchers.command import compose_single
     from launchers.scratch import scratch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.console import output
 from titan.errors import ConfigError, exit_code
 from titan.generation.schema import Degrees, Settings
@@ -40,21 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, HELP.format(settings=describe(Settings))):
+    if show_help(given, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = arguments(Settings, [argument for argument in given if not argument.startswith(_PREFIX)])
+    settings = parse_arguments(Settings, [argument for argument in given if not argument.startswith(_PREFIX)])
     layout = _layout([argument for argument in given if argument.startswith(_PREFIX)])
-    texts = settings.texts()
+    texts = settings.read_texts()
     _check_paths(settings)
     if settings.output:
         output.ignore_write_errors()
     machine = devices.detect_machine(settings.device)
 
-    from titan.generation.request import plan
+    from titan.generation.request import build_job
     from titan.weights.formats import open_weights, verify  # only now: errors need not wait for torch
 
     weights = open_weights(settings.from_, "from")
-    job = plan(settings, layout, texts, weights, machine)
+    job = build_job(settings, layout, texts, weights, machine)
     verify(weights, "from")
     if layout.devices == 1:
         from titan.cluster.rank_info import RankInfo
@@ -70,10 +70,10 @@ def _main(given: list[str]) -> int:
 
 def _layout(given: list[str]) -> Layout:
     try:
-        degrees = arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
+        degrees = parse_arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
     except ConfigError as error:
         raise ConfigError(f"{_PREFIX}{error}") from None
-    return degrees.layout()
+    return degrees.build_layout()
 
 
 def _check_paths(settings: Settings) -> None:

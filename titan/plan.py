@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import redact
@@ -88,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    help_text = HELP.format(settings=f"{describe(Settings, PREFIX)}\n{describe(Output)}")
-    if shows([g for g in given if g in ("-h", "--help", "--version")], help_text):
+    help_text = HELP.format(settings=f"{describe_settings(Settings, PREFIX)}\n{describe_settings(Output)}")
+    if show_help([g for g in given if g in ("-h", "--help", "--version")], help_text):
         return 0
-    settings = arguments(Settings, [text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX)])
-    files = arguments(Output, [text for text in given if text.startswith(TO)]).files()
+    settings = parse_arguments(Settings, [text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX)])
+    files = parse_arguments(Output, [text for text in given if text.startswith(TO)]).files()
     _check_files(files)
     rest = [text for text in given if not text.startswith((PREFIX, TO))]
     made = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *given]))}"

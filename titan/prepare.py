@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan.config.arguments import shows
+from titan.config.arguments import show_help
 from titan.console import output
 from titan.console.progress import progress_line, table
 from titan.console.text import safe
 from titan.dataset.preprocess import report
-from titan.dataset.preprocess.prepare import prepare, survey
+from titan.dataset.preprocess.prepare import prepare, survey_dataset
 from titan.dataset.schema import Dataset, Prepared
 from titan.errors import exit_code
 from titan.run import compose
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if shows(arguments, HELP):
+    if show_help(arguments, HELP):
         return 0
     own = {"--verify", "--dry-run"} & set(arguments)
     recipe = compose.recipe([argument for argument in arguments if argument not in own])
@@ -59,13 +59,13 @@ def _main(arguments: list[str]) -> int:
 
 
 def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
-    found = survey(dataset)
-    done = "complete" if found.complete else f"{found.made:,} of them done"
+    found = survey_dataset(dataset)
+    done = "complete" if found.complete else f"{found.finished:,} of them done"
     print(f"{name}:")
     table(
         {
-            "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.size(found.bytes)}",
-            "shards": f"{found.units:,}, {done}",
+            "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.format_bytes(found.bytes)}",
+            "shards": f"{found.shards:,}, {done}",
             "tokenizer": found.tokenizer,
             "folder": os.path.relpath(found.folder) if found.folder.is_relative_to(Path.cwd()) else str(found.folder),
         }
@@ -77,7 +77,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     if verify:
         print("verified: all checksums match")
     print("prepared:")
-    table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
+    table(report.format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
 def cli() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
 from titan.files.atomic import write_atomic
@@ -31,7 +31,7 @@ Repeat a step of a run and look at it: python -m titan.replay RUN step=N [SETTIN
   python -m titan.replay runs/first step=120 against=precision=fp32     and the same step in another precision
   python -m titan.replay runs/first step=120 against=runs/second        and that step of another run
 
-{describe(Settings)}
+{describe_settings(Settings)}
 
 What is no setting is an override of the run's own command line. Nothing is written into the run's directory.
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if shows(words, HELP):
+    if show_help(words, HELP):
         return 0
     name, settings, overrides = parse(words)
     _check_output(settings)
@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
         raise ConfigError(f"{given}: a replay needs the directory of one run; give RUN step=N, or see --help.")
     known = {field.name for field in fields(Settings)}
     own = [word for word in words if word.partition("=")[0] in known]
-    return runs[0], arguments(Settings, own), [word for word in words if "=" in word and word not in own]
+    return runs[0], parse_arguments(Settings, own), [word for word in words if "=" in word and word not in own]
 
 
 def _check_output(settings: Settings) -> None:

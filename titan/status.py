@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from launchers.slurm.state import read_state
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import rounded
@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, f"{HEAD}\n{describe(Status)}"):
+    if show_help(given, f"{HEAD}\n{describe_settings(Status)}"):
         return 0
     if not given:
         raise ConfigError("no directory given: give that of a run or a sweep, as in python -m titan.status runs/NAME.")
-    return _show(Path(given[0]), arguments(Status, given[1:]))
+    return _show(Path(given[0]), parse_arguments(Status, given[1:]))
 
 
 def _show(directory: Path, how: Status) -> int:

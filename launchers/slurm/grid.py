@@ -24,7 +24,7 @@ from launchers.slurm.script import Work
 from launchers.slurm.shape import Shape, shape
 from launchers.slurm.state import adopt, numbered, read_state
 from launchers.trials import Trial
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
@@ -363,7 +363,7 @@ def _describe_request(shape: Shape) -> str:
     """Return what a job requests of its nodes, for a user who has to request less."""
     names = ("partition", "constraint", "exclude", "gres", "exclusive", "cpus_per_rank", "node_memory_gib")
     given = {name: getattr(shape.cluster, name) for name in (*names, "rank_memory_gib")}
-    asked = [f"cluster.{name}={show(value)}" for name, value in given.items() if value]
+    asked = [f"cluster.{name}={format_value(value)}" for name, value in given.items() if value]
     return f"The job requested {' '.join([str(shape), *asked])}; request what the nodes have."
 
 

@@ -16,9 +16,9 @@ from tests.support.runs import saved, train, weights
 from tests.support.tiers import full
 from tests.training.test_evaluation import BASE, difference
 from titan import convert, evaluate
-from titan.evaluation.items import Item
+from titan.evaluation.items import TaskItem
 from titan.evaluation.schema import Task
-from titan.evaluation.scores import figures
+from titan.evaluation.scores import compute_scores
 from titan.metrics.lines import read_records
 from titan.run.run import Run
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
@@ -112,11 +112,13 @@ def test_exported_weights_score_as_the_reference(exported: Path, folder: Path, t
     for name in FORMATS:
         items = Task(path=f"{folder}/{name}.jsonl", format=name).build()  # type: ignore[arg-type]
         for likelihoods in references(exported, items):
-            expected = {f"evaluation/{name}/{key}": figure.value for key, figure in figures(items, likelihoods).items()}
+            expected = {
+                f"evaluation/{name}/{key}": figure.value for key, figure in compute_scores(items, likelihoods).items()
+            }
             assert difference({key: found["results"]["weights"][key] for key in expected}, expected) < 2e-5
 
 
-def references(exported: Path, items: tuple[Item, ...]) -> list[Any]:
+def references(exported: Path, items: tuple[TaskItem, ...]) -> list[Any]:
     """Log-likelihoods of each choice, and whether it is greedy, by one or two other programs."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

@@ -117,7 +117,7 @@ def test_exit_codes(arguments: list[str], error: BaseException, code: int, monke
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(preparation, "run", fail)
+    monkeypatch.setattr(preparation, "run_shard_jobs", fail)
     assert prepare.main(arguments) == code
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from titan.config.arguments import arguments, describe
+from titan.config.arguments import describe_settings, parse_arguments
 from titan.config.settings import setting
 from titan.errors import ConfigError
 
@@ -50,7 +50,7 @@ class Example:
     ],
 )
 def test_values(argv: list[str], wanted: Example) -> None:
-    assert arguments(Example, argv) == wanted
+    assert parse_arguments(Example, argv) == wanted
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_values(argv: list[str], wanted: Example) -> None:
 )
 def test_refusals(argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        arguments(Example, argv)
+        parse_arguments(Example, argv)
     assert sentence in str(refused.value)
 
 
 def test_every_setting_is_described() -> None:
-    lines = describe(Example).splitlines()
+    lines = describe_settings(Example).splitlines()
     assert [line.split()[0] for line in lines] == [
         "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null",
         "files=null", "sizes=null",

@@ -58,7 +58,7 @@ class Gone:
 
 def move(name: str, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Move and rename the class of a kind, as a refactoring would: it, and a line of the table; gives the undo."""
-    module, _, own = kinds.path_of(name).rpartition(".")
+    module, _, own = kinds.get_class_path(name).rpartition(".")
     old, new = importlib.import_module(module), importlib.import_module("titan.moved")
     cls = getattr(old, own)
     vars(new).update({**vars(old), **vars(new), f"New{own}": cls})  # annotations are looked up there
@@ -170,7 +170,7 @@ def test_all_classes_that_conf_names_have_kinds() -> None:
 def test_each_kind_has_a_class_of_its_own() -> None:
     for name, place in kinds.PATHS.items():
         module, _, own = place.rpartition(".")
-        assert kinds.kind(getattr(importlib.import_module(module), own)) == name
+        assert kinds.get_kind(getattr(importlib.import_module(module), own)) == name
 
 
 def test_a_class_of_the_user_is_named_by_its_path() -> None:
@@ -178,4 +178,4 @@ def test_a_class_of_the_user_is_named_by_its_path() -> None:
     class Mine:
         pass
 
-    assert kinds.kind(Mine) == f"{__name__}.{Mine.__qualname__}"
+    assert kinds.get_kind(Mine) == f"{__name__}.{Mine.__qualname__}"

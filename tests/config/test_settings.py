@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.config.settings import MISSING, build, defaults, nearest, plain, setting, show
+from titan.config.settings import MISSING, build, collect_defaults, format_value, setting, suggest_nearest, to_plain
 from titan.errors import ConfigError
 
 
@@ -154,10 +154,10 @@ def test_target_takes_the_place_and_its_fields_are_checked(monkeypatch: pytest.M
 
 
 def test_defaults_build_themselves_and_go_through_json() -> None:
-    content = defaults(Sample) | {"path": "p"}
+    content = collect_defaults(Sample) | {"path": "p"}
     assert json.loads(json.dumps(content)) == content
     assert build(Sample, content) == sample()
-    assert build(Sample, plain(sample())) == sample()
+    assert build(Sample, to_plain(sample())) == sample()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_defaults_build_themselves_and_go_through_json() -> None:
     ],
 )
 def test_nearest(word: str, end: str) -> None:
-    assert nearest(word, ["training.seed", "training.steps", "model.dim"]) == end
+    assert suggest_nearest(word, ["training.seed", "training.steps", "model.dim"]) == end
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_nearest(word: str, end: str) -> None:
     [(None, "null"), (True, "true"), ([1, None], "[1,null]"), ({"a": (1, 2)}, "{a:[1,2]}"), ("x", "x"), (1.5, "1.5")],
 )
 def test_show(value: Any, text: str) -> None:
-    assert show(value) == text
+    assert format_value(value) == text

@@ -32,7 +32,7 @@ class Larger(Small):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_are_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert settings_table.update(text) == text, "run python -m titan.config.settings_table"
+    assert settings_table.update_tables(text) == text, "run python -m titan.config.settings_table"
 
 
 def test_every_axis_has_a_table() -> None:
@@ -51,7 +51,7 @@ def test_every_setting_of_fixed_axes_is_listed() -> None:
 
 
 def test_a_table_names_types_limits_and_defaults() -> None:
-    lines = settings_table.table(f"x = {__name__}.Small").splitlines()[2:]
+    lines = settings_table.build_table(f"x = {__name__}.Small").splitlines()[2:]
     assert lines == [
         "| `x.size` | int or `auto`, >= 1 | `auto` | how large |",
         "| `x.kind` | `a` or `b` or null | `null` | a \\| b, such as \\*.x |",
@@ -60,7 +60,7 @@ def test_a_table_names_types_limits_and_defaults() -> None:
 
 
 def test_beyond_leaves_out_what_another_class_has() -> None:
-    lines = settings_table.table(f"x = {__name__}.Larger beyond {__name__}.Small").splitlines()[2:]
+    lines = settings_table.build_table(f"x = {__name__}.Larger beyond {__name__}.Small").splitlines()[2:]
     assert lines == ["| `x.rate` | float, > 0, < 1 | `0.5` | how fast |"]
 
 
@@ -70,10 +70,10 @@ def test_the_command_rewrites_pages(tmp_path: Path) -> None:
     assert settings_table.main([str(tmp_path)]) == 0
     text = page.read_text()
     assert "| `memory.offload` | bool | `false` |" in text and "\nold\n" not in text
-    assert text.startswith("# Page\n") and text.endswith("-->\ntext\n") and settings_table.update(text) == text
+    assert text.startswith("# Page\n") and text.endswith("-->\ntext\n") and settings_table.update_tables(text) == text
 
 
 @pytest.mark.parametrize("declaration", ["memory", "memory = titan.memory.schema.Nothing", "memory = titan.errors.os"])
 def test_a_marker_that_names_no_schema_is_rejected(declaration: str) -> None:
     with pytest.raises(ConfigError, match="settings: "):
-        settings_table.update(MARKED.format(declaration))
+        settings_table.update_tables(MARKED.format(declaration))

@@ -233,12 +233,12 @@ def test_where_data_come_from_is_written_down_without_secrets(laptop: Path, monk
         seen.append(url)
         return folder / name
 
-    monkeypatch.setattr(remote, "_download", download)
-    monkeypatch.setattr(remote, "_WHOLE", {})
+    monkeypatch.setattr(remote, "_download_file", download)
+    monkeypatch.setattr(remote, "_FULL_URLS", {})
     folder = laptop / "mirror"
     folder.mkdir()
     url = address(SECRET, laptop)
     (folder / remote.ORIGIN).write_text(f'{{"url": "{redact(url)}", "keep_gib": null}}')
-    remote.know(url)
-    remote.fetch(folder / "train-00000.bin")
+    remote.register_url(url)
+    remote.fetch_file(folder / "train-00000.bin")
     assert seen == [url]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import files, local
-from titan.dataset.sources.local import jsonl, parquet, text
+from titan.dataset.sources.local import build_jsonl_source, build_parquet_source, build_text_source
 from titan.errors import ConfigError
 
 LINES = b"".join(b'{"text": "document number %d, not a short one"}\n' % i for i in range(2000))
@@ -56,7 +56,7 @@ PACKED = {
 def test_compressed_files_are_read_whole(tmp_path: Path, name: str, packed: bytes) -> None:
     (tmp_path / name).write_bytes(packed)
     (tmp_path / "other.csv.gz").write_bytes(b"")
-    assert read(jsonl(str(tmp_path))) == (TEXTS, [])
+    assert read(build_jsonl_source(str(tmp_path))) == (TEXTS, [])
 
 
 @pytest.mark.parametrize("separator", [None, "\n"])
@@ -64,7 +64,7 @@ def test_compressed_text_is_divided_as_plain_text(tmp_path: Path, separator: str
     """Passages differ with the size of the files; here it is below what counts."""
     for name, data in (("a.txt", LINES), ("b.txt.gz", gzip.compress(LINES)), ("c.md.zst", zst(LINES))):
         (tmp_path / name).write_bytes(data)
-    plain, *packed = (read(text(str(file), separator))[0] for file in sorted(tmp_path.iterdir()))
+    plain, *packed = (read(build_text_source(str(file), separator))[0] for file in sorted(tmp_path.iterdir()))
     assert packed == [plain, plain]
 
 
@@ -76,10 +76,10 @@ def test_a_truncated_download(tmp_path: Path, name: str, share: float) -> None:
     packed = gzip.compress(lines) if name == "gz" else zst(lines)
     file.write_bytes(packed[: int(share * len(packed))])
     with pytest.raises(ConfigError) as refusal:
-        read(jsonl(str(file)))
+        read(build_jsonl_source(str(file)))
     assert str(refusal.value).startswith(f"{file}: ends too early (truncated download?) after ")
     assert str(refusal.value).endswith("fetch it again, or give dataset.on_error=skip to use the content before it.")
-    came, skips = read(jsonl(str(file), on_error="skip"))
+    came, skips = read(build_jsonl_source(str(file), on_error="skip"))
     assert skips == [Skip("broken file", str(file))]
     assert came == [f"{i} {i * 7919 % 1_000_003}" for i in range(len(came))]
     assert (len(came) > 2000) == (share > 0.5)
@@ -100,9 +100,9 @@ def test_a_broken_file(tmp_path: Path, name: str, data: bytes) -> None:
     with pytest.raises(
         ConfigError, match=r"x\.jsonl\.\w+: is broken after \d+ bytes.*dataset\.on_error=skip"
     ) as refusal:
-        read(jsonl(str(tmp_path)))
+        read(build_jsonl_source(str(tmp_path)))
     assert "\n" not in str(refusal.value)
-    came, skips = read(jsonl(str(tmp_path), on_error="skip"))
+    came, skips = read(build_jsonl_source(str(tmp_path), on_error="skip"))
     assert came == TEXTS[: len(came)]
     assert [skip.reason for skip in skips] == ["broken file"]
 
@@ -120,7 +120,7 @@ def test_parts_are_the_file_divided_by_a_separator(
     file.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "PART_BYTES", size)
-        source = text(str(file), separator)
+        source = build_text_source(str(file), separator)
         came = [d for part in source.parts() for d in source.documents(part)]
     expected = content.encode().split(separator.encode())
     texts = [piece.decode() for piece in [expected[0].removeprefix("\ufeff".encode()), *expected[1:]]]
@@ -142,7 +142,7 @@ def test_parts_are_the_file_divided_by_lines(
     file.write_bytes("".join(["\ufeff", end.join(lines), end if last else ""]).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "PART_BYTES", size)
-        assert read(jsonl(str(file)))[0] == [t for t in texts if t is not None and t and not t.isspace()]
+        assert read(build_jsonl_source(str(file)))[0] == [t for t in texts if t is not None and t and not t.isspace()]
 
 
 @given(pieces=PIECES, size=st.integers(1, 60), step=st.integers(8, 20))
@@ -153,8 +153,8 @@ def test_passages_do_not_depend_on_the_parts(
     file = tmp_path_factory.getbasetemp() / "passages.txt"
     file.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "PASSAGE_BYTES_LEAST", step)
-        source = text(str(file))
+        patch.setattr(local, "MIN_PASSAGE_BYTES", step)
+        source = build_text_source(str(file))
         whole = [d for part in source.parts() for d in source.documents(part)]
         patch.setattr(files, "PART_BYTES", size)
         assert len(source.parts()) >= len(content.encode()) // max(size, step)
@@ -167,7 +167,7 @@ def test_passages_do_not_depend_on_the_parts(
 def test_parts_survive_pickling_and_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
     (tmp_path / "x.jsonl").write_bytes(LINES)
-    source = pickle.loads(pickle.dumps(jsonl(str(tmp_path))))
+    source = pickle.loads(pickle.dumps(build_jsonl_source(str(tmp_path))))
     parts = pickle.loads(pickle.dumps(source.parts()))
     assert len({part.name for part in parts}) == len(parts) == -(-len(LINES) // 10_000)
     assert sum(part.bytes for part in parts) == len(LINES)
@@ -179,19 +179,30 @@ def test_a_bad_line_in_a_later_part_is_placed_in_the_file(tmp_path: Path, monkey
     (tmp_path / "x.jsonl").write_bytes(LINES[:10_040].rpartition(b"\n")[0] + b"\n{oops\n" + LINES)
     place = LINES[:10_040].rindex(b"\n") + 1
     with pytest.raises(ConfigError, match=rf"x\.jsonl, byte {place}: not JSON"):
-        read(jsonl(str(tmp_path)))
-    assert len(read(jsonl(str(tmp_path), on_error="skip"))[0]) > len(TEXTS)
+        read(build_jsonl_source(str(tmp_path)))
+    assert len(read(build_jsonl_source(str(tmp_path), on_error="skip"))[0]) > len(TEXTS)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "data", "reasons", "texts"),
     [
-        pytest.param(jsonl, "x.jsonl", b'{"text": "a"}\n{oops\n{"text": "b"}', ["not JSON"], ["a", "b"], id="no-json"),
-        pytest.param(jsonl, "x.jsonl", b'[1]\n{"text": "b"}', ["not JSON"], ["b"], id="no-object"),
-        pytest.param(jsonl, "x.jsonl", b'{"text": "\xe9"}\n{"text": "b"}', ["not UTF-8"], ["b"], id="latin-line"),
-        pytest.param(jsonl, "x.jsonl", b'{"t": "a"}\n{"text": 5}\n', ["no text", "no text"], [], id="no-text"),
-        pytest.param(text, "x.txt", b"a\xe9b", ["not UTF-8"], [], id="latin-text"),
-        pytest.param(parquet, "x.parquet", b"PAR1", ["broken file"], [], id="no-parquet"),
+        pytest.param(
+            build_jsonl_source,
+            "x.jsonl",
+            b'{"text": "a"}\n{oops\n{"text": "b"}',
+            ["not JSON"],
+            ["a", "b"],
+            id="no-json",
+        ),
+        pytest.param(build_jsonl_source, "x.jsonl", b'[1]\n{"text": "b"}', ["not JSON"], ["b"], id="no-object"),
+        pytest.param(
+            build_jsonl_source, "x.jsonl", b'{"text": "\xe9"}\n{"text": "b"}', ["not UTF-8"], ["b"], id="latin-line"
+        ),
+        pytest.param(
+            build_jsonl_source, "x.jsonl", b'{"t": "a"}\n{"text": 5}\n', ["no text", "no text"], [], id="no-text"
+        ),
+        pytest.param(build_text_source, "x.txt", b"a\xe9b", ["not UTF-8"], [], id="latin-text"),
+        pytest.param(build_parquet_source, "x.parquet", b"PAR1", ["broken file"], [], id="no-parquet"),
     ],
 )
 def test_what_is_bad_is_skipped(
@@ -200,14 +211,14 @@ def test_what_is_bad_is_skipped(
     (tmp_path / name).write_bytes(data)
     came, skips = read(kind(str(tmp_path), on_error="skip"))
     assert (came, [skip.reason for skip in skips]) == (texts, reasons)
-    assert all(name in skip.where for skip in skips)
+    assert all(name in skip.location for skip in skips)
     with pytest.raises(ConfigError, match=name):
         read(kind(str(tmp_path)))
 
 
 def test_mixed_encodings_cost_only_their_documents(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("grün<>".encode() + "grün".encode("latin-1") + b"<>end")
-    came, skips = read(text(str(tmp_path), "<>", "skip"))
+    came, skips = read(build_text_source(str(tmp_path), "<>", "skip"))
     assert (came, [skip.reason for skip in skips]) == (["grün", "end"], ["not UTF-8"])
 
 
@@ -237,7 +248,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_files_of_other_machines(bucket: str, place: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 9999)
-    came, skips = read(jsonl(bucket + place))
+    came, skips = read(build_jsonl_source(bucket + place))
     assert len(came) == count and not skips
     assert came[:20] == TEXTS[:20]
 
@@ -245,11 +256,11 @@ def test_files_of_other_machines(bucket: str, place: str, count: int, monkeypatc
 def test_the_digest_of_other_machines_files_reads_nothing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
-    monkeypatch.setattr(files.File, "raw", lambda self: pytest.fail("read"))
-    known = jsonl(bucket).digest()
-    assert known == jsonl(bucket).digest() != jsonl(bucket, "other").digest()
+    monkeypatch.setattr(files.SourceFile, "open_raw", lambda self: pytest.fail("read"))
+    known = build_jsonl_source(bucket).digest()
+    assert known == build_jsonl_source(bucket).digest() != build_jsonl_source(bucket, "other").digest()
     fsspec.filesystem("memory").pipe("/bucket/c/a.jsonl", LINES)
-    assert jsonl(bucket).digest() != known
+    assert build_jsonl_source(bucket).digest() != known
 
 
 @pytest.mark.parametrize(
@@ -263,7 +274,7 @@ def test_the_digest_of_other_machines_files_reads_nothing(bucket: str, monkeypat
 )
 def test_bad_urls_are_refused(bucket: str, path: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        jsonl(path)
+        build_jsonl_source(path)
     assert all(word in str(refusal.value) for word in [f"dataset.path={path}", *words])
     assert "\n" not in str(refusal.value)
 
@@ -277,7 +288,7 @@ def test_a_file_system_that_fails_is_refused_whatever_is_to_be_skipped(
     def fail(file: object, *about: object) -> int:
         raise ClientError("SlowDown\nplease")
 
-    source = jsonl(f"{bucket}/a.jsonl", on_error="skip")
+    source = build_jsonl_source(f"{bucket}/a.jsonl", on_error="skip")
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.readinto", fail, raising=False)
     with pytest.raises(ConfigError, match=r"a\.jsonl: can't be read \(SlowDown please\)"):
         read(source)
@@ -285,7 +296,7 @@ def test_a_file_system_that_fails_is_refused_whatever_is_to_be_skipped(
 
 def test_a_file_url_is_a_file_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(LINES)
-    assert jsonl(f"file://{tmp_path}/x.jsonl").digest() == jsonl(str(tmp_path)).digest()
+    assert build_jsonl_source(f"file://{tmp_path}/x.jsonl").digest() == build_jsonl_source(str(tmp_path)).digest()
 
 
 def test_a_missing_package_is_named(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +305,9 @@ def test_a_missing_package_is_named(bucket: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "x.jsonl.zst").write_bytes(zst_frame())
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for source, package in (
-        (lambda: jsonl(bucket), "fsspec"),
-        (lambda: read(jsonl(str(tmp_path))), "zstandard"),
-        (lambda: read(parquet(str(tmp_path))), "pyarrow"),
+        (lambda: build_jsonl_source(bucket), "fsspec"),
+        (lambda: read(build_jsonl_source(str(tmp_path))), "zstandard"),
+        (lambda: read(build_parquet_source(str(tmp_path))), "pyarrow"),
     ):
         with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
             source()
@@ -313,18 +324,22 @@ LONG = b'{"text": "' + b"a" * 64 * 2**20 + b'"}\n'
 @pytest.mark.parametrize(
     ("name", "pack", "source", "kept"),
     [
-        pytest.param("x.jsonl.gz", gzip.compress, jsonl, TEXTS * 2, id="jsonl-gz"),
-        pytest.param("x.jsonl.zst", zst, jsonl, TEXTS * 2, id="jsonl-zst"),
-        pytest.param("x.jsonl", bytes, jsonl, TEXTS * 2, id="jsonl"),
+        pytest.param("x.jsonl.gz", gzip.compress, build_jsonl_source, TEXTS * 2, id="jsonl-gz"),
+        pytest.param("x.jsonl.zst", zst, build_jsonl_source, TEXTS * 2, id="jsonl-zst"),
+        pytest.param("x.jsonl", bytes, build_jsonl_source, TEXTS * 2, id="jsonl"),
         pytest.param(
-            "x.txt.gz", gzip.compress, lambda path, on_error: text(path, "\n", on_error), TEXTS, id="separated-gz"
+            "x.txt.gz",
+            gzip.compress,
+            lambda path, on_error: build_text_source(path, "\n", on_error),
+            TEXTS,
+            id="separated-gz",
         ),
     ],
 )
 def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
     name: str, pack: Any, source: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LONGEST", 2**20)
+    monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 2**20)
     (tmp_path / name).write_bytes(pack(LINES + LONG + LINES))
     said = rf"{len(LINES)} has more than 1,048,576 bytes; split it, or give dataset.on_error=skip"
     with pytest.raises(ConfigError, match=said):
@@ -341,6 +356,6 @@ def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
 def test_a_connection_that_ends_is_a_refusal() -> None:
     with (
         pytest.raises(ConfigError, match=r"^ftp://x: can't be read \(EOFError\); make it readable"),
-        files.readable("ftp://x"),
+        files.convert_read_errors("ftp://x"),
     ):
         raise EOFError

@@ -17,7 +17,7 @@ import pytest
 from tests.support.hub_server import COMMIT, Repositories, serving
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import hub as module
-from titan.dataset.sources.hub import hub
+from titan.dataset.sources.hub import build_hub_source
 from titan.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,7 +78,7 @@ def test_folders_are_read_in_parts(
 ) -> None:
     monkeypatch.setattr(module, "_PART_ROWS", 2)
     fill(tmp_path)
-    source = hub(str(tmp_path))
+    source = build_hub_source(str(tmp_path))
     parts = source.parts()
     again = pickle.loads(pickle.dumps(source))
     assert len({part.name for part in parts}) == len(parts) == 3
@@ -91,12 +91,12 @@ def test_digests_differ_by_content_and_parameters_and_not_by_place(tmp_path: Pat
         (tmp_path / folder).mkdir()
         c4(tmp_path / folder)
     a, b = (str(tmp_path / folder) for folder in "ab")
-    known = hub(a).digest()
-    assert known == hub(b).digest() == hub(a, on_error="skip").digest()
-    others = [hub(a, "x"), hub(a, split="test"), hub(a, field="url")]
+    known = build_hub_source(a).digest()
+    assert known == build_hub_source(b).digest() == build_hub_source(a, on_error="skip").digest()
+    others = [build_hub_source(a, "x"), build_hub_source(a, split="test"), build_hub_source(a, field="url")]
     assert len({known, *(other.digest() for other in others)}) == 4
     (tmp_path / "b" / "c4-train.00000-of-00003.json.gz").write_bytes(gzip.compress(lines("new")))
-    assert hub(b).digest() != known
+    assert build_hub_source(b).digest() != known
 
 
 def empty_split(folder: Path) -> None:
@@ -139,32 +139,36 @@ def test_bad_folders_are_refused(
 ) -> None:
     fill(tmp_path)
     with pytest.raises(ConfigError) as refusal:
-        read(hub(str(tmp_path), **given))
+        read(build_hub_source(str(tmp_path), **given))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_subset(tmp_path: Path) -> None:
     subsets(tmp_path)
-    assert read(hub(str(tmp_path), "b")) == ["b"]
+    assert read(build_hub_source(str(tmp_path), "b")) == ["b"]
 
 
 def test_a_broken_shard(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines("one", None)))
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(lines(*map(str, range(1000))))[:-50])
     with pytest.raises(ConfigError, match=r"shard 2 of 2: a file is broken or truncated .*dataset\.on_error=skip"):
-        read(hub(str(tmp_path)))
+        read(build_hub_source(str(tmp_path)))
     where = f"{tmp_path} train, shard"
     skips = [Skip("empty", f"{where} 1 of 2, row 1"), Skip("broken file", f"{where} 2 of 2")]
-    assert read(hub(str(tmp_path), on_error="skip")) == ["one", *skips]
+    assert read(build_hub_source(str(tmp_path), on_error="skip")) == ["one", *skips]
     (tmp_path / "b.json.gz").rename(tmp_path / "0.json.gz")
     with pytest.raises(ConfigError, match=r"can't be read \(Compressed file ended.*fetch it again"):
-        read(hub(str(tmp_path)))
+        read(build_hub_source(str(tmp_path)))
 
 
 def test_a_commit_needs_no_network() -> None:
-    source = hub("some/name", revision=COMMIT)
-    assert source.digest() == hub("some/name", revision=COMMIT).digest() != hub("some/name", revision="b" * 40).digest()
+    source = build_hub_source("some/name", revision=COMMIT)
+    assert (
+        source.digest()
+        == build_hub_source("some/name", revision=COMMIT).digest()
+        != build_hub_source("some/name", revision="b" * 40).digest()
+    )
     assert source.name == "name"
 
 

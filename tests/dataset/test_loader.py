@@ -25,10 +25,10 @@ from titan.dataset.loader import (
     TARGETS,
     TOKENS,
     Batch,
+    BatchShape,
     Loader,
-    Shape,
-    fixed_rows,
-    row_hash,
+    hash_row,
+    read_first_rows,
 )
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.dataset.shards import Corpus, open_corpus
@@ -87,7 +87,7 @@ def read(
     mix: RowMixture, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
 ) -> list[Batch]:
     """The batches of one rank from `step` on."""
-    shape = Shape(microbatches, -(-share.count_slots(training.rows) // microbatches), SEQ_LEN)
+    shape = BatchShape(microbatches, -(-share.count_slots(training.rows) // microbatches), SEQ_LEN)
     with Loader(mix, training, share, shape, step=step, **more) as loader:
         return [next(loader) for _ in range(steps)]
 
@@ -156,11 +156,11 @@ def every_row_once(
         shares = [read(anew(), training, DataShard(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
             count = training.find_phase(step).rows
-            numbers = mix.numbers(np.arange(position, position + count))
-            which, rows = mix.locate(numbers)
+            numbers = mix.compute_row_numbers(np.arange(position, position + count))
+            which, rows = mix.locate_rows(numbers)
             expected = [mix.sources[k].split.row(row, SEQ_LEN) for k, row in zip(which, rows, strict=True)]
             assert [row for batch in batches for row in rows_of(batch)] == [row.tolist() for row in expected]
-            hashes = [row_hash(number, row) for number, row in zip(numbers.tolist(), expected, strict=True)]
+            hashes = [hash_row(number, row) for number, row in zip(numbers.tolist(), expected, strict=True)]
             assert sum(batch.hash for batch in batches) % 2**64 == sum(hashes) % 2**64
             assert len({batch.tokens.shape for batch in batches}) == 1
             position, step = position + count, step + 1
@@ -256,15 +256,15 @@ def test_a_rank_that_does_not_read_has_room_for_what_it_is_handed(corpus: Corpus
     reading = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True)
     silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True, read=False)
     for one, other in zip(reading, silent, strict=True):
-        assert (one.first, one.last, one.read) == (other.first, other.last, other.read)
+        assert (one.first, one.last, one.rows_read) == (other.first, other.last, other.rows_read)
         assert one.fields.shape == other.fields.shape
         assert (other.hash, other.valid, other.pairs) == (0, 0, 0)
 
 
 def test_the_hash_depends_on_place_and_content() -> None:
     row = np.arange(5, dtype="<u2")
-    assert len({row_hash(0, row), row_hash(1, row), row_hash(0, row + 1)}) == 3
-    assert row_hash(3, row) == 5501548783892418318
+    assert len({hash_row(0, row), hash_row(1, row), hash_row(0, row + 1)}) == 3
+    assert hash_row(3, row) == 5501548783892418318
 
 
 def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
     corpus = write(tmp_path / "c", UNITS, done=1)
     with Loader(
-        alone(corpus, window=6), plan(5), DataShard(0, 1), Shape(1, 5, SEQ_LEN), stopped=lambda: True
+        alone(corpus, window=6), plan(5), DataShard(0, 1), BatchShape(1, 5, SEQ_LEN), is_stopped=lambda: True
     ) as loader:
         batches = [next(loader) for _ in range(4)]
         finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(UNITS)])
@@ -319,12 +319,12 @@ def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypat
     void = [batch.void for batch in batches]
     assert void == sorted(void) and void[3:] == [True] * 4
     assert all(batch.hash == batch.valid == 0 and (batch.targets == IGNORED).all() for batch in batches[3:])
-    assert {batch.read for batch in batches if batch.void} == {5 * void.count(False)}
+    assert {batch.rows_read for batch in batches if batch.void} == {5 * void.count(False)}
 
 
 def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, done=1)
-    loader = Loader(alone(corpus, window=6), plan(5), DataShard(0, 1), Shape(1, 5, SEQ_LEN))
+    loader = Loader(alone(corpus, window=6), plan(5), DataShard(0, 1), BatchShape(1, 5, SEQ_LEN))
     loader.close()
     assert not loader._thread.is_alive()
 
@@ -332,7 +332,7 @@ def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
 def test_an_error_in_the_background_reaches_next_each_time(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS)
     (tmp_path / "c" / "train-00001.tokens").unlink()
-    with Loader(alone(corpus), plan(20), DataShard(0, 1), Shape(1, 20, SEQ_LEN)) as loader:
+    with Loader(alone(corpus), plan(20), DataShard(0, 1), BatchShape(1, 20, SEQ_LEN)) as loader:
         for _ in range(2):
             with pytest.raises(RunError, match=r"train-00001\.tokens can't be read"):
                 next(loader)
@@ -340,7 +340,7 @@ def test_an_error_in_the_background_reaches_next_each_time(tmp_path: Path) -> No
 
 def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     made, enough = [], threading.Event()
-    original = Loader._batch
+    original = Loader._build_batch
 
     def counted(self: Loader, step: int, *rows: np.ndarray) -> Batch:
         made.append(step)
@@ -348,8 +348,8 @@ def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch:
             enough.set()
         return original(self, step, *rows)
 
-    monkeypatch.setattr(Loader, "_batch", counted)
-    loader = Loader(alone(corpus), plan(2), DataShard(0, 1), Shape(1, 2, SEQ_LEN), prefetch=3)
+    monkeypatch.setattr(Loader, "_build_batch", counted)
+    loader = Loader(alone(corpus), plan(2), DataShard(0, 1), BatchShape(1, 2, SEQ_LEN), prefetch=3)
     assert enough.wait(300)
     loader._thread.join(0.05)
     assert loader._thread.is_alive()
@@ -363,13 +363,13 @@ def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch:
 
 
 def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, get = [7.0], Loader._get
+    clock, get = [7.0], Loader._wait_for_batch
 
     def slow(self: Loader) -> Any:
         clock[0] += 2.5
         return get(self)
 
-    monkeypatch.setattr(Loader, "_get", slow)
+    monkeypatch.setattr(Loader, "_wait_for_batch", slow)
     monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     assert read(alone(corpus), plan(5), DataShard(0, 1), 1)[0].wait_seconds == 2.5
 
@@ -377,15 +377,15 @@ def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"shape": Shape(0, 2, SEQ_LEN)}, id="microbatches"),
-        pytest.param({"shape": Shape(1, 0, SEQ_LEN)}, id="rows"),
+        pytest.param({"shape": BatchShape(0, 2, SEQ_LEN)}, id="microbatches"),
+        pytest.param({"shape": BatchShape(1, 0, SEQ_LEN)}, id="rows"),
         pytest.param({"prefetch": 0}, id="prefetch"),
         pytest.param({"step": 0}, id="step"),
     ],
 )
 def test_impossible_sizes(corpus: Corpus, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Loader(alone(corpus), plan(2), DataShard(0, 1), **{"shape": Shape(1, 2, SEQ_LEN)} | change)
+        Loader(alone(corpus), plan(2), DataShard(0, 1), **{"shape": BatchShape(1, 2, SEQ_LEN)} | change)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0)])
@@ -398,7 +398,7 @@ def test_impossible_shares(rank: int, ranks: int) -> None:
     ("asked", "given"), [pytest.param(3, 3, id="some"), pytest.param(99, ROWS, id="all-there-are")]
 )
 def test_fixed_rows(corpus: Corpus, asked: int, given: int) -> None:
-    fields = fixed_rows(corpus.train, SEQ_LEN, asked, documents=False, masked=False)
+    fields = read_first_rows(corpus.train, SEQ_LEN, asked, mask_documents=False, masked=False)
     assert fields.shape == (2, given, SEQ_LEN)
     assert np.array_equal(fields[TOKENS].reshape(-1), corpus.train.read(0, given * SEQ_LEN))
     assert np.array_equal(fields[TARGETS].reshape(-1), corpus.train.read(1, given * SEQ_LEN))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.prepared_folders import counting, finish, publish, write
 from titan.dataset import mixture as module
 from titan.dataset import proportions
-from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, pattern
+from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, compute_block_pattern
 from titan.dataset.permutation import Permutation
-from titan.dataset.proportions import BLOCK, block_counts
+from titan.dataset.proportions import BLOCK, compute_block_counts
 from titan.dataset.shards import Corpus
 from titan.errors import ConfigError, RunError
 
@@ -32,7 +32,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
 
 
 def shares(weights: tuple[int, ...]) -> tuple[int, ...]:
-    return block_counts({str(k): weight for k, weight in enumerate(weights)}, ["0", "1", "2"], "weights")
+    return compute_block_counts({str(k): weight for k, weight in enumerate(weights)}, ["0", "1", "2"], "weights")
 
 
 def mixture(corpora: list[Corpus], stages: list[tuple[int, tuple[int, ...]]], **more: Any) -> RowMixture:
@@ -63,11 +63,13 @@ def test_each_source_is_read_in_its_order_without_a_gap(
         patch.setattr(proportions, "BLOCK", 700)
         mix = mixture(corpora, staged(first, later))
         numbers = np.arange(4000)
-        which, rows = (np.concatenate(p) for p in zip(*map(mix.locate, np.split(numbers, sorted(cuts))), strict=True))
+        which, rows = (
+            np.concatenate(p) for p in zip(*map(mix.locate_rows, np.split(numbers, sorted(cuts))), strict=True)
+        )
         for k, size in enumerate(SIZES):
             mine = rows[which == k]
             assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.size)).tolist()
-            assert mix.reads(4000)[k] == mine.size
+            assert mix.count_rows_read(4000)[k] == mine.size
 
 
 @given(weights=QUOTAS, start=st.integers(0, 3 * BLOCK), length=st.integers(1, 2000))
@@ -75,21 +77,23 @@ def test_any_stretch_is_mixed_in_the_weights(
     corpora: list[Corpus], weights: tuple[int, ...], start: int, length: int
 ) -> None:
     mix = mixture(corpora, [(0, weights)])
-    which, _ = mix.locate(np.arange(start, start + length))
+    which, _ = mix.locate_rows(np.arange(start, start + length))
     found = np.bincount(which, minlength=3)
     assert np.abs(found - length * np.array(shares(weights)) / BLOCK).max() <= 6
 
 
 @given(weights=QUOTAS, seed=st.integers(0, 2**63), block=st.integers(0, 2**40))
 def test_a_block_holds_exactly_its_quotas(weights: tuple[int, ...], seed: int, block: int) -> None:
-    sources, ranks = pattern(shares(weights), (1, 2, 3), seed, 0, block)
+    sources, ranks = compute_block_pattern(shares(weights), (1, 2, 3), seed, 0, block)
     assert tuple(np.bincount(sources, minlength=3)) == shares(weights)
     for k in range(3):
         assert ranks[sources == k].tolist() == list(range(shares(weights)[k]))
 
 
 def test_blocks_differ(corpora: list[Corpus]) -> None:
-    first, second, other = (pattern((3333, 3333, 3334), (1, 2, 3), s, 0, b)[0] for s, b in ((1, 0), (1, 1), (2, 0)))
+    first, second, other = (
+        compute_block_pattern((3333, 3333, 3334), (1, 2, 3), s, 0, b)[0] for s, b in ((1, 0), (1, 1), (2, 0))
+    )
     assert (first == second).mean() < 0.9
     assert (first == other).mean() < 0.9
 
@@ -108,9 +112,9 @@ def test_skipped_rows_are_left_out_and_all_others_read(
     mix = mixture(corpora, [(0, (2, 1, 0)), (100, (1, 1, 1))], skip=tuple(skip))
     out = {n for first, last in skip for n in range(first, last + 1)}
     expected = [n for n in range(1000) if n not in out][:read]
-    assert mix.numbers(np.arange(read)).tolist() == expected
-    which, _ = mix.locate(np.array(expected, dtype=np.int64))
-    assert mix.reads(read) == tuple(np.bincount(which, minlength=3))
+    assert mix.compute_row_numbers(np.arange(read)).tolist() == expected
+    which, _ = mix.locate_rows(np.array(expected, dtype=np.int64))
+    assert mix.count_rows_read(read) == tuple(np.bincount(which, minlength=3))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,7 @@ def test_skipped_rows_are_left_out_and_all_others_read(
     ],
 )
 def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
-    assert block_counts(weights, ["a", "b", "c"], "w") == expected
+    assert compute_block_counts(weights, ["a", "b", "c"], "w") == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
 )
 def test_weights_that_can_not_be(weights: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        block_counts(weights, ["a", "b", "c"], "dataset.weights")
+        compute_block_counts(weights, ["a", "b", "c"], "dataset.weights")
 
 
 def test_the_fingerprint_tells_the_past_only(corpora: list[Corpus]) -> None:
@@ -147,13 +151,18 @@ def test_the_fingerprint_tells_the_past_only(corpora: list[Corpus]) -> None:
     only = mixture(corpora, [(0, (1, 0, 0))])
     later = mixture(corpora, [(0, (1, 0, 0)), (50, (1, 1, 0))])
     skipped = mixture(corpora, [(0, (1, 0, 0))], skip=((40, 45),))
-    assert plain.fingerprint(40) == only.fingerprint(40) == later.fingerprint(40) == skipped.fingerprint(40)
-    assert only.fingerprint(50) == later.fingerprint(50)
-    assert only.fingerprint(51) != later.fingerprint(51)
-    assert only.fingerprint(41) != skipped.fingerprint(41)
+    assert (
+        plain.compute_fingerprint(40)
+        == only.compute_fingerprint(40)
+        == later.compute_fingerprint(40)
+        == skipped.compute_fingerprint(40)
+    )
+    assert only.compute_fingerprint(50) == later.compute_fingerprint(50)
+    assert only.compute_fingerprint(51) != later.compute_fingerprint(51)
+    assert only.compute_fingerprint(41) != skipped.compute_fingerprint(41)
     others = [mixture(corpora, [(0, weights)]) for weights in ((1, 1, 0), (1, 2, 0), (0, 1, 0))]
     others += [mixture(corpora, [(0, (1, 1, 0))], seed=6), mixture(corpora, [(0, (1, 1, 0)), (20, (1, 2, 0))])]
-    assert len({mix.fingerprint(40) for mix in others}) == len(others)
+    assert len({mix.compute_fingerprint(40) for mix in others}) == len(others)
 
 
 @given(weights=QUOTAS, order=st.permutations([0, 1, 2]), unused=st.booleans())
@@ -169,10 +178,10 @@ def test_names_order_and_others_do_not_matter(
     stages = (MixturePhase(0, (*(0 for _ in extra), *(shares_of[str(k)] for k in order))),)
     other = RowMixture((*extra, *first), stages, seed=5)
     numbers = np.arange(400)
-    (a, rows), (b, other_rows) = one.locate(numbers), other.locate(numbers)
+    (a, rows), (b, other_rows) = one.locate_rows(numbers), other.locate_rows(numbers)
     assert rows.tolist() == other_rows.tolist()
     assert [one.sources[k].corpus.digest for k in a] == [other.sources[k].corpus.digest for k in b]
-    assert one.fingerprint(400) == other.fingerprint(400)
+    assert one.compute_fingerprint(400) == other.compute_fingerprint(400)
 
 
 def test_a_window_that_was_just_filled_is_as_it_stays() -> None:
@@ -198,9 +207,9 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
             finish(tmp_path / "live", entries)
 
     for index in range(70):
-        expected = whole.at(np.array([index]))
-        assert rows.at(np.array([index]), wait) == expected
-        published = rows.split.rows(SEQ_LEN)
+        expected = whole.rows_at(np.array([index]))
+        assert rows.rows_at(np.array([index]), wait) == expected
+        published = rows.split.count_rows(SEQ_LEN)
         assert rows.corpus.complete or (index // 4 + 1) * 4 <= published < (index // 4 + 1) * 4 + 7
     assert len(told) == 5
     assert "still being prepared: 1 of 5 shards, 20 tokens" in told[1]
@@ -219,10 +228,10 @@ def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words
     rows = TokenSequences("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
     finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
     with pytest.raises(RunError, match=words):
-        rows.at(np.array([31]), lambda line: None)
+        rows.rows_at(np.array([31]), lambda line: None)
 
 
 def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
     rows = TokenSequences("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
     with pytest.raises(ConfigError, match="1 of 2 shards, 50 tokens, are done; wait"):
-        rows.at(np.array([16]))
+        rows.rows_at(np.array([16]))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.dataset.permutation import VERSION, Permutation, check_state, hash64, state
+from titan.dataset.permutation import VERSION, Permutation, build_state, check_state, hash64
 from titan.errors import ConfigError
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -160,14 +160,14 @@ def test_residues_are_independent_of_the_place(rows: int, block: int, window: in
 
 
 def test_state_continues() -> None:
-    assert check_state(state(123, "abc"), lambda rows: "abc" if rows == 123 else "xyz") == 123
+    assert check_state(build_state(123, "abc"), lambda rows: "abc" if rows == 123 else "xyz") == 123
 
 
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        pytest.param(state(1, "abc") | {"order": 0}, ["version 0", f"version {VERSION}"], id="other-order"),
-        pytest.param(state(1, "abc"), ["abc", "xyz"], id="other-data"),
+        pytest.param(build_state(1, "abc") | {"order": 0}, ["version 0", f"version {VERSION}"], id="other-order"),
+        pytest.param(build_state(1, "abc"), ["abc", "xyz"], id="other-data"),
         pytest.param({}, ["version"], id="nothing"),
     ],
 )

@@ -27,7 +27,7 @@ from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
 from titan.dataset.preprocess import report, workers
 from titan.dataset.preprocess import shard_job as units
-from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
+from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare, survey_dataset
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -47,7 +47,7 @@ def corpus_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part a unit."""
-    monkeypatch.setattr(plans, "UNIT_LEAST", 1000)
+    monkeypatch.setattr(plans, "MIN_SHARD_BYTES", 1000)
 
 
 def dataset(file: Path, **changes: object) -> Jsonl:
@@ -113,7 +113,7 @@ def test_the_side_of_a_document_does_not_depend_on_the_corpus(corpus_file: Path,
 
 def test_units_divide_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = open_corpus(prepare(made(tmp_path)))
-    monkeypatch.setattr(plans, "UNIT_LEAST", 1000)
+    monkeypatch.setattr(plans, "MIN_SHARD_BYTES", 1000)
     parts = open_corpus(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
     assert (len(whole.train.shards), len(parts.train.shards)) == (1, 6)
     assert both(parts) == both(whole)
@@ -122,7 +122,7 @@ def test_units_divide_the_same_documents(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare(dataset(corpus_file))
-    monkeypatch.setattr(workers, "make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(workers, "write_shard", lambda *_: pytest.fail("made again"))
     monkeypatch.setattr(module, "write_plan", lambda *_: pytest.fail("planned again"))
     assert prepare(dataset(corpus_file)) == folder
     assert prepare(dataset(corpus_file), verify=True) == folder
@@ -221,8 +221,8 @@ def test_the_report_counts(tmp_path: Path, small_units: None) -> None:
 
 def test_a_plan_is_there_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "make", lambda *_: pytest.fail("tokenised"))
-        folder = plan(made(tmp_path))
+        patch.setattr(workers, "write_shard", lambda *_: pytest.fail("tokenised"))
+        folder = ensure_plan(made(tmp_path))
     content = json.loads((folder / "plan.json").read_text())
     assert sorted(f.name for f in folder.iterdir()) == ["plan.json", "token_bytes.npy"]
     assert content["units"] == [[i, i + 1, sum(map(len, part))] for i, part in enumerate(words())]
@@ -232,11 +232,11 @@ def test_a_plan_is_there_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_survey_does_nothing(tmp_path: Path, small_units: None) -> None:
-    found = survey(made(tmp_path))
-    assert (found.parts, found.units, found.made, found.complete) == (6, 6, 0, False)
+    found = survey_dataset(made(tmp_path))
+    assert (found.parts, found.shards, found.finished, found.complete) == (6, 6, 0, False)
     assert not (tmp_path / "cache" / "datasets").exists()
     prepare(made(tmp_path))
-    assert (survey(made(tmp_path)).made, survey(made(tmp_path)).complete) == (6, True)
+    assert (survey_dataset(made(tmp_path)).finished, survey_dataset(made(tmp_path)).complete) == (6, True)
 
 
 def test_any_number_of_processes_writes_the_same(tmp_path: Path, small_units: None) -> None:
@@ -251,11 +251,11 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
     """As two machines would: neither knows of the other but by the folder."""
     makes, lines, found = list[int](), list[str](), list[Path]()
 
-    def make(job: units.Job, encoder: object, unit: int, tell: units.OnProgress) -> None:
+    def make(job: units.ShardJob, encoder: object, unit: int, tell: units.OnProgress) -> None:
         makes.append(unit)
-        units.make(job, encoder, unit, tell)  # type: ignore[arg-type]
+        units.write_shard(job, encoder, unit, tell)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "make", make)
+    monkeypatch.setattr(workers, "write_shard", make)
     slow = made(tmp_path, seconds=0.005)
     jobs = [threading.Thread(target=lambda: found.append(prepare(slow, lines.append))) for _ in range(2)]
     for job in jobs:
@@ -270,7 +270,7 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
 
 def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, lines = made(tmp_path), list[str]()
-    claim = units.lock_file(plan(slow), 0)
+    claim = units.lock_file(ensure_plan(slow), 0)
     claim.write_text(json.dumps({"machine": "another", "host": "node7", "pid": 5}))
 
     def wait(seconds: float) -> None:
@@ -298,7 +298,7 @@ def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None
     broken = made(tmp_path, content=(*words(2), ("x", "refuse")), workers=processes)
     with pytest.raises(ConfigError, match=r"^part 2: no good; mend it\.$"):
         prepare(broken)
-    folder = plan(broken)
+    folder = ensure_plan(broken)
     assert json.loads((folder / "failed.json").read_text()) == {"error": "part 2: no good; mend it."}
     assert not (folder / "manifest.json").exists()
     assert leftovers(folder) in ([], [".hashes"])
@@ -340,7 +340,7 @@ def test_a_process_that_dies_at_once_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
-    folder = plan(dataset(corpus_file))
+    folder = ensure_plan(dataset(corpus_file))
     (folder / "failed.json").write_text("{}")
     prepare(dataset(corpus_file))
     assert not (folder / "failed.json").exists()
@@ -388,7 +388,7 @@ def test_a_killed_preparation_goes_on(
     assert not (folder / "manifest.json").exists()
     done, makes = len(list(folder.glob("unit-*.json"))), list[int]()
     assert done == made_by_then
-    monkeypatch.setattr(workers, "make", lambda *a: (makes.append(a[2]), units.make(*a)))
+    monkeypatch.setattr(workers, "write_shard", lambda *a: (makes.append(a[2]), units.write_shard(*a)))
     assert prepare(made(tmp_path)) == folder
     assert makes == list(range(done, 6))
     assert leftovers(folder) == []
@@ -480,7 +480,7 @@ def test_what_is_damaged_is_made_again(
     folder = prepare(made(tmp_path))
     before, report, lines, makes = files(folder), manifest(folder)["report"], list[str](), list[int]()
     corruption(folder)
-    monkeypatch.setattr(workers, "make", lambda *a: (makes.append(a[2]), units.make(*a)))
+    monkeypatch.setattr(workers, "write_shard", lambda *a: (makes.append(a[2]), units.write_shard(*a)))
     assert prepare(made(tmp_path), lines.append, verify=verify) == folder
     assert files(folder) == before
     assert any(told in line for line in lines) or not told
@@ -505,8 +505,8 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
     (folder / "train-00000.tokens").unlink()
     if not receipt:
         (folder / "unit-00000.json").unlink()
-    framed = Encoder._framed
-    monkeypatch.setattr(Encoder, "_framed", lambda *a: [tokens[1:] for tokens in framed(*a)])
+    framed = Encoder._add_bos_eos
+    monkeypatch.setattr(Encoder, "_add_bos_eos", lambda *a: [tokens[1:] for tokens in framed(*a)])
     with pytest.raises(ConfigError, match=r"differs from its former content.*delete that folder"):
         prepare(made(tmp_path))
 
@@ -514,14 +514,14 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units: None) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = made(tmp_path, content=(*words(1), tuple(f"{i} is a number" for i in range(3000)), *words(1, same=40)))
-    plan(big)
+    ensure_plan(big)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         with pytest.raises(ConfigError, match=r"can't be used \(File too large.*dataset\.cache=FOLDER"):
             prepare(big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    folder = plan(big)
+    folder = ensure_plan(big)
     assert [f.name for f in sorted(folder.glob("unit-*"))] == ["unit-00000.json"]
     assert not list(folder.glob("*-00001.*")) and not list(folder.glob(".unit*"))
     prepare(big)
@@ -530,10 +530,10 @@ def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units:
 
 def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*arguments: object) -> None:
-        units.make(*arguments)  # type: ignore[arg-type]
+        units.write_shard(*arguments)  # type: ignore[arg-type]
         corpus_file.write_text(corpus_file.read_text() + '\n{"text": "more"}')
 
-    monkeypatch.setattr(workers, "make", late)
+    monkeypatch.setattr(workers, "write_shard", late)
     with pytest.raises(ConfigError, match="changed"):
         prepare(dataset(corpus_file))
     assert list((corpus_file.parent / "cache" / "datasets").iterdir()) == []
@@ -546,9 +546,9 @@ def test_what_gives_no_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_ids_that_the_vocabulary_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.dataset.sources.local import Markov
+    from titan.dataset.sources.local import MarkovSource
 
-    monkeypatch.setattr(Markov, "documents", lambda *_: iter([np.array([3, 300])]))
+    monkeypatch.setattr(MarkovSource, "documents", lambda *_: iter([np.array([3, 300])]))
     with pytest.raises(ConfigError, match=r"ids from 3 to 300.*vocab_size is 256"):
         prepare(Synthetic(tokens=2000, cache=str(tmp_path)))
 
@@ -562,7 +562,7 @@ def test_a_cache_that_can_not_be_written_is_refused(corpus_file: Path, tmp_path:
 def test_the_cache_is_where_the_settings_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("TITAN_CACHE", raising=False)
-    assert cache_folder(Stdlib()) == Path("/home/someone/.cache/titan")
+    assert find_cache_folder(Stdlib()) == Path("/home/someone/.cache/titan")
     monkeypatch.setenv("TITAN_CACHE", str(tmp_path))
-    assert cache_folder(Stdlib()) == tmp_path
-    assert cache_folder(Stdlib(cache="~/data")) == Path("/home/someone/data")
+    assert find_cache_folder(Stdlib()) == tmp_path
+    assert find_cache_folder(Stdlib(cache="~/data")) == Path("/home/someone/data")

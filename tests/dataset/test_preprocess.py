@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 
 from tests.support.made_source import Made, MadeSource, words
 from tests.support.tiers import full
-from titan.dataset.documents import Document, Part, Skip, Turn
+from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, report, shard_job
-from titan.dataset.preprocess.encode import content, groups
-from titan.dataset.preprocess.footprint import footprint
+from titan.dataset.preprocess.encode import group_documents, hash_document
+from titan.dataset.preprocess.footprint import estimate_footprint
 from titan.dataset.preprocess.prepare import prepare
-from titan.dataset.preprocess.writer import SplitWriter, checksum, write_json
+from titan.dataset.preprocess.writer import SplitWriter, compute_checksum, write_json
 from titan.dataset.schema import Stdlib
 from titan.errors import ConfigError
 from titan.files import leases
 
 
 def claimed(file: Path, **owner: object) -> Path:
-    file.write_text(json.dumps({"machine": leases.machine(), "host": "here", "pid": os.getpid()} | owner))
+    file.write_text(json.dumps({"machine": leases.identify_machine(), "host": "here", "pid": os.getpid()} | owner))
     return file
 
 
@@ -57,7 +57,7 @@ def test_only_one_takes_a_claim(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sum(taken) == 1
-    assert leases.holder(claim).startswith(f"process {os.getpid()} on ")
+    assert leases.describe_holder(claim).startswith(f"process {os.getpid()} on ")
     leases.release(claim)
     assert not claim.exists() and leases.acquire(claim)
 
@@ -136,7 +136,7 @@ def test_touching_keeps_a_claim(tmp_path: Path) -> None:
 
 
 def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
-    gone, me = dead(), leases.machine()
+    gone, me = dead(), leases.identify_machine()
     for name, seconds in {
         f".unit-00001.{me}.{gone}.abcd": 0,
         f".unit-00002.{me}.{os.getpid()}.abcd": 0,
@@ -164,8 +164,8 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
 @given(sizes=SIZES)
 def test_units_are_runs_of_all_parts(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "UNIT_LEAST", 30)
-        units = plan.divide([Part(str(i), size) for i, size in enumerate(sizes)])
+        patch.setattr(plan, "MIN_SHARD_BYTES", 30)
+        units = plan.divide_parts([SourcePart(str(i), size) for i, size in enumerate(sizes)])
     assert [first for first, _, _ in units] == [0, *(end for _, end, _ in units[:-1])]
     assert units[-1][1] == len(sizes)
     for first, end, size in units:
@@ -184,19 +184,19 @@ def test_units_are_runs_of_all_parts(sizes: list[int]) -> None:
     ],
 )
 def test_units_are_neither_small_nor_large(total: int, count: int) -> None:
-    assert len(plan.divide([Part(str(i), total // 4096) for i in range(4096)])) == count
+    assert len(plan.divide_parts([SourcePart(str(i), total // 4096) for i in range(4096)])) == count
 
 
 def limit(documents: list[Document], share: float) -> int:
     source = MadeSource((tuple(documents),), 0, False)
-    return plan.hash_limit(source, source.parts(), share)
+    return plan.compute_hash_limit(source, source.parts(), share)
 
 
 @given(
     texts=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), share=st.sampled_from([0.0, 1e-9, 0.3, 0.9])
 )
 def test_the_limit_holds_out_the_share_or_the_smallest(texts: list[str], share: float) -> None:
-    hashes = {content(text).hash for text in texts}
+    hashes = {hash_document(text).hash for text in texts}
     expected = int(share * 2**64)
     if share and min(hashes) >= expected and len(hashes) > 1:
         expected = min(hashes) + 1
@@ -211,16 +211,16 @@ def test_the_limit_is_found_without_reading_all() -> None:
 
 def test_content_is_told_by_texts_and_ids() -> None:
     turns = (Turn("one", trained=False), Turn("two", special=True))
-    assert content(turns) == content((Turn("one"), Turn("two")))
-    assert content(turns).hash != content((Turn("onet"), Turn("wo"))).hash
-    assert content(turns).bytes == 6
-    assert content(np.arange(3)) == content(np.arange(3, dtype=np.uint16))
-    assert content("é").bytes == 2
+    assert hash_document(turns) == hash_document((Turn("one"), Turn("two")))
+    assert hash_document(turns).hash != hash_document((Turn("onet"), Turn("wo"))).hash
+    assert hash_document(turns).bytes == 6
+    assert hash_document(np.arange(3)) == hash_document(np.arange(3, dtype=np.uint16))
+    assert hash_document("é").bytes == 2
 
 
 def test_groups_are_bounded_and_keep_the_order() -> None:
     documents = [*"abc", Skip("empty"), "d" * 50, "e"]
-    found = list(groups(documents, size=20))
+    found = list(group_documents(documents, size=20))
     assert [len(group) for group in found] == [5, 1]
     assert [entry if isinstance(entry, Skip) else entry[1] for group in found for entry in group] == documents
 
@@ -234,11 +234,11 @@ def test_a_split_is_written_whole_in_chunks(
     writer.chunk_tokens = chunk
     for length in lengths:
         documents.append(np.arange(start, start + length))
-        writer.add(documents[-1], (documents[-1] % 2).astype(np.uint8))
+        writer.add_document(documents[-1], (documents[-1] % 2).astype(np.uint8))
         start += length
     counts, written = writer.close()
     assert counts == {"tokens": start, "documents": sum(map(bool, lengths)), "max_token": start - 1}
-    assert {name: checksum(folder / name) for name in written} == written
+    assert {name: compute_checksum(folder / name) for name in written} == written
     if not start:
         assert not list(folder.iterdir())
         return
@@ -256,7 +256,7 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
     for seed in ("a", "b", "a"):
         writer = SplitWriter(tmp_path, "x", np.dtype("<u2"), seed)
         for i in range(50):
-            writer.add(np.array([i]))
+            writer.add_document(np.array([i]))
         writer.close()
         found.add((tmp_path / "x.tokens").read_bytes())
     assert len(found) == 2
@@ -275,7 +275,7 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mon
         write_json(tmp_path / "x", {"after": 1})
     assert [f.read_text() for f in tmp_path.iterdir()] == ["before"]
     (temporary,) = set(names) - {"x"}
-    assert temporary.startswith(f".x.{leases.machine()}.{os.getpid()}.")  # so that `remove_leftovers` finds it
+    assert temporary.startswith(f".x.{leases.identify_machine()}.{os.getpid()}.")  # so that `remove_leftovers` finds it
 
 
 @given(
@@ -288,11 +288,11 @@ def test_copies_are_counted_in_ranges(
     folder = tmp_path_factory.mktemp("hashes")
     for i, hashes in enumerate(files):
         np.sort(np.array(hashes, dtype="<u8")).tofile(folder / str(i))
-    assert report.distinct(sorted(folder.iterdir()), size) == len({h for hashes in files for h in hashes})
+    assert report.count_distinct(sorted(folder.iterdir()), size) == len({h for hashes in files for h in hashes})
 
 
 def test_sizes_in_words() -> None:
-    found = [report.size(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
+    found = [report.format_bytes(n) for n in (0, 999, 1000, 12_345, 123_456_789, 60e12, 5e15)]
     assert found == ["0 bytes", "999 bytes", "1.0 kB", "12.3 kB", "123 MB", "60.0 TB", "5,000.0 TB"]
 
 
@@ -308,14 +308,14 @@ def test_sizes_on_paper_are_those_on_disk(
     dataset: Stdlib | Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(dataset, Made):
-        monkeypatch.setattr(plan, "UNIT_LEAST", 1000)
-        monkeypatch.setattr(plan, "UNITS_WANTED", 300)
+        monkeypatch.setattr(plan, "MIN_SHARD_BYTES", 1000)
+        monkeypatch.setattr(plan, "TARGET_SHARDS", 300)
         monkeypatch.setenv("TITAN_CACHE", str(tmp_path))
     folder = prepare(dataset)
     manifest = json.loads((folder / "manifest.json").read_text())
     found = manifest["report"]
-    paper = footprint(found["bytes"], found["documents"], found["tokens"], manifest["vocab_size"])
-    assert paper.units == pytest.approx(len(manifest["units"]), rel=0.05)
+    paper = estimate_footprint(found["bytes"], found["documents"], found["tokens"], manifest["vocab_size"])
+    assert paper.shards == pytest.approx(len(manifest["units"]), rel=0.05)
     assert paper.plan == pytest.approx((folder / "plan.json").stat().st_size, rel=0.05)
     skipped = len(json.dumps(found["skipped"])) - 2 + len(json.dumps(found["notes"])) - 2
     assert paper.manifest == pytest.approx((folder / "manifest.json").stat().st_size - skipped, rel=0.07)
@@ -324,7 +324,7 @@ def test_sizes_on_paper_are_those_on_disk(
 
 
 def test_the_largest_corpora_have_small_plans() -> None:
-    paper = footprint(60 * 10**12, 15 * 10**9, 15 * 10**12, 128_256)
-    assert paper.units == 27_940
+    paper = estimate_footprint(60 * 10**12, 15 * 10**9, 15 * 10**12, 128_256)
+    assert paper.shards == 27_940
     assert paper.plan < 2**20 and paper.manifest < 2 * 2**20 and paper.index < 2 * 2**20
     assert (paper.tokens, paper.offsets, paper.hashes) == (60 * 10**12, 120 * 10**9, 120 * 10**9)

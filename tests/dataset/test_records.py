@@ -12,7 +12,7 @@ import pytest
 
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
-from titan.dataset.sources.local import jsonl, parquet
+from titan.dataset.sources.local import build_jsonl_source, build_parquet_source
 from titan.errors import ConfigError
 
 TEXTS = [f"text {i}" for i in range(1000)]
@@ -33,7 +33,7 @@ def write(path: Path, columns: dict[str, Any], rows_a_group: int = 300) -> Path:
 def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", {"id": list(range(1000)), "text": TEXTS})
     write(tmp_path / "a.parquet", {"text": ["first", None, " "]})
-    source = parquet(str(tmp_path))
+    source = build_parquet_source(str(tmp_path))
     assert [part.name.rpartition("/")[2] for part in source.parts()] == [
         "a.parquet, row group 0", *(f"b.parquet, row group {i}" for i in range(4))
     ]  # fmt: skip
@@ -51,7 +51,7 @@ def test_parquet_of_other_kinds_of_text(tmp_path: Path, kind: str) -> None:
         "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
     }
     column = pyarrow.array(TEXTS).cast(types[kind])
-    assert read(parquet(str(write(tmp_path / "x.parquet", {"text": column})))) == TEXTS
+    assert read(build_parquet_source(str(write(tmp_path / "x.parquet", {"text": column})))) == TEXTS
 
 
 def test_text_of_another_encoding_in_parquet(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_text_of_another_encoding_in_parquet(tmp_path: Path) -> None:
     column = pyarrow.array([b"one", "grün".encode("latin-1"), b"three"]).view(pyarrow.string())
     file = write(tmp_path / "x.parquet", {"text": column})
     with pytest.raises(ConfigError, match=r"x\.parquet, row group 0, row 1: not UTF-8.*dataset\.on_error=skip"):
-        read(parquet(str(file)))
+        read(build_parquet_source(str(file)))
     where = f"{file}, row group 0, row 1"
-    assert read(parquet(str(file), on_error="skip")) == ["one", Skip("not UTF-8", where), "three"]
+    assert read(build_parquet_source(str(file), on_error="skip")) == ["one", Skip("not UTF-8", where), "three"]
 
 
 def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
     data[middle : middle + 200] = bytes(200)
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=r"row group \d: not a Parquet file, or a broken or truncated one"):
-        read(parquet(str(file)))
-    came = read(parquet(str(file), on_error="skip"))
+        read(build_parquet_source(str(file)))
+    came = read(build_parquet_source(str(file), on_error="skip"))
     assert TEXTS[0] in came and TEXTS[-1] in came
     assert {d.reason for d in came if isinstance(d, Skip)} == {"broken file"}
 
@@ -93,7 +93,7 @@ def test_bad_parquet_is_refused(tmp_path: Path, content: Any, field: str, words:
     else:
         file.write_bytes(b"hello")
     with pytest.raises(ConfigError) as refusal:
-        read(parquet(str(file), field))
+        read(build_parquet_source(str(file), field))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
 
@@ -102,10 +102,10 @@ def test_digests_differ_by_what_is_read_and_not_by_place(tmp_path: Path) -> None
     for folder in "ab":
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "x.parquet", {"text": ["a"]})
-    a, b = (parquet(str(tmp_path / folder)).digest() for folder in "ab")
-    assert a == b != parquet(str(tmp_path / "a"), "body").digest()
-    assert a == parquet(str(tmp_path / "a"), on_error="skip").digest()
-    assert a != jsonl(str(tmp_path / "a" / "x.parquet")).digest()
+    a, b = (build_parquet_source(str(tmp_path / folder)).digest() for folder in "ab")
+    assert a == b != build_parquet_source(str(tmp_path / "a"), "body").digest()
+    assert a == build_parquet_source(str(tmp_path / "a"), on_error="skip").digest()
+    assert a != build_jsonl_source(str(tmp_path / "a" / "x.parquet")).digest()
 
 
 MESSAGES = [
@@ -141,9 +141,9 @@ def tokenizer_with(folder: Path, special: Sequence[str]) -> str:
     """A byte-level tokenizer.json with these special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from titan.dataset.tokenizers.train import byte_characters
+    from titan.dataset.tokenizers.train import list_byte_characters
 
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(list_byte_characters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])

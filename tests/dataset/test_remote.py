@@ -44,7 +44,7 @@ def test_files_come_when_they_are_read(there: Path) -> None:
     assert shards_here(Path(folder)) == []
     assert corpus.train.read(49_990, 20).tolist() == [i % 2**16 for i in range(49_990, 50_010)]
     assert shards_here(Path(folder)) == ["train-00000.tokens", "train-00001.tokens"]
-    assert corpus.train.begins(0, 60_000).tolist() == [50_000]
+    assert corpus.train.find_document_starts(0, 60_000).tolist() == [50_000]
     shutil.rmtree(there)
     assert open_corpus(folder).train.read(60_000, 1) == [60_000], "what is here is not fetched again"
 
@@ -58,8 +58,8 @@ def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
     assert near.sources[0].corpus.digest == far.sources[0].corpus.digest
     numbers = np.arange(50)
     for mix in (near, far):
-        _, rows = mix.locate(numbers)
-        assert all(mix.sources[0].split.row(row, 64)[0] == row * 64 % 2**16 for row in rows.tolist())
+        _, rows = mix.locate_rows(numbers)
+        assert all(mix.sources[0].split.read_row(row, 64)[0] == row * 64 % 2**16 for row in rows.tolist())
 
 
 def test_the_cache_keeps_what_it_may(there: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        remote._write(tmp_path / "x", broken())
+        remote._write_file(tmp_path / "x", broken())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,7 +42,7 @@ def test_reads_cross_shards(split: Split, start: int, count: int) -> None:
 @given(start=st.integers(0, TOKENS - 1), count=st.integers(0, 300))
 def test_documents_begin_where_they_were_written(split: Split, start: int, count: int) -> None:
     count = min(count, TOKENS - start)
-    assert split.begins(start, count).tolist() == [b - start for b in BEGINS if start < b < start + count]
+    assert split.find_document_starts(start, count).tolist() == [b - start for b in BEGINS if start < b < start + count]
 
 
 def test_the_parts_count(split: Split) -> None:
@@ -52,17 +52,17 @@ def test_the_parts_count(split: Split) -> None:
 def test_masks_are_read_like_tokens(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, masked=True)
     assert corpus.masked
-    assert corpus.train.counted(55, 10).tolist() == [i % 2 == 0 for i in range(55, 65)]
+    assert corpus.train.read_loss_mask(55, 10).tolist() == [i % 2 == 0 for i in range(55, 65)]
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 16, 64])
 def test_rows_overlap_by_one_token(split: Split, seq_len: int) -> None:
-    rows = [split.row(i, seq_len) for i in range(split.rows(seq_len))]
+    rows = [split.read_row(i, seq_len) for i in range(split.count_rows(seq_len))]
     assert len(rows) == (TOKENS - 1) // seq_len
     assert all(row.size == seq_len + 1 for row in rows)
     assert all(a[-1] == b[0] for a, b in pairwise(rows))
     with pytest.raises(IndexError):
-        split.row(len(rows), seq_len)
+        split.read_row(len(rows), seq_len)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_a_pickle_carries_no_data(tmp_path: Path) -> None:
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "OPEN", 3)
+    monkeypatch.setattr(shards, "MAX_OPEN_FILES", 3)
     split = write(tmp_path / "c", [counting(10, start=10 * i) for i in range(12)]).train
     before = len(os.listdir("/proc/self/fd"))
     for start in [*range(0, 115, 7), *range(100, 0, -9)]:
         assert split.read(start, 5)[0] == start
-        split.begins(start, 1)
+        split.find_document_starts(start, 1)
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 3, "tokens and offsets, three each"
 
 
@@ -103,13 +103,13 @@ def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
     corpus = write(folder, UNITS, done=1)
     assert (corpus.complete, corpus.shard_jobs, corpus.train.tokens) == (False, (1, 4), 60)
     entries = [publish(folder, number, UNITS[number]) for number in (1, 3)]
-    more = corpus.reopened()
+    more = corpus.reopen()
     assert (more.shard_jobs, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
     entries = [publish(folder, number, unit) for number, unit in enumerate(UNITS)]
     finish(folder, entries)
-    whole = more.reopened()
+    whole = more.reopen()
     assert (whole.complete, whole.train.tokens) == (True, TOKENS)
-    assert whole.reopened() is whole
+    assert whole.reopen() is whole
     with pytest.raises(ConfigError):
         open_corpus(write(tmp_path / "other", UNITS, done=1).folder)
 
@@ -127,17 +127,17 @@ def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete
 ) -> None:
     folder = tmp_path / "c"
     write(folder, UNITS, done=1)
-    original = shards._partial
+    original = shards._build_partial_manifest
 
     def slow(folder: Path) -> dict[str, object]:
         content = original(folder)
         finish(folder, [publish(folder, number, unit) for number, unit in enumerate(UNITS)])
         return content
 
-    monkeypatch.setattr(shards, "_partial", slow)
+    monkeypatch.setattr(shards, "_build_partial_manifest", slow)
     corpus = open_corpus(folder, partial=True)
     assert (corpus.complete, corpus.train.tokens) == (False, 60)
-    assert (corpus.reopened().complete, corpus.reopened().train.tokens) == (True, TOKENS)
+    assert (corpus.reopen().complete, corpus.reopen().train.tokens) == (True, TOKENS)
 
 
 def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_damage_is_refused_with_the_way_out(tmp_path: Path, damage: Callable[[Pa
     write(folder, UNITS)
     damage(folder)
     with pytest.raises(ConfigError, match=r"titan\.prepare") as refusal:
-        open_corpus(folder, check=True)
+        open_corpus(folder, check_sizes=True)
     assert str(folder) in str(refusal.value)
 
 

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import files, local
-from titan.dataset.sources.local import Markov, jsonl, passages, separated, stdlib, text
+from titan.dataset.sources.local import (
+    MarkovSource,
+    build_jsonl_source,
+    build_stdlib_source,
+    build_text_source,
+    split_documents,
+    split_passages,
+)
 from titan.errors import ConfigError
 
 
@@ -30,7 +37,7 @@ def skipped(source: Source) -> list[Skip]:
 
 
 def test_stdlib_is_the_library_without_tests() -> None:
-    source = stdlib()
+    source = build_stdlib_source()
     found = [Path(part.name) for part in source.parts()]
     names = {file.name for file in found}
     places = {part for file in found for part in file.parts}
@@ -38,20 +45,20 @@ def test_stdlib_is_the_library_without_tests() -> None:
     assert not places & {"site-packages", "test", "__pycache__", "encodings"}
     assert not any(name.startswith("_sysconfigdata") for name in names)
     assert any("class ArgumentParser" in document for document in documents(source))
-    assert source.digest() == stdlib().digest()
+    assert source.digest() == build_stdlib_source().digest()
 
 
 def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="dataset=text"):
-        stdlib()
+        build_stdlib_source()
 
 
 def test_the_few_files_that_are_not_utf8_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_bytes(b"# caf\xe9")
     (tmp_path / "b.py").write_text("# plain")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert documents(stdlib()) == ["# plain"]
+    assert documents(build_stdlib_source()) == ["# plain"]
 
 
 @pytest.fixture
@@ -74,24 +81,24 @@ def library(tmp_path: Path) -> Path:
     ],
 )
 def test_text_finds_files(library: Path, path: str, expected: list[str]) -> None:
-    assert documents(text(str(library / path))) == expected
+    assert documents(build_text_source(str(library / path))) == expected
 
 
 def test_a_folder_without_text_files_gives_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "x.rst").write_text("ex")
     (tmp_path / ".hidden").write_text("no")
-    assert documents(text(str(tmp_path))) == ["ex"]
+    assert documents(build_text_source(str(tmp_path))) == ["ex"]
 
 
 def test_a_separator_divides_and_blank_documents_vanish(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes("\ufeffone\r\n<|e|>two<|e|>\n <|e|>drei ä".encode())
-    assert documents(text(str(tmp_path), "<|e|>")) == ["one\r\n", "two", "drei ä"]
+    assert documents(build_text_source(str(tmp_path), "<|e|>")) == ["one\r\n", "two", "drei ä"]
 
 
 @given(document=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\n\n \r")), step=st.integers(8, 40))
 def test_passages_are_the_file_cut_at_lines(document: str, step: int) -> None:
     data = document.encode()
-    parts = list(passages(io.BytesIO(data), step))
+    parts = list(split_passages(io.BytesIO(data), step))
     assert b"".join(parts) == data
     assert all(len(part) < 2 * step for part in parts)
     assert "".join(part.decode() for part in parts) == document
@@ -102,13 +109,13 @@ def test_passages_are_the_file_cut_at_lines(document: str, step: int) -> None:
 def test_separated_is_split_whatever_the_chunks(data: str, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "_CHUNK", chunk)
-        assert list(separated(io.BytesIO(data.encode()), b"<>")) == data.encode().split(b"<>")
+        assert list(split_documents(io.BytesIO(data.encode()), b"<>")) == data.encode().split(b"<>")
 
 
 def test_a_single_megabyte_has_passages_enough(tmp_path: Path) -> None:
     content = "".join(f"line {i} of a long story\n" for i in range(40_000))
     (tmp_path / "story.txt").write_text(content)
-    parts = documents(text(str(tmp_path / "story.txt")))
+    parts = documents(build_text_source(str(tmp_path / "story.txt")))
     assert "".join(parts) == content
     assert 100 < len(parts) < 200
     assert all(part.endswith("\n") for part in parts)
@@ -119,37 +126,61 @@ def test_jsonl_gives_the_field_of_each_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
     (tmp_path / "b.json").write_text(r'{"text": "half \ud800 a pair"}')
     (tmp_path / "c.txt").write_text("no JSON")
-    assert documents(jsonl(str(tmp_path))) == ["one", "zwei ü\n", "half \ufffd a pair"]
+    assert documents(build_jsonl_source(str(tmp_path))) == ["one", "zwei ü\n", "half \ufffd a pair"]
     (tmp_path / "d.jsonl").write_text('{"text": "t", "body": "b"}')
-    assert documents(jsonl(str(tmp_path / "d.jsonl"), "body")) == ["b"]
+    assert documents(build_jsonl_source(str(tmp_path / "d.jsonl"), "body")) == ["b"]
 
 
 def test_documents_of_nothing_are_told(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n{"text": null}\n\n{"text": " \\n"}\n')
     (tmp_path / "y.txt").write_text(" \n")
     where = f"{tmp_path / 'x.jsonl'}, line "
-    assert skipped(jsonl(str(tmp_path / "x.jsonl"))) == [Skip("empty", f"{where}{n}") for n in (1, 2, 4)]
-    assert [skip.reason for skip in skipped(text(str(tmp_path / "y.txt")))] == ["empty"]
+    assert skipped(build_jsonl_source(str(tmp_path / "x.jsonl"))) == [Skip("empty", f"{where}{n}") for n in (1, 2, 4)]
+    assert [skip.reason for skip in skipped(build_text_source(str(tmp_path / "y.txt")))] == ["empty"]
 
 
 GOOD = b'{"text": "fine"}\n'
 BAD = [
-    pytest.param(text, None, "x.txt", ["dataset.path", "no such"], id="missing-path"),
-    pytest.param(text, None, "*.txt", ["dataset.path", "matches"], id="glob-without-match"),
-    pytest.param(text, None, "", ["dataset.path", "matches"], id="empty-folder"),
-    pytest.param(jsonl, {"x.txt": b"hello"}, "", ["matches", ".jsonl"], id="folder-of-other-files"),
-    pytest.param(text, {"x.txt": b""}, "x.txt", ["x.txt", "the file is empty"], id="empty-file"),
-    pytest.param(text, {"x.txt": b"", "y.txt": b""}, "", ["all 2 files are empty"], id="folder-of-empty-files"),
-    pytest.param(jsonl, {"x.jsonl": b""}, "x.jsonl", ["x.jsonl", "empty"], id="empty-jsonl"),
-    pytest.param(jsonl, {"x.jsonl": GOOD + b"\n{oops\n"}, "", ["x.jsonl, line 3", "not JSON"], id="broken-line"),
-    pytest.param(jsonl, {"x.jsonl": GOOD + b"[1]\n"}, "", ["x.jsonl, line 2", "object"], id="line-of-another-kind"),
-    pytest.param(jsonl, {"x.jsonl": b'{"body": ""}'}, "", ["line 1", "'text'", "body", "dataset.field"], id="no-field"),
-    pytest.param(jsonl, {"x.jsonl": b'{"text": 5}'}, "", ["line 1", "is 5, not text"], id="field-that-is-no-text"),
-    pytest.param(jsonl, {"x.jsonl": b"[" * 100_000}, "", ["line 1", "not JSON"], id="nested-without-end"),
-    pytest.param(jsonl, {"x.jsonl": GOOD + b'{"text": "\xff"}'}, "", ["x.jsonl", "byte 27", "UTF-8"], id="jsonl-bytes"),
-    pytest.param(text, {"x.txt": b"abc\xff"}, "x.txt", ["x.txt", "byte 3", "UTF-8"], id="text-bytes"),
-    pytest.param(text, {"x.txt": b"\xef\xbb\xbfabc\xff"}, "x.txt", ["byte 6"], id="text-bytes-after-a-mark"),
-    pytest.param(text, {"x.txt": b"ab\n" * 5000 + b"\xc3"}, "", ["byte 15000"], id="text-bytes-in-a-later-passage"),
+    pytest.param(build_text_source, None, "x.txt", ["dataset.path", "no such"], id="missing-path"),
+    pytest.param(build_text_source, None, "*.txt", ["dataset.path", "matches"], id="glob-without-match"),
+    pytest.param(build_text_source, None, "", ["dataset.path", "matches"], id="empty-folder"),
+    pytest.param(build_jsonl_source, {"x.txt": b"hello"}, "", ["matches", ".jsonl"], id="folder-of-other-files"),
+    pytest.param(build_text_source, {"x.txt": b""}, "x.txt", ["x.txt", "the file is empty"], id="empty-file"),
+    pytest.param(
+        build_text_source, {"x.txt": b"", "y.txt": b""}, "", ["all 2 files are empty"], id="folder-of-empty-files"
+    ),
+    pytest.param(build_jsonl_source, {"x.jsonl": b""}, "x.jsonl", ["x.jsonl", "empty"], id="empty-jsonl"),
+    pytest.param(
+        build_jsonl_source, {"x.jsonl": GOOD + b"\n{oops\n"}, "", ["x.jsonl, line 3", "not JSON"], id="broken-line"
+    ),
+    pytest.param(
+        build_jsonl_source, {"x.jsonl": GOOD + b"[1]\n"}, "", ["x.jsonl, line 2", "object"], id="line-of-another-kind"
+    ),
+    pytest.param(
+        build_jsonl_source,
+        {"x.jsonl": b'{"body": ""}'},
+        "",
+        ["line 1", "'text'", "body", "dataset.field"],
+        id="no-field",
+    ),
+    pytest.param(
+        build_jsonl_source, {"x.jsonl": b'{"text": 5}'}, "", ["line 1", "is 5, not text"], id="field-that-is-no-text"
+    ),
+    pytest.param(build_jsonl_source, {"x.jsonl": b"[" * 100_000}, "", ["line 1", "not JSON"], id="nested-without-end"),
+    pytest.param(
+        build_jsonl_source,
+        {"x.jsonl": GOOD + b'{"text": "\xff"}'},
+        "",
+        ["x.jsonl", "byte 27", "UTF-8"],
+        id="jsonl-bytes",
+    ),
+    pytest.param(build_text_source, {"x.txt": b"abc\xff"}, "x.txt", ["x.txt", "byte 3", "UTF-8"], id="text-bytes"),
+    pytest.param(
+        build_text_source, {"x.txt": b"\xef\xbb\xbfabc\xff"}, "x.txt", ["byte 6"], id="text-bytes-after-a-mark"
+    ),
+    pytest.param(
+        build_text_source, {"x.txt": b"ab\n" * 5000 + b"\xc3"}, "", ["byte 15000"], id="text-bytes-in-a-later-passage"
+    ),
 ]
 
 
@@ -168,35 +199,44 @@ def test_bad_input_is_refused(
 def test_bad_bytes_after_a_separator_are_placed_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"one<>two<>\xff")
     with pytest.raises(ConfigError, match="byte 10 "):
-        documents(text(str(tmp_path), "<>"))
+        documents(build_text_source(str(tmp_path), "<>"))
 
 
 def test_an_empty_separator_is_refused(library: Path) -> None:
     with pytest.raises(ConfigError, match="separator"):
-        text(str(library), "")
+        build_text_source(str(library), "")
 
 
 def test_the_digest_is_the_content_not_its_place(tmp_path: Path) -> None:
     for folder, content in (("a", "same"), ("b", "same"), ("c", "other")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text(content)
-    a, b, c = (text(str(tmp_path / folder)).digest() for folder in "abc")
+    a, b, c = (build_text_source(str(tmp_path / folder)).digest() for folder in "abc")
     assert a == b != c
-    assert len({a, text(str(tmp_path / "a"), "\n").digest(), jsonl(str(tmp_path / "a" / "x.txt")).digest()}) == 3
+    assert (
+        len(
+            {
+                a,
+                build_text_source(str(tmp_path / "a"), "\n").digest(),
+                build_jsonl_source(str(tmp_path / "a" / "x.txt")).digest(),
+            }
+        )
+        == 3
+    )
 
 
 def test_a_big_file_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, memo = tmp_path / "x.txt", tmp_path / "memo"
     file.write_bytes(b"a" * 2**20)
     os.utime(file, (1e9, 1e9))
-    digest = text(str(file)).digest(memo)
-    monkeypatch.setattr(files, "_read_digest", lambda path: pytest.fail("read again"))
-    assert text(str(file)).digest(memo) == digest
+    digest = build_text_source(str(file)).digest(memo)
+    monkeypatch.setattr(files, "_hash_file", lambda path: pytest.fail("read again"))
+    assert build_text_source(str(file)).digest(memo) == digest
     monkeypatch.undo()
     file.write_bytes(b"b" * 2**20)
-    assert text(str(file)).digest(memo) != digest
+    assert build_text_source(str(file)).digest(memo) != digest
     os.utime(file, (1.1e9, 1.1e9))
-    assert text(str(file)).digest(memo) != digest
+    assert build_text_source(str(file)).digest(memo) != digest
 
 
 def test_a_memo_that_can_not_be_written_does_no_harm(tmp_path: Path) -> None:
@@ -204,25 +244,25 @@ def test_a_memo_that_can_not_be_written_does_no_harm(tmp_path: Path) -> None:
     file.write_bytes(b"a" * 2**20)
     os.utime(file, (1e9, 1e9))
     memo.write_text("a file where a folder should be")
-    assert text(str(file)).digest(memo) == text(str(file)).digest()
+    assert build_text_source(str(file)).digest(memo) == build_text_source(str(file)).digest()
 
 
 def test_markov_documents() -> None:
-    source = Markov(tokens=30_000, vocab_size=50, seed=1)
+    source = MarkovSource(tokens=30_000, vocab_size=50, seed=1)
     drawn = list(documents(source))
     assert sum(document.size for document in drawn) == 30_000
     assert all(100 <= document.size <= 500 for document in drawn[:-1])
     assert np.bincount(np.concatenate(drawn), minlength=50).min() > 300
     assert all(np.array_equal(a, b) for a, b in zip(drawn, documents(source), strict=True))
     digests = {
-        Markov(*about).digest() for about in [(30_000, 50, 1), (30_001, 50, 1), (30_000, 51, 1), (30_000, 50, 2)]
+        MarkovSource(*about).digest() for about in [(30_000, 50, 1), (30_001, 50, 1), (30_000, 51, 1), (30_000, 50, 2)]
     }
     assert len(digests) == 4
 
 
 def test_markov_can_be_learnt() -> None:
     """The entropy of the next token given the last is far below that of a token alone, and as documented."""
-    tokens = np.concatenate(documents(Markov(tokens=200_000, vocab_size=16, seed=3)))
+    tokens = np.concatenate(documents(MarkovSource(tokens=200_000, vocab_size=16, seed=3)))
     pairs = np.zeros((16, 16))
     np.add.at(pairs, (tokens[:-1], tokens[1:]), 1)
     rates = pairs / pairs.sum(axis=1, keepdims=True)

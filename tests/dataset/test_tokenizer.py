@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from titan.dataset.documents import Turn
 from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, llama3_special, write_ranks
-from titan.dataset.tokenizers.tokenizer import END, Tokenizer
-from titan.dataset.tokenizers.train import byte_characters
+from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, list_llama3_special, write_ranks
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from titan.dataset.tokenizers.train import list_byte_characters
 from titan.errors import ConfigError
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -34,23 +34,23 @@ def test_round_trip_is_exact(text: str) -> None:
     tokenizer = titan4k()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.count_token_bytes()[ids].sum() == len(text.encode())
     assert tokenizer.encode_batch([text, "x", text]) == [ids, tokenizer.encode("x"), ids]
 
 
 def test_titan4k_is_complete() -> None:
     tokenizer = titan4k()
     assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.bos) == (4096, 4095, None)
-    assert tokenizer.token_bytes().dtype == np.uint16
-    assert (tokenizer.token_bytes() == 0).nonzero()[0].tolist() == [4095]
+    assert tokenizer.count_token_bytes().dtype == np.uint16
+    assert (tokenizer.count_token_bytes() == 0).nonzero()[0].tolist() == [4095]
     assert len(tokenizer.encode("def __init__(self, name: str) -> None:\n    return self.name\n")) < 20
 
 
 def test_documents_end_and_special_text_is_ordinary() -> None:
     tokenizer = titan4k()
     assert tokenizer.encode_document("hello") == [*tokenizer.encode("hello"), 4095]
-    assert 4095 not in tokenizer.encode(f"a {END} b")
-    assert tokenizer.decode(tokenizer.encode(END)) == END == tokenizer.decode([4095])
+    assert 4095 not in tokenizer.encode(f"a {END_OF_TEXT} b")
+    assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT == tokenizer.decode([4095])
 
 
 def test_broken_utf8_decodes_to_replacement_characters(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_128000_ranks_are_llama3s(tmp_path: Path) -> None:
     assert (
         tokenizer.decode([128_006, 128_009, 128_255]) == "<|start_header_id|><|eot_id|><|reserved_special_token_250|>"
     )
-    assert len(set(llama3_special())) == 256
+    assert len(set(list_llama3_special())) == 256
 
 
 def test_the_fingerprint_is_the_content(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def byte_level_json(folder: Path, config: dict[str, object] | None = None) -> To
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())} | {"ab": 256}
+    vocabulary = {character: byte for byte, character in enumerate(list_byte_characters())} | {"ab": 256}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -166,7 +166,7 @@ def test_tokenizer_json_round_trip_is_exact(tmp_path_factory: pytest.TempPathFac
     tokenizer = load_tokenizer(str(file)) if file.exists() else byte_level_json(folder)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.count_token_bytes()[ids].sum() == len(text.encode())
 
 
 def test_tokenizer_json_adds_only_what_is_asked(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_tokenizer_json_adds_only_what_is_asked(tmp_path: Path) -> None:
     assert tokenizer.encode_document("ab") == [257, 256, 258]
     assert not {257, 258} & set(tokenizer.encode("<s>ab</s>"))
     assert tokenizer.decode([256, 258]) == "ab</s>"
-    assert tokenizer.token_bytes()[255:].tolist() == [1, 2, 0, 0]
+    assert tokenizer.count_token_bytes()[255:].tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_bytes_of_a_sentencepiece_like_tokenizer_json(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path / "tokenizer.json")).token_bytes().tolist() == [1, 1, 2, 3]
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).count_token_bytes().tolist() == [1, 1, 2, 3]
 
 
 SPECIAL = ["<|end_of_text|>", "<|end", "a b", "\r\n", "  ", "\u3000", "é🙂", "x" * 50]
@@ -313,7 +313,7 @@ def test_turns(tmp_path: Path, turns: tuple[Turn, ...], ids: list[int], trained:
 def test_content_gives_no_special_tokens(tmp_path: Path, make: Callable[[Path], Tokenizer]) -> None:
     tokenizer = make(tmp_path)
     name = tokenizer.decode([tokenizer.bos or 0])
-    assert tokenizer.has(name) and not tokenizer.has("ab") and not tokenizer.has("<none>")
+    assert tokenizer.has_special(name) and not tokenizer.has_special("ab") and not tokenizer.has_special("<none>")
     ids, trained = tokenizer.encode_turns((Turn(f"x{name}", False), Turn(f"{name}y", special=True)))
     frame = [tokenizer.bos, *tokenizer.encode(f"x{name}"), tokenizer.bos, *tokenizer.encode("y"), tokenizer.eos]
     assert ids == frame and tokenizer.bos not in tokenizer.encode(f"x{name}")

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from titan.dataset.tokenizers.load import load_tokenizer
-from titan.dataset.tokenizers.train import byte_characters, main, train
+from titan.dataset.tokenizers.train import list_byte_characters, main, train_vocabulary
 from titan.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat, the cat's 1234 hats\n" * 3, "  häßlich 漢字 the\r\n", "theatre then"]
 
 
 def test_training_is_deterministic_and_complete() -> None:
-    tokens = train(TEXTS, 280)
-    assert tokens == train(TEXTS, 280)
+    tokens = train_vocabulary(TEXTS, 280)
+    assert tokens == train_vocabulary(TEXTS, 280)
     assert len(set(tokens)) == 280
     assert {bytes([byte]) for byte in range(256)} <= set(tokens)
     assert b"the" in tokens or b" the" in tokens
@@ -24,9 +24,9 @@ def test_training_is_deterministic_and_complete() -> None:
 def test_byte_characters_are_distinct_and_those_of_byte_level_bpe() -> None:
     from tokenizers import pre_tokenizers
 
-    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert byte_characters()[ord("a")] == "a"
-    assert byte_characters()[ord(" ")] == "Ġ"
+    assert sorted(list_byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert list_byte_characters()[ord("a")] == "a"
+    assert list_byte_characters()[ord(" ")] == "Ġ"
 
 
 def test_the_command_writes_a_tokenizer(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_the_command_refuses_plainly(
 
 def test_too_few_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="--ranks 255"):
-        train(TEXTS, 255)
+        train_vocabulary(TEXTS, 255)

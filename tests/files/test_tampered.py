@@ -27,7 +27,7 @@ from titan.sweep import ledger
 @pytest.mark.parametrize("name", ["../key", "/etc/passwd", "a/b", "a\\b", "..", ".", "", "a\nb", "s3::b", 7, "x" * 300])
 def test_a_files_name_stays_in_its_folder(name: Any) -> None:
     with pytest.raises(ValueError, match="which is not a file in its folder"):
-        untrusted.file_name(name)
+        untrusted.check_file_name(name)
 
 
 DEEP = "[" * 300_000

@@ -14,9 +14,9 @@ from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ou
 from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4, QWEN3_MOE
 from tests.support.tiers import table
 from titan.errors import RunError
-from titan.generation.cache import cached
-from titan.generation.decode import Decoder as Decoding
-from titan.generation.decode import Row, SamplingRules
+from titan.generation.cache import use_cache
+from titan.generation.decode import BatchDecoder as Decoding
+from titan.generation.decode import Continuation, SamplingRules
 from titan.model import init_weights
 from titan.model.layers import CausalAttention
 from titan.model.schema import Decoder, Llama, Qwen3
@@ -46,13 +46,13 @@ def tiny(seed: int = 0, **changes: Any) -> Any:
 
 def continued(
     model: Any, given: Sequence[Sequence[int]], chunk: int = 512, samples: int = 1, **rules: Any
-) -> list[Row]:
-    rows = [Row(prompt, sample) for prompt in given for sample in range(samples)]
+) -> list[Continuation]:
+    rows = [Continuation(prompt, sample) for prompt in given for sample in range(samples)]
     Decoding(model, SamplingRules(**{"max_tokens": NEW} | rules), device=CPU, chunk=chunk).run(rows)
     return rows
 
 
-def tokens(rows: Sequence[Row]) -> list[list[int]]:
+def tokens(rows: Sequence[Continuation]) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
@@ -96,7 +96,7 @@ def test_logits_at_each_position_are_those_without_a_cache(config: Decoder) -> N
     model = ours(config, hugging_face(config))
     rows = torch.tensor(prompts(lengths=(50, 50)))
     lengths, found = [20, 33], []
-    with torch.no_grad(), cached(model, 50, CPU) as cache:
+    with torch.no_grad(), use_cache(model, 50, CPU) as cache:
         model(rows[:, :33], cache.extend(0, 33))  # the shorter row's end is filling here
         for i in range(17):
             places = [length + i for length in lengths]
@@ -110,7 +110,7 @@ def test_logits_at_each_position_are_those_without_a_cache(config: Decoder) -> N
 
 def chunked(model: Any, row: Tensor, chunk: int) -> Tensor:
     """Logits of a row that goes through the cache in chunks."""
-    with torch.no_grad(), cached(model, row.shape[1], CPU) as cache:
+    with torch.no_grad(), use_cache(model, row.shape[1], CPU) as cache:
         parts = [
             model(row[:, start : start + chunk], cache.extend(start, min(chunk, row.shape[1] - start)))
             for start in range(0, row.shape[1], chunk)
@@ -172,7 +172,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_cache_has_an_end() -> None:
-    with cached(tiny(), 4, CPU) as cache, pytest.raises(ValueError, match="5 tokens do not fit"):
+    with use_cache(tiny(), 4, CPU) as cache, pytest.raises(ValueError, match="5 tokens do not fit"):
         cache.extend(0, 5)
 
 

@@ -15,8 +15,8 @@ from tests.model.test_parity import SMALL
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.generation.decode import Decoder as Decoding
-from titan.generation.decode import Row, SamplingRules
+from titan.generation.decode import BatchDecoder as Decoding
+from titan.generation.decode import Continuation, SamplingRules
 from titan.model import init_weights
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
@@ -87,9 +87,9 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
     layout = Layout(tensor=size)
     world = mesh.build_world(RankInfo(rank, size, rank), layout, CPU)
     model = made(weights, precision, world)
-    rows = [Row(prompt, sample) for prompt in prompts() for sample in range(2)]
+    rows = [Continuation(prompt, sample) for prompt in prompts() for sample in range(2)]
     rules = SamplingRules(temperature=temperature, max_tokens=40)
-    Decoding(model, rules, device=CPU, chunk=16, agree=world.broadcast_rows).run(rows)
+    Decoding(model, rules, device=CPU, chunk=16, broadcast=world.broadcast_rows).run(rows)
     heads = model.layers["0"].attention.wk.weight.to_local().shape[0]
     return tokens(rows), heads, weights.taken
 

@@ -113,7 +113,7 @@ def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    named = f"{scratch.PREFIX}{leases.machine()}-{{}}-x"
+    named = f"{scratch.PREFIX}{leases.identify_machine()}-{{}}-x"
     dead, living, elsewhere = (
         tmp_path / name
         for name in (named.format(gone.pid), named.format(os.getpid()), f"{scratch.PREFIX}00000000-{gone.pid}-x")

@@ -117,7 +117,7 @@ def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> Non
     state = {n.removeprefix("model."): t for n, t in saved(run, 3).items() if n.startswith("model.")}
     model.to_empty(device="cpu").load_state_dict(state)
     model.init_buffers("cpu")
-    rows = [torch.from_numpy(corpus.validation.row(i, 16).astype("int64")) for i in range(10)]
+    rows = [torch.from_numpy(corpus.validation.read_row(i, 16).astype("int64")) for i in range(10)]
     batch = torch.stack(rows)
     with torch.no_grad():
         logits = model.head(model(batch[:, :-1])).double()

@@ -21,7 +21,7 @@ from titan.bench import command as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config import launcher_hints
-from titan.config.modules import HYDRA
+from titan.config.modules import HYDRA_PACKAGES
 from titan.console.text import one_line
 from titan.errors import exit_code
 from titan.run import attempts, summary
@@ -290,4 +290,4 @@ def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_callbacks_of_titans_own_packages_need_no_modules() -> None:
-    assert {"titan", "experiments", "hydra.experimental.callbacks"} <= set(HYDRA)
+    assert {"titan", "experiments", "hydra.experimental.callbacks"} <= set(HYDRA_PACKAGES)

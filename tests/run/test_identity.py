@@ -165,7 +165,7 @@ def test_layout_as_resolved_is_execution() -> None:
 
 def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:
     defaults = [
-        f"{axis}.{field.name}={settings.show(field.default)}"
+        f"{axis}.{field.name}={settings.format_value(field.default)}"
         for axis in ("training", "parallelism", "memory", "debug")
         for field in dataclasses.fields(KINDS[axis][0])
     ]

@@ -39,7 +39,7 @@ def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool
         return compose.composed(overrides, ranks, elsewhere)
     compose.register()
     with HydraErrors(lines):
-        trusted = modules.trusted(lines)
+        trusted = modules.list_trusted_packages(lines)
         composer = _composer(os.environ.get("TITAN_CONF", ""))
         cfg = composer(lines)
         OmegaConf.clear_cache(cfg)  # the time, which is in the directory's name

@@ -67,8 +67,8 @@ FAULTS = (
     fault(
         "evaluation: spaces before a continuation are the context's",
         "titan/evaluation/requests.py",
-        "return kept, context[len(kept) :] + continuation",
-        "return context, continuation",
+        "return stripped, context[len(stripped) :] + continuation",
+        "return context_ids, continuation",
         "evaluation/test_items.py",
     ),
     fault(

@@ -70,8 +70,8 @@ DATA = (
     fault(
         "data order: all epochs alike",
         "titan/dataset/permutation.py",
-        "return _keyed(seed, epoch)",
-        "return _keyed(seed, epoch * np.uint64(0))",
+        "return _derive_key(seed, epoch)",
+        "return _derive_key(seed, epoch * np.uint64(0))",
         "dataset/test_permutation.py::test_epochs_and_seeds_differ",
     ),
     fault(
@@ -98,8 +98,8 @@ DATA = (
     fault(
         "data: the target is the token itself",
         "titan/dataset/loader.py",
-        "into[TOKENS], into[TARGETS] = stored[:-1], stored[1:]",
-        "into[TOKENS], into[TARGETS] = stored[:-1], stored[:-1]",
+        "row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[1:]",
+        "row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[:-1]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
     fault(
@@ -126,15 +126,15 @@ DATA = (
     fault(
         "mixture: all sources are read as the first",
         "titan/dataset/mixture.py",
-        "rows[mine] = self.sources[k].at(index[mine], wait)",
-        "rows[mine] = self.sources[0].at(index[mine], wait)",
+        "rows[mask] = self.sources[k].at(index[mask], wait)",
+        "sequences[mask] = self.sources[0].rows_at(index[mask], wait)",
         "dataset/test_mixture.py::test_each_source_is_read_in_its_order_without_a_gap",
     ),
     fault(
         "preparation: what is damaged is not made again",
         "titan/dataset/preprocess/prepare.py",
-        "wrong = corruption(self.folder, shard, verify=verify)",
-        'wrong = ""',
+        "problem = find_corruption(self.folder, shard, verify=verify)",
+        'problem = ""',
         "dataset/test_prepare.py::test_what_is_damaged_is_made_again",
     ),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.config.settings import setting
-from titan.dataset.documents import Document, Part, Source, content_digest
+from titan.dataset.documents import Document, Source, SourcePart, content_digest
 from titan.dataset.schema import Dataset
 from titan.errors import ConfigError
 
@@ -28,11 +28,11 @@ class MadeSource(Source):
     def digest(self, memo: Path | None = None) -> str:
         return content_digest(repr(self.content), self.masked)
 
-    def parts(self) -> list[Part]:
-        return [Part(f"part {i}", sum(len(str(d)) for d in part), (i,)) for i, part in enumerate(self.content)]
+    def parts(self) -> list[SourcePart]:
+        return [SourcePart(f"part {i}", sum(len(str(d)) for d in part), (i,)) for i, part in enumerate(self.content)]
 
-    def documents(self, part: Part) -> Iterator[Document]:
-        for document in self.content[part.place[0]]:
+    def documents(self, part: SourcePart) -> Iterator[Document]:
+        for document in self.content[part.location[0]]:
             time.sleep(self.seconds)
             if document == "refuse":
                 raise ConfigError(f"{part.name}: no good; mend it.")
@@ -78,14 +78,14 @@ class GatedSource(Source):
     def digest(self, memo: Path | None = None) -> str:
         return content_digest("gated")
 
-    def parts(self) -> list[Part]:
-        return [Part(f"part {i}", 4 * 2**20, (i,)) for i in range(12)]
+    def parts(self) -> list[SourcePart]:
+        return [SourcePart(f"part {i}", 4 * 2**20, (i,)) for i in range(12)]
 
-    def documents(self, part: Part) -> Iterator[Document]:
-        while part.place[0] > 1 and not Path(self.gate).exists():
+    def documents(self, part: SourcePart) -> Iterator[Document]:
+        while part.location[0] > 1 and not Path(self.gate).exists():
             time.sleep(0.05)
         for i in range(12):
-            number = part.place[0] * 12 + i
+            number = part.location[0] * 12 + i
             yield f"line {number}: {number * number} is the square of {number}, said the clerk"
 
 

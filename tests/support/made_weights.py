@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tests.model.test_parity import GROUPS, V2, YARN, difference, hugging_face
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest, ManifestFile
-from titan.config.settings import plain
+from titan.config.settings import to_plain
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
@@ -57,7 +57,7 @@ def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> 
             files[file.name] = manifest.checksum_stream(content)
     kind = {"_target_": f"{type(model).__module__}.{type(model).__name__}"}
     step = int(folder.name[5:]) if folder.name.startswith("step-") else 3
-    about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | plain(model), "titan4k", files)
+    about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | to_plain(model), "titan4k", files)
     manifest.write(folder, about)
     return weights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan.dataset.shards import FORMAT, SPLITS, Corpus, open_corpus, token_dtype
+from titan.dataset.shards import FORMAT, SPLITS, Corpus, choose_token_dtype, open_corpus
 from titan.files.atomic import write_json
 
 Unit = Sequence[Sequence[int]]
@@ -38,7 +38,10 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"format": FORMAT, "name": "hand", "digest": digest, "vocab_size": vocab_size, "masked": masked, "limit": 0}
-    plan |= {"dtype": token_dtype(vocab_size).name, "tokenizer": {"name": "none", "fingerprint": "none", "file": ""}}
+    plan |= {
+        "dtype": choose_token_dtype(vocab_size).name,
+        "tokenizer": {"name": "none", "fingerprint": "none", "file": ""},
+    }
     write_json(folder / "plan.json", {**plan, "units": [[i, i + 1, 1] for i in range(len(units))]})
     np.save(folder / "token_bytes.npy", np.ones(vocab_size, dtype=np.uint16))
     entries = []
@@ -56,7 +59,7 @@ def publish(
     entry = {}
     receipt: dict[str, object] = {"unit": number, "documents": len(train) + len(validation), "bytes": 1}
     for name, documents in zip(SPLITS, (train, validation), strict=True):
-        tokens = np.array([token for document in documents for token in document], dtype=token_dtype(vocab_size))
+        tokens = np.array([token for document in documents for token in document], dtype=choose_token_dtype(vocab_size))
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         stem = folder / f"{name}-{number:05d}"
         if tokens.size:

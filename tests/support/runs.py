@@ -88,7 +88,7 @@ def mix_of(run: Run) -> RowMixture:
 def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     """A complete checkpoint of `run` after `step` steps, without weights."""
     rows = run.training.count_rows_before(step + 1)
-    data = permutation.state(rows, mix_of(run).fingerprint(rows))
+    data = permutation.build_state(rows, mix_of(run).compute_fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
     begun = read_attempts(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"

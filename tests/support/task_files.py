@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titan.dataset.sources.local import stdlib
+from titan.dataset.sources.local import build_stdlib_source
 
 
 def lines(count: int, each: int = 6) -> list[list[str]]:
     """Texts of `each` successive lines of different files of the built-in corpus."""
     found: list[list[str]] = []
-    source = stdlib()
+    source = build_stdlib_source()
     for part in source.parts():
         for document in source.documents(part):
             words = [line.strip() for line in str(document).splitlines() if len(line.split()) > 3 and line.isascii()]

@@ -20,7 +20,7 @@ from tests.support.composing import composed
 from tests.support.processes import until
 from tests.support.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
 from tests.support.tiers import full
-from titan.dataset.loader import IGNORED, row_hash
+from titan.dataset.loader import IGNORED, hash_row
 from titan.errors import ConfigError
 from titan.run import attempts, summary
 from titan.run.run import Run
@@ -50,11 +50,11 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
     mix, out = mix_of(run), []
     for step in range(1, run.training.steps + 1):
         before = run.training.count_rows_before(step)
-        numbers = mix.numbers(np.arange(before, before + run.training.find_phase(step).rows))
+        numbers = mix.compute_row_numbers(np.arange(before, before + run.training.find_phase(step).rows))
         total = 0
         for number in numbers.tolist():
-            (k,), (row,) = mix.locate(np.array([number]))
-            total += row_hash(number, mix.sources[k].split.row(int(row), run.training.seq_len))
+            (k,), (row,) = mix.locate_rows(np.array([number]))
+            total += hash_row(number, mix.sources[k].split.row(int(row), run.training.seq_len))
         out.append(([int(numbers[0]), int(numbers[-1])], f"{total % 2**64:016x}"))
     return out
 
@@ -132,7 +132,7 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
     folder = save_of(parent, 3)
     fork = tiny(tmp_path / "fork", "training.steps=6", f"checkpoint.resume={folder}", "dataset.skip=[[28,35]]")
     assert lived(fork).kind == "fork"
-    numbers = mix_of(fork).numbers(np.arange(24, 32)).tolist()
+    numbers = mix_of(fork).compute_row_numbers(np.arange(24, 32)).tolist()
     assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
 
 
@@ -171,9 +171,9 @@ def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
     model.init_buffers("cpu")
     mix, total, count = mix_of(run), torch.zeros(()), 0
     split = mix.sources[0].split
-    for row in mix.locate(np.arange(run.training.rows))[1].tolist():
-        tokens = split.row(row, 16).astype(np.int64)
-        for part in np.split(tokens, split.begins(row * 16, 17)):
+    for row in mix.locate_rows(np.arange(run.training.rows))[1].tolist():
+        tokens = split.read_row(row, 16).astype(np.int64)
+        for part in np.split(tokens, split.find_document_starts(row * 16, 17)):
             if part.size > 1:
                 ids = torch.from_numpy(part)[None]
                 total = total + model.head(model(ids[:, :-1]), ids[:, 1:])

@@ -24,7 +24,7 @@ def test_ids_and_files_name_the_class_of_a_term(tmp_path: Path) -> None:
     run = tiny(tmp_path, "modules=[tests]", OWN)
     own = {"_target_": "tests.support.loss_terms.Entropy", "coefficient": -0.3}
     assert settings_of(run, science=True)["training.loss_terms"] == {"own": own}
-    written = settings.plain(run.training)
+    written = settings.to_plain(run.training)
     assert settings.build(Training, written, allowed=("tests",)) == run.training
 
 

@@ -78,7 +78,7 @@ def fields_of(trainer: Trainer) -> Tensor:
     """The targets of the row that fails."""
     training = trainer.run.training
     number = training.count_rows_before(STEP) + PLACE
-    which, rows = trainer.mix.locate(trainer.mix.numbers(torch.tensor([number]).numpy()))
+    which, rows = trainer.mix.locate_rows(trainer.mix.compute_row_numbers(torch.tensor([number]).numpy()))
     start = int(rows[0]) * training.seq_len
     stored = trainer.mix.sources[int(which[0])].corpus.train.read(start, training.seq_len + 1)
     return torch.tensor(stored[1:].astype("int64"))

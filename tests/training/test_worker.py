@@ -133,7 +133,7 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
 
     world, job = World(), Job()
     monkeypatch.setattr(generation.mesh, "connect_world", lambda *arguments: world)
-    monkeypatch.setattr(generation, "_model", fail)
+    monkeypatch.setattr(generation, "_load_model", fail)
     with pytest.raises(RunError, match="out of memory"):
         generation.work(job, RankInfo())  # type: ignore[arg-type]
     assert not world.closed

@@ -16,7 +16,7 @@ from tests.support.ranks import RankFailed, run_ranks
 from tests.support.runs import tiny, whole
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.config.settings import plain, show
+from titan.config.settings import format_value, to_plain
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
@@ -59,7 +59,7 @@ class Counted:
 def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
     """A run of this model; `zbv` needs four layers, for two ranks have two stages each."""
     kind = "debug" if isinstance(model, Llama) else "qwen3_debug"
-    shape = [f"model.{key}={show(value)}" for key, value in plain(model).items()]
+    shape = [f"model.{key}={format_value(value)}" for key, value in to_plain(model).items()]
     return tiny(directory, f"model={kind}", *shape, "dataset.vocab=128", *layout)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan.compile.schema import Compile
-from titan.dataset.loader import Loader, Shape
+from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss_terms
@@ -77,7 +77,7 @@ class BareLoop:
 
 
 def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
-    shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
+    shape = BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len)
     with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
         batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
     return [(tokens, targets) for tokens, targets in batches]

@@ -30,7 +30,7 @@ from titan.bench import checkpoint as saving
 from titan.bench.speed import SIDES, HostSync, Speed, environment
 from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import version
+from titan.config.arguments import describe_version
 from titan.console.numbers import billions
 from titan.errors import ConfigError, exit_code
 from titan.precision.schema import CAPABILITY
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="print the slowest operators of each case")
     parser.add_argument("--only", choices=(*SIDES, "sync"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--version", action="version", version=describe_version())
     parser.error = _reject  # type: ignore[method-assign]
     return parser
 
@@ -325,12 +325,12 @@ def _ceilings(run: Run) -> dict[str, float]:
 def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
     """Measure tokens/s of the loader, relative to the fastest training above."""
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-    from titan.dataset.loader import Loader, Shape
+    from titan.dataset.loader import BatchShape, Loader
     from titan.parallelism.data_shard import DataShard
 
     mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
     steps = max(20, 2_000_000 // run.training.global_batch)
-    shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
+    shape = BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len)
     with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
         next(loader)
         start = time.perf_counter()

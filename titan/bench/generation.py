@@ -15,7 +15,7 @@ import torch
 
 from titan.bench.bare_loop import seconds
 from titan.cluster.rank_info import RankInfo
-from titan.generation.decode import Decoder, Row, SamplingRules
+from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
 from titan.model import init_weights
 from titan.parallelism import mesh
 from titan.run.run import Run
@@ -49,8 +49,8 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
 
 def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[str, Any]:
     def cached(rows: int) -> Callable[[], None]:
-        decoding = Decoder(model, SamplingRules(temperature=0.8, top_k=40, max_tokens=length), device=device)
-        return lambda: decoding.run([Row(range(PROMPT), sample) for sample in range(rows)])
+        decoding = BatchDecoder(model, SamplingRules(temperature=0.8, top_k=40, max_tokens=length), device=device)
+        return lambda: decoding.run([Continuation(range(PROMPT), sample) for sample in range(rows)])
 
     ways = {"uncached": lambda: _recompute(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -16,7 +16,7 @@ import numpy as np
 
 from titan.console.numbers import billions
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-from titan.dataset.loader import Loader, Shape
+from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.dataset.permutation import Permutation
 from titan.dataset.schema import Synthetic
@@ -88,7 +88,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _loader(mix: RowMixture, training: Training, steps: int) -> None:
-    shape = Shape(1, training.rows, training.seq_len)
+    shape = BatchShape(1, training.rows, training.seq_len)
     with Loader(mix, training, DataShard(0, 1), shape) as loader:
         for _ in range(steps):
             next(loader)
@@ -100,7 +100,7 @@ def _numpy(mix: RowMixture, training: Training, steps: int) -> None:
     maps = [np.memmap(shard.path.with_suffix(".tokens"), split.dtype, mode="r") for shard in split.shards]
     whole = maps[0] if len(maps) == 1 else np.concatenate(maps)
     for step in range(steps):
-        _, rows = mix.locate(np.arange(step * training.rows, (step + 1) * training.rows))
+        _, rows = mix.locate_rows(np.arange(step * training.rows, (step + 1) * training.rows))
         out = np.empty((2, training.rows, length), dtype=np.int32)
         for slot, row in enumerate(rows.tolist()):
             part = whole[row * length : row * length + length + 1]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import MISSING, setting
 from titan.errors import ConfigError, exit_code
 from titan.estimate import memory
@@ -169,9 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, HELP.format(settings=describe(Settings))):
+    if show_help(given, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = arguments(Settings, given)
+    settings = parse_arguments(Settings, given)
     cases = [case for case in matrix() if settings.only in case.title]
     if not cases:
         raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")

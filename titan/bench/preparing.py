@@ -22,9 +22,9 @@ from typing import Any
 
 from titan.bench import loading
 from titan.dataset.preprocess.prepare import prepare
-from titan.dataset.preprocess.writer import checksum
+from titan.dataset.preprocess.writer import compute_checksum
 from titan.dataset.schema import Jsonl
-from titan.dataset.sources.local import stdlib
+from titan.dataset.sources.local import build_stdlib_source
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer
 from titan.errors import ConfigError
@@ -69,7 +69,7 @@ def write_text(folder: Path, megabytes: float) -> None:
 
 
 def _texts() -> Iterator[str]:
-    source, repetition = stdlib(), 0
+    source, repetition = build_stdlib_source(), 0
     texts = [text for part in source.parts() for text in source.documents(part) if isinstance(text, str)]
     while True:
         repetition += 1
@@ -157,7 +157,7 @@ def _run(folder: Path, cache: str, limit: float | None = None) -> Any:
 def _checksums(folder: Path) -> dict[str, list[Any]]:
     """Return the checksums of all files that do not depend on the clock."""
     kinds = (".tokens", ".offsets", ".npy")
-    return {f.name: checksum(f) for f in sorted(folder.iterdir()) if f.suffix in kinds or f.name == "plan.json"}
+    return {f.name: compute_checksum(f) for f in sorted(folder.iterdir()) if f.suffix in kinds or f.name == "plan.json"}
 
 
 def _memory(folder: Path, megabytes: int) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Manifest:
     Attributes:
         step: number of optimizer updates.
         tokens: number of tokens read.
-        data: the data position and fingerprint (`titan.dataset.permutation.state`); empty for converted weights.
+        data: the data position and fingerprint (`titan.dataset.permutation.build_state`); empty for converted weights.
         science_id, run_id: the ids of the run that saved it.
         layout: the degrees of the layout that saved it.
         model: the model's settings, with its kind (`titan.config.kinds`) under `_target_`.
@@ -104,7 +104,7 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
 def load(folder: Path, name: str = NAME) -> Manifest | None:
     """Return a checkpoint's manifest without checking its files; see `inspect`."""
     try:
-        text = untrusted.read(folder / name)
+        text = untrusted.read_regular_file(folder / name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -153,7 +153,7 @@ def parse(text: bytes) -> Manifest:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
             raise CorruptCheckpointError(
-                f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}"
+                f"{NAME} has format {untrusted.describe_value(content['format'])}, and this titan reads {FORMAT}"
             )
         return _build_manifest(content)
     except KeyError as error:
@@ -170,32 +170,34 @@ def _build_manifest(content: dict[str, Any]) -> Manifest:
     """
     for name, kind in get_type_hints(Manifest).items():
         if name in content:  # older ones lack some
-            untrusted.check(content[name], dict if name == "files" else kind, name)
-    names = [untrusted.file_name(name) for name in content["files"]]
+            untrusted.check_type(content[name], dict if name == "files" else kind, name)
+    names = [untrusted.check_file_name(name) for name in content["files"]]
     if not names:
         raise ValueError("it lists no files")
     manifest = Manifest(**{**content, "files": {name: _build_file(name, content["files"][name]) for name in names}})
     if manifest.data:
-        untrusted.check(manifest.data.get("rows"), int, "data.rows")
+        untrusted.check_type(manifest.data.get("rows"), int, "data.rows")
     if min(manifest.step, manifest.tokens, manifest.seq_len, manifest.data.get("rows", 0)) < 0:
         raise ValueError("it has a negative number")
     if manifest.tokenizer is not None and not is_tokenizer(manifest.tokenizer, manifest.files):
-        raise ValueError(f"its tokenizer is {untrusted.shown(manifest.tokenizer)}, which is not a file in its folder")
+        raise ValueError(
+            f"its tokenizer is {untrusted.describe_value(manifest.tokenizer)}, which is not a file in its folder"
+        )
     return manifest
 
 
 def _build_file(name: str, content: object) -> ManifestFile:
-    untrusted.check(content, dict, name)
+    untrusted.check_type(content, dict, name)
     file = ManifestFile(**content)  # type: ignore[arg-type]
-    untrusted.check(file.bytes, int, f"{name}.bytes")
-    untrusted.check(file.crc32, str, f"{name}.crc32")
+    untrusted.check_type(file.bytes, int, f"{name}.bytes")
+    untrusted.check_type(file.crc32, str, f"{name}.crc32")
     return file
 
 
 def is_tokenizer(name: str, files: Container[str]) -> bool:
     """Return whether `name` can be a tokenizer: a file of the folder, titan4k, or OWNER/NAME on Hugging Face's hub."""
     try:
-        return name in files or all(untrusted.file_name(part) for part in name.split("/", 1))
+        return name in files or all(untrusted.check_file_name(part) for part in name.split("/", 1))
     except ValueError:
         return False
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from titan.checkpoint import safe_pickle
 from titan.checkpoint.safe_pickle import Global, PickledObject
-from titan.files.untrusted import file_name, shown, word
+from titan.files.untrusted import check_file_name, describe_value, truncate_text
 
 METADATA = ".metadata"
 """The file with the position of each tensor."""
@@ -116,7 +116,7 @@ def _build_metadata(value: Any) -> Metadata:
     storage_data = {_build_index(index): _build_storage_info(info) for index, info in infos.items()}
     for index in storage_data:
         if index.fqn not in tensor_metadata:
-            raise ValueError(f"{word(index.fqn)} has a file, and is no tensor of it")
+            raise ValueError(f"{truncate_text(index.fqn)} has a file, and is no tensor of it")
     return Metadata(tensor_metadata, _check_planner_data(fields.get("planner_data")), storage_data)
 
 
@@ -131,13 +131,13 @@ def _check_planner_data(value: Any) -> Any:
 
 
 def _build_tensor(value: Any, name: str) -> TensorStorageMetadata:
-    fields = _read_fields(value, "TensorStorageMetadata", f"{word(name)} is no tensor")
+    fields = _read_fields(value, "TensorStorageMetadata", f"{truncate_text(name)} is no tensor")
     size, chunks = _build_size(fields.get("size")), fields.get("chunks")
     if type(chunks) is not list:
-        raise ValueError(f"{word(name)} has no parts")
+        raise ValueError(f"{truncate_text(name)} has no parts")
     boxes = [_build_chunk(chunk) for chunk in chunks]
     if any(_is_outside(chunk, size) for chunk in boxes):
-        raise ValueError(f"a part of {word(name)} is not in it")
+        raise ValueError(f"a part of {truncate_text(name)} is not in it")
     return TensorStorageMetadata(_build_properties(fields.get("properties")), size, boxes)
 
 
@@ -171,13 +171,13 @@ def _build_index(value: Any) -> MetadataIndex:
 def _build_storage_info(value: Any) -> _StorageInfo:
     fields = _read_fields(value, "_StorageInfo", module=_STORAGE_MODULE)
     try:
-        path = file_name(fields.get("relative_path"))
+        path = check_file_name(fields.get("relative_path"))
     except ValueError:
         raise UnknownContentError(
-            f"it leads to {shown(fields.get('relative_path'))}, which is no file of its own"
+            f"it leads to {describe_value(fields.get('relative_path'))}, which is no file of its own"
         ) from None
     if fields.get("transform_descriptors"):
-        raise ValueError(f"{word(path)} is not as it was written")
+        raise ValueError(f"{truncate_text(path)} is not as it was written")
     return _StorageInfo(path, _check_count(fields.get("offset")), _check_count(fields.get("length")))
 
 
@@ -204,7 +204,7 @@ def _build_size(value: Any) -> torch.Size:
 
 def _check_mapping(value: Any, noun: str) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{noun} are {shown(value)}, not names and values")
+        raise ValueError(f"{noun} are {describe_value(value)}, not names and values")
     return value
 
 

@@ -25,7 +25,7 @@ from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
-from titan.files.untrusted import check, file_name, parse_object, shown
+from titan.files.untrusted import check_file_name, check_type, describe_value, parse_object
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -189,7 +189,7 @@ class Remote:
         for step, names in step_files:
             if is_local and os.path.islink(f"{self.root}/step-{step}"):  # its target may be anywhere
                 continue
-            for path in (f"{self.root}/step-{step}/{file_name(name)}" for name in (*names, manifest.NAME)):
+            for path in (f"{self.root}/step-{step}/{check_file_name(name)}" for name in (*names, manifest.NAME)):
                 with suppress(FileNotFoundError):
                     self._call(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
@@ -202,7 +202,7 @@ class Remote:
             Damaged: when a file differs.
         """
         for name, expected in files.items():
-            file_name(name)
+            check_file_name(name)
             actual = self._call(
                 lambda name=name: self._copy_file(f"{self.root}/step-{step}/{name}", folder / name, advance)
             )  # type: ignore[misc]
@@ -258,12 +258,12 @@ def _check_index(index: dict[str, Any]) -> dict[str, Any]:
     content = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
     content |= {key: index[key] for key in ("steps", "retired")}
     for key, kind in _INDEX_TYPES.items():
-        check(content[key], kind, key)
+        check_type(content[key], kind, key)
     for step in (*content["steps"], *content["retired"], *content["begun"]):
         if not re.fullmatch("[0-9]{1,18}", step):
-            raise ValueError(f"it names the step {shown(step)}")
+            raise ValueError(f"it names the step {describe_value(step)}")
     for name in (name for names in content["begun"].values() for name in names):
-        file_name(name)
+        check_file_name(name)
     return content
 
 

@@ -18,7 +18,7 @@ from titan.checkpoint.coordinator import CoordinationError, Coordinator, find_re
 from titan.checkpoint.manifest import CorruptCheckpointError, ManifestFile
 from titan.checkpoint.reader import METADATA, CheckpointReader, ProgressLoadPlanner, UnknownContentError
 from titan.checkpoint.state import EVALUATION, TrainState, is_average, train_state_dict
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError, RunError
 
 
@@ -175,4 +175,4 @@ def _describe_difference(
 
 
 def _describe_tensor(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-    return f"has {name} in the shape {show(shapes[name])}" if name in shapes else f"has no {name}"
+    return f"has {name} in the shape {format_value(shapes[name])}" if name in shapes else f"has no {name}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from titan.files.untrusted import word
+from titan.files.untrusted import truncate_text
 
 Name = tuple[str, str]
 """A module and a name in it."""
@@ -159,7 +159,9 @@ class _Machine:
         if type(name) is not str or type(module) is not str:
             raise ValueError("a name is no text")
         if (module, name) not in self.allowed:
-            raise UnknownNameError(f"it names {word(module)}.{word(name)}, which doesn't occur in checkpoints")
+            raise UnknownNameError(
+                f"it names {truncate_text(module)}.{truncate_text(name)}, which doesn't occur in checkpoints"
+            )
         self.stack.append(Global((module, name)))
 
     def push_object(self) -> None:

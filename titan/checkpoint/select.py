@@ -14,7 +14,7 @@ from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
-from titan.files.untrusted import shown
+from titan.files.untrusted import describe_value
 
 EXPORT_MARKERS = {"hf": "config.json", "meta": "params.json"}
 """The file that makes an exported folder valid."""
@@ -159,7 +159,7 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     """
     if checkpoint_manifest and run_id and checkpoint_manifest.run_id != run_id:
         raise CorruptCheckpointError(
-            f"{manifest.NAME} is of another run ({shown(checkpoint_manifest.run_id)}, and this one is {run_id})"
+            f"{manifest.NAME} is of another run ({describe_value(checkpoint_manifest.run_id)}, and this one is {run_id})"
         )
     return checkpoint_manifest
 

@@ -86,11 +86,11 @@ def write(file: Path, error: RankError) -> None:
 def read(file: Path) -> RankError | None:
     """Return the error in a file; None if the file is corrupt or holds no text."""
     try:
-        content = untrusted.parse_object(untrusted.read(file))
+        content = untrusted.parse_object(untrusted.read_regular_file(file))
         for name, kind in _REQUIRED.items():
-            untrusted.check(content[name], kind, name)
+            untrusted.check_type(content[name], kind, name)
         for name, kind in _OPTIONAL.items():
-            untrusted.check(content.get(name, kind()), kind, name)
+            untrusted.check_type(content.get(name, kind()), kind, name)
     except (OSError, ValueError, KeyError):
         return None
     values = {name: content[name] for name in (*_REQUIRED, *_OPTIONAL) if name in content}

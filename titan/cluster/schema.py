@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan.cluster.hardware import Hardware
-from titan.config.settings import setting, show
+from titan.config.settings import format_value, setting
 from titan.errors import ConfigError
 
 RESERVED_OPTIONS = {
@@ -167,10 +167,12 @@ class Cluster:
             )
         if invalid := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ConfigError(
-                f"cluster.environment={show(self.environment)}: {invalid[0]} is not a valid name of a variable; correct it."
+                f"cluster.environment={format_value(self.environment)}: {invalid[0]} is not a valid name of a variable; correct it."
             )
         if reserved := sorted(set(self.sbatch or {}) & RESERVED_OPTIONS):
-            raise ConfigError(f"cluster.sbatch={show(self.sbatch)}: titan sets {reserved[0]} itself; remove it.")
+            raise ConfigError(
+                f"cluster.sbatch={format_value(self.sbatch)}: titan sets {reserved[0]} itself; remove it."
+            )
         if self.container != "none" and self.image is None:
             raise ConfigError(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
         if self.container == "none" and (self.image or self.mounts):

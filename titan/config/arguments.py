@@ -19,14 +19,14 @@ from hydra.errors import HydraException
 
 import titan
 from titan.config import settings
-from titan.config.settings import MISSING, nearest
+from titan.config.settings import MISSING, suggest_nearest
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def arguments(cls: type[T], argv: Sequence[str]) -> T:
+def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
     """Return an instance of the frozen dataclass `cls`, whose fields are settings, from a command line.
 
     Raises:
@@ -34,7 +34,7 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
             of range, and a missing value.
     """
     hints = typing.get_type_hints(cls)
-    fields = {_key(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
+    fields = {_format_key(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
     former = {field.metadata["formerly"]: key for key, field in fields.items() if field.metadata.get("formerly")}
     values: dict[str, Any] = {}
     for argument in argv:
@@ -45,10 +45,10 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
             warn_once(f"{key}: this setting is now called {former[key]}; use that name.")
             key = former[key]
         if key not in fields:
-            raise ConfigError(f"{argument}: there is no such setting{nearest(key, fields)}")
+            raise ConfigError(f"{argument}: there is no such setting{suggest_nearest(key, fields)}")
         if fields[key].name in values:
             raise ConfigError(f"{argument}: {key} is given twice; leave one out.")
-        values[fields[key].name] = _value(argument, text, hints[fields[key].name])
+        values[fields[key].name] = _parse_value(argument, text, hints[fields[key].name])
     for key, field in fields.items():
         if field.name not in values and field.default in (MISSING, dataclasses.MISSING):
             raise ConfigError(
@@ -57,35 +57,35 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
     return typing.cast(T, settings.build(cls, values))
 
 
-def shows(argv: Sequence[str], help: str) -> bool:
+def show_help(argv: Sequence[str], help: str) -> bool:
     """Print the help or the version when a command line asks for it; return whether it does."""
-    if asked := {"-h", "--help", "--version"} & set(argv):
-        print(version() if asked == {"--version"} else help.rstrip("\n"))
-    return bool(asked)
+    if requested := {"-h", "--help", "--version"} & set(argv):
+        print(describe_version() if requested == {"--version"} else help.rstrip("\n"))
+    return bool(requested)
 
 
-def version() -> str:
-    """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
+def describe_version() -> str:
+    """Return what `--describe_version` prints: the versions of titan and of torch, without importing torch."""
     try:
         return f"titan {titan.__version__} (torch {metadata.version('torch')})"
     except metadata.PackageNotFoundError:
         return f"titan {titan.__version__} (without torch)"
 
 
-def describe(cls: type, prefix: str = "") -> str:
+def describe_settings(cls: type, prefix: str = "") -> str:
     """Return one line per setting for `--help`: its key, which begins with `prefix`, its default and its meaning."""
     lines = []
     for field in dataclasses.fields(cls):
-        default = "" if field.default in (MISSING, dataclasses.MISSING) else settings.show(field.default)
-        lines.append(f"  {f'{prefix}{_key(field.name)}={default}':<20} {field.metadata.get('help', '')}")
+        default = "" if field.default in (MISSING, dataclasses.MISSING) else settings.format_value(field.default)
+        lines.append(f"  {f'{prefix}{_format_key(field.name)}={default}':<20} {field.metadata.get('help', '')}")
     return "\n".join(lines)
 
 
-def _key(name: str) -> str:
+def _format_key(name: str) -> str:
     return name.rstrip("_")
 
 
-def _value(argument: str, text: str, kind: Any) -> Any:
+def _parse_value(argument: str, text: str, kind: Any) -> Any:
     """The text as the type `kind` asks for it.
 
     Raises:

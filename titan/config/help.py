@@ -54,7 +54,7 @@ More choices: hydra.searchpath=[file:///folder], $TITAN_CONF, or packages with a
 Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
 
 
-def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
+def build_help(loader: ConfigLoader, axes: Sequence[str]) -> str:
     """Return the help text with all choices that `loader` finds, also those of plugins."""
     lines = [HEAD]
     for axis in ("recipe", "sweep", *axes, "hooks", "hydra/launcher"):
@@ -69,7 +69,7 @@ def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
 
 def _first_comment(loader: Any, axis: str, option: str) -> str:
     for source in loader.repository.get_sources():
-        file = _file(source, f"{axis}/{option}.yaml")
+        file = _find_file(source, f"{axis}/{option}.yaml")
         if file is not None:
             with file.open(encoding="utf-8") as lines:
                 comments = (line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line)
@@ -77,7 +77,7 @@ def _first_comment(loader: Any, axis: str, option: str) -> str:
     return LAUNCHERS.get(option, "") if axis == "hydra/launcher" else ""
 
 
-def _file(source: Any, name: str) -> Any:
+def _find_file(source: Any, name: str) -> Any:
     """Return the file that a configuration source reads `name` from, or None."""
     file: Any
     if source.scheme() == "file":

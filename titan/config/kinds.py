@@ -35,7 +35,7 @@ PATHS: dict[str, str] = {
 }
 """The present dotted path of each kind. Moving a class changes the right side of its line, never the left."""
 
-FORMER: dict[str, tuple[str, str]] = {
+FORMER_VALUES: dict[str, tuple[str, str]] = {
     "titan.schedule.Cosine": ("training.schedule", "cosine"),
     "titan.schedule.Linear": ("training.schedule", "linear"),
     "titan.schedule.WSD": ("training.schedule", "wsd"),
@@ -45,28 +45,30 @@ FORMER_DEFAULTS = {"training.schedule": "wsd"}
 """The defaults of those settings, which ids leave out."""
 
 
-def kind(cls: type) -> str:
+def get_kind(cls: type) -> str:
     """Return the name of a class in ids and files."""
     path = f"{cls.__module__}.{cls.__qualname__}"
-    return next((kind for kind, place in PATHS.items() if place == path), path)
+    return next((kind for kind, class_path in PATHS.items() if class_path == path), path)
 
 
-def in_ids(axis: str, cls: type) -> dict[str, str]:
+def build_id_entry(axis: str, cls: type) -> dict[str, str]:
     """Return what ids hash for the class that was chosen on an axis, by the name of the setting."""
-    name, value = FORMER.get(kind(cls), (axis, kind(cls)))
+    name, value = FORMER_VALUES.get(get_kind(cls), (axis, get_kind(cls)))
     return {} if FORMER_DEFAULTS.get(name) == value else {name: value}
 
 
-def of_ids(axis: str, science: Mapping[str, Any]) -> str | None:
+def find_kind_in_ids(axis: str, science: Mapping[str, Any]) -> str | None:
     """Return the kind that was chosen on an axis, from a run's science settings; None where they leave it out."""
-    found = (kind for kind, (name, value) in FORMER.items() if science.get(name) == value and _axis(kind) == axis)
-    return science.get(axis) or next(found, None)
+    matches = (
+        kind for kind, (name, value) in FORMER_VALUES.items() if science.get(name) == value and _get_axis(kind) == axis
+    )
+    return science.get(axis) or next(matches, None)
 
 
-def _axis(kind: str) -> str:
+def _get_axis(kind: str) -> str:
     return kind.split(".")[1]
 
 
-def path_of(name: str) -> str:
+def get_class_path(name: str) -> str:
     """Return the dotted path from which the class of a kind, or of a path, is imported."""
     return PATHS.get(name, name)

@@ -47,7 +47,7 @@ SUBMITIT = {
 """Keys of hydra-submitit-launcher, and joblib's, with the setting of titan's; empty where titan handles it itself."""
 
 
-def setting(key: str, typed: str) -> str | None:
+def describe_setting(key: str, typed: str) -> str | None:
     """Return the error message for a setting of another launcher; None for other settings.
 
     Args:
@@ -63,7 +63,7 @@ def setting(key: str, typed: str) -> str | None:
     return f"{typed}: is another launcher's; titan's is {SUBMITIT[name].replace('VALUE', value)}."
 
 
-def launcher(choice: str) -> str | None:
+def describe_launcher(choice: str) -> str | None:
     """Return the error message for another launcher; None for an unknown name."""
     if choice not in LAUNCHERS:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from titan.errors import ConfigError
 
 
-def optional_package(package: str, what: str) -> Any:
+def import_optional(package: str, setting: str) -> Any:
     """Import and return an optional package.
 
     Raises:
@@ -18,4 +18,4 @@ def optional_package(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         name = package.partition(".")[0]
-        raise ConfigError(f"{what}: needs the package {name}: pip install {name}") from error
+        raise ConfigError(f"{setting}: needs the package {name}: pip install {name}") from error

@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from titan.config.kinds import path_of
+from titan.config.kinds import get_class_path
 from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError, own_code_error
@@ -37,9 +37,9 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
     "below": operator.lt,
 }
 """The limits that a setting may declare, and what each requires of a number."""
-LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
+LARGEST_NUMBERS: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
 """The largest absolute values that a setting without a `cap` accepts: those of 64-bit integers and of fp32."""
-LONGEST = 4096
+MAX_TEXT_LENGTH = 4096
 """Most characters of a text: those of a path."""
 
 
@@ -91,15 +91,15 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata, hash=None if hashed else False)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     """Return the end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
-    known, (group, _, name) = sorted(known), word.rpartition(".")
+    candidates, (group, _, name) = sorted(candidates), word.rpartition(".")
     # first a right name at the wrong place, `seed` for `training.seed`; then a name like it at the right place
-    close = [k for k in known if k.rpartition(".")[2] == name]
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
-    close = close or [siblings[k] for k in difflib.get_close_matches(name, siblings, n=1)]
-    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.8)
-    return f"; did you mean {close[0]!r}?" if close else "."
+    matches = [k for k in candidates if k.rpartition(".")[2] == name]
+    siblings = {k.rpartition(".")[2]: k for k in candidates if k.rpartition(".")[0] == group}
+    matches = matches or [siblings[k] for k in difflib.get_close_matches(name, siblings, n=1)]
+    matches = matches or difflib.get_close_matches(word, candidates, n=1, cutoff=0.8)
+    return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
 def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:
@@ -115,52 +115,58 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
+        raise ConfigError(
+            f"{path}={format_value(data)}: expected a group of settings; choose one of {path}'s choices instead."
+        )
     data = dict(data)
-    named = "_target_" in data
-    if named and hasattr(cls, "build"):
-        cls = _kind_of(cls, show(data.pop("_target_")), path, allowed)
-    values = parts(cls, data, path, allowed)
-    if not named and _hint(cls):
+    has_target = "_target_" in data
+    if has_target and hasattr(cls, "build"):
+        cls = _resolve_class(cls, format_value(data.pop("_target_")), path, allowed)
+    values = build_fields(cls, data, path, allowed)
+    if not has_target and _suggest_target(cls):
         raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
-    for name, field in _fields(cls).items():
+    for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
-            raise ConfigError(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+            raise ConfigError(
+                f"{_join_path(path, name)} is missing: {_get_help(field)}; give it as {_join_path(path, name)}=VALUE."
+            )
     return cls(**values)
 
 
-def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the values of those fields of the schema `cls` that `data` has; see `build`.
 
     Raises:
         ConfigError: as `build`, except for missing values.
     """
-    fields, hints = _fields(cls), _hints(cls)
-    data = _with_present_keys(data, fields, path)
+    fields, hints = _list_fields(cls), _read_type_hints(cls)
+    data = _replace_former_keys(data, fields, path)
     for key in data:
         if key not in fields:
-            where = _join(path, str(key))
-            names = [_join(path, name) for name in fields]
-            raise ConfigError(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}{_hint(cls)}")
+            field_path = _join_path(path, str(key))
+            names = [_join_path(path, name) for name in fields]
+            raise ConfigError(
+                f"{field_path}={format_value(data[key])}: there is no such setting{suggest_nearest(field_path, names)}{_suggest_target(cls)}"
+            )
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
-        where, kind = _join(path, name.rstrip("_")), hints[name]
+        field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
-            values[name] = build(kind, value, where, allowed)
-        elif (nested := values_of(kind)) is not None and isinstance(value, Mapping):
-            values[name] = _named(nested, value, where, allowed)
+            values[name] = build(kind, value, field_path, allowed)
+        elif (nested := get_value_schema(kind)) is not None and isinstance(value, Mapping):
+            values[name] = _build_named(nested, value, field_path, allowed)
         else:
-            values[name] = _checked(value, kind, fields[name], where)
+            values[name] = _check_value(value, kind, fields[name], field_path)
     return values
 
 
-def _hint(cls: type) -> str:
+def _suggest_target(cls: type) -> str:
     """Return a sentence for settings of a class that was not named."""
     abstract = getattr(getattr(cls, "build", None), "__isabstractmethod__", False)
     return " A class of your own is named by _target_." if abstract else ""
 
 
-def _with_present_keys(
+def _replace_former_keys(
     data: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]], path: str
 ) -> Mapping[str, Any]:
     """Replace former keys in `data`; warn of one beside the schema's default, which a user's file must have added.
@@ -169,33 +175,35 @@ def _with_present_keys(
         ConfigError: when the present key has a value too that is not the default.
     """
     former = {f.metadata["formerly"]: name for name, f in fields.items() if f.metadata.get("formerly") in data}
-    found = {key: value for key, value in data.items() if key not in former}
+    renamed = {key: value for key, value in data.items() if key not in former}
     for old, new in former.items():
-        typed, now = f"{_join(path, old)}={show(data[old])}", _join(path, new)
-        if new in data and data[new] not in (plain(fields[new].default), data[old]):
-            raise ConfigError(f"{typed}: is the former name of {now}, which is {show(data[new])}; leave one out.")
+        typed, present = f"{_join_path(path, old)}={format_value(data[old])}", _join_path(path, new)
+        if new in data and data[new] not in (to_plain(fields[new].default), data[old]):
+            raise ConfigError(
+                f"{typed}: is the former name of {present}, which is {format_value(data[new])}; leave one out."
+            )
         if new in data:
-            warn_once(f"{typed}: this setting is now called {now}; use that name.")
-        found[new] = data[old]
-    return found
+            warn_once(f"{typed}: this setting is now called {present}; use that name.")
+        renamed[new] = data[old]
+    return renamed
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _read_type_hints(cls: type) -> dict[str, Any]:
     """Return the types of a schema's fields, read once: each composition asks for those of all schemas."""
     return typing.get_type_hints(cls)
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+def _list_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
-def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+def _build_named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
     """Return instances of a schema by names that the user chooses, in their order."""
     for name in data:
         check_text(str(name), f"{path}.{name}")
     order = sorted(data.items(), key=_imports_last)
-    built = {name: build(cls, value, _join(path, str(name)), allowed) for name, value in order}
+    built = {name: build(cls, value, _join_path(path, str(name)), allowed) for name, value in order}
     return {str(name): built[name] for name in data}
 
 
@@ -209,7 +217,7 @@ def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
         if isinstance(name := data.get("_target_"), str):
             _check_target(name, path, allowed)
         for key, value in data.items():
-            check_targets(value, allowed, _join(path, str(key)))
+            check_targets(value, allowed, _join_path(path, str(key)))
 
 
 def is_foreign(data: Any) -> bool:
@@ -225,60 +233,60 @@ def _imports_last(item: tuple[Any, Any]) -> bool:
     return is_foreign(item[1])
 
 
-def values_of(kind: Any) -> Any:
+def get_value_schema(kind: Any) -> Any:
     """Return the schema of the values of a mapping (or null); None where `kind` is not a mapping of schemas."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kinds = [k for k in arguments if k is not type(None)]
-        return values_of(kinds[0]) if len(kinds) == 1 else None
+        return get_value_schema(kinds[0]) if len(kinds) == 1 else None
     if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
         return arguments[1]
     return None
 
 
-def defaults(cls: type) -> dict[str, Any]:
+def collect_defaults(cls: type) -> dict[str, Any]:
     """Return the schema's default values as plain containers, nested schemas included."""
-    hints = _hints(cls)
+    hints = _read_type_hints(cls)
     out: dict[str, Any] = {}
-    for field in _fields(cls).values():
+    for field in _list_fields(cls).values():
         kind = hints[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            out[field.name] = defaults(kind)
+            out[field.name] = collect_defaults(kind)
         else:
             out[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
     return out
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a schema's instance as plain containers, for JSON and YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: plain(v) for f, v in kept if not (f.metadata.get("later") and v == f.default)}
+        pairs = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_plain(v) for f, v in pairs if not (f.metadata.get("later") and v == f.default)}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [to_plain(v) for v in value]
     if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: to_plain(v) for k, v in value.items()}
     return value
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as a user types it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(show(v) for v in value) + "]"
+        return "[" + ",".join(format_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
     return str(value)
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
+def _get_help(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("help") or "a value is needed")
 
 
@@ -293,31 +301,31 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _kind_of(cls: type, name: str, path: str, allowed: tuple[str, ...]) -> type:
+def _resolve_class(cls: type, name: str, path: str, allowed: tuple[str, ...]) -> type:
     """Return the class that `_target_` names, one of the kinds of a schema."""
-    base = [one for one in cls.__mro__ if dataclasses.is_dataclass(one)][-1]
-    found = _target(name, path, allowed)
-    if not issubclass(found, base):
-        known = f"{base.__module__}.{base.__qualname__}"
-        raise ConfigError(f"{path}._target_={name}: is no {known}; derive it from that class.")
-    return found
+    base = [ancestor for ancestor in cls.__mro__ if dataclasses.is_dataclass(ancestor)][-1]
+    target_class = _import_target(name, path, allowed)
+    if not issubclass(target_class, base):
+        base_path = f"{base.__module__}.{base.__qualname__}"
+        raise ConfigError(f"{path}._target_={name}: is no {base_path}; derive it from that class.")
+    return target_class
 
 
-def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
+def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
-    module, _, attribute = path_of(name).rpartition(".")
+    module, _, attribute = get_class_path(name).rpartition(".")
     typed = f"{path}._target_={name}"
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ConfigError:
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{typed}: no such class ({error}); correct the name.") from error
-        said = own_code_error(error) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{typed}: importing {module} failed: {said}; correct it.") from error
-    cls = getattr(found, attribute, None)
+        reason = own_code_error(error) or f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{typed}: importing {module} failed: {reason}; correct it.") from error
+    cls = getattr(imported, attribute, None)
     if cls is None:
         raise ConfigError(
             f"{typed}: no such class (module {module!r} has no attribute {attribute!r}); correct the name."
@@ -332,33 +340,33 @@ def _check_class(cls: Any, typed: str) -> None:
         raise ConfigError(f"{typed}: must be a dataclass with a method build; name another class.")
     if inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls):
         raise ConfigError(f"{typed}: is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True).")
-    own = not cls.__module__.startswith("titan.")  # titan's datasets of several sources are built elsewhere
-    if own and getattr(cls.build, "__isabstractmethod__", False):
+    is_own = not cls.__module__.startswith("titan.")  # titan's datasets of several sources are built elsewhere
+    if is_own and getattr(cls.build, "__isabstractmethod__", False):
         raise ConfigError(f"{typed}: has no method build; define it.")
 
 
-def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -> Any:
+def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str) -> Any:
     if value is MISSING or value == MISSING:
         return MISSING
     words = field.metadata.get("words", ())
-    converted = _convert(value, kind, where, words)
-    typed = f"{where}={show(value)}"
+    converted = _convert_value(value, kind, path, words)
+    typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
-        _in_range(number, field.metadata.get("limits", {}), typed, words)
-    for one in _scalars(converted):
-        _check_scalar(one, field.metadata, typed)
+        _check_range(number, field.metadata.get("limits", {}), typed, words)
+    for scalar in _iterate_scalars(converted):
+        _check_scalar(scalar, field.metadata, typed)
     return converted
 
 
-def _scalars(value: Any) -> Iterator[Any]:
+def _iterate_scalars(value: Any) -> Iterator[Any]:
     """Yield the numbers and texts in a setting's value, at any depth."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if not isinstance(value, (list, tuple)):
         yield value
         return
-    for one in value:
-        yield from _scalars(one)
+    for element in value:
+        yield from _iterate_scalars(element)
 
 
 def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
@@ -366,12 +374,12 @@ def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
     if isinstance(value, str):
         check_text(value, typed, any_text=metadata.get("any_text", False))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        cap = metadata.get("cap") or LARGEST[type(value)]
+        cap = metadata.get("cap") or LARGEST_NUMBERS[type(value)]
         if not math.isfinite(value):
             raise ConfigError(f"{typed}: must be a finite number.")
         if abs(value) > cap:
             raise ConfigError(
-                f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}."
+                f"{typed}: must be at {f'most {_format_number(cap)}' if value > 0 else f'least -{_format_number(cap)}'}."
             )
 
 
@@ -396,24 +404,26 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
         raise ConfigError(f"{typed}: has a control character or a line break in it; take it out.")
     if is_redacted(text):
         raise ConfigError(f"{typed}: *** stands for a secret that titan did not record; give the whole URL.")
-    if len(text) > LONGEST:
-        raise ConfigError(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
+    if len(text) > MAX_TEXT_LENGTH:
+        raise ConfigError(f"{typed}: has {len(text):,} characters; give {MAX_TEXT_LENGTH:,} at most.")
 
 
-def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
+def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> Any:
     """Return `value` as the type `kind`, or raise ConfigError; only lossless conversions."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, arguments, where, words)
+        return _convert_union(value, arguments, path, words)
     if origin is Literal:
         if _as_typed(value) in arguments:
             return _as_typed(value)
         choices = ", ".join(map(str, arguments))
-        raise ConfigError(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
+        raise ConfigError(
+            f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(str(value), map(str, arguments))}"
+        )
     if origin is tuple:
-        return _convert_tuple(value, arguments, where)
+        return _convert_tuple(value, arguments, path)
     if origin is collections.abc.Mapping:
-        return _convert_mapping(value, arguments, where)
+        return _convert_mapping(value, arguments, path)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and not isinstance(value, bool):
@@ -425,7 +435,7 @@ def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
         return float(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    _reject_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], where)
+    _reject_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], path)
 
 
 def _as_typed(value: Any) -> Any:
@@ -433,60 +443,61 @@ def _as_typed(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[str, ...]) -> Any:
+def _convert_union(value: Any, kinds: tuple[Any, ...], path: str, words: tuple[str, ...]) -> Any:
     optional = type(None) in kinds
     if value is None and optional:
         return None
     if isinstance(value, str) and words:
         if value in words:
             return value
-        _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", where)
+        _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", path)
     rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
     for kind in rest[:-1]:
         try:
-            return _convert(value, kind, where, ())
+            return _convert_value(value, kind, path, ())
         except ConfigError:
             continue
     try:
-        return _convert(value, rest[-1], where, ())
+        return _convert_value(value, rest[-1], path, ())
     except ConfigError as error:
         raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
 
 
-def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+def _convert_tuple(value: Any, kinds: tuple[Any, ...], path: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        _reject_type(value, f"a list, such as {where}=[a,b]", where)
+        _reject_type(value, f"a list, such as {path}=[a,b]", path)
     if kinds[-1] is Ellipsis:
-        return tuple(_convert(v, kinds[0], where, ()) for v in value)
+        return tuple(_convert_value(v, kinds[0], path, ()) for v in value)
     if len(value) != len(kinds):
-        _reject_type(value, f"a list of {len(kinds)} values", where)
-    return tuple(_convert(v, k, where, ()) for v, k in zip(value, kinds, strict=True))
+        _reject_type(value, f"a list of {len(kinds)} values", path)
+    return tuple(_convert_value(v, k, path, ()) for v, k in zip(value, kinds, strict=True))
 
 
-def _convert_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> dict[Any, Any]:
+def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        _reject_type(value, f"names and values, such as {where}={{a:1,b:2}}", where)
+        _reject_type(value, f"names and values, such as {path}={{a:1,b:2}}", path)
     key_kind, value_kind = kinds
     return {
-        _convert(k, key_kind, where, ()): _convert(v, value_kind, _join(where, str(k)), ()) for k, v in value.items()
+        _convert_value(k, key_kind, path, ()): _convert_value(v, value_kind, _join_path(path, str(k)), ())
+        for k, v in value.items()
     }
 
 
-def _reject_type(value: Any, wanted: str, where: str) -> NoReturn:
-    raise ConfigError(f"{where}={show(value)}: expected {wanted}.")
+def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
+    raise ConfigError(f"{path}={format_value(value)}: expected {expected}.")
 
 
-def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
+def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
-    wanted = " and ".join(f"{name.replace('_', ' ')} {_number(limit)}" for name, limit in limits.items())
-    wanted = wanted or "a finite number"
-    raise ConfigError(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+    expected = " and ".join(f"{name.replace('_', ' ')} {_format_number(limit)}" for name, limit in limits.items())
+    expected = expected or "a finite number"
+    raise ConfigError(f"{typed}: must be {expected}{' or ' + ' or '.join(words) if words else ''}.")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Return a limit as a user types it."""
-    whole = isinstance(value, int) or (value == int(value) and value < 1e15)
-    return str(int(value)) if whole else f"{value:g}"
+    is_whole = isinstance(value, int) or (value == int(value) and value < 1e15)
+    return str(int(value)) if is_whole else f"{value:g}"

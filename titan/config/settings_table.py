@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.config.settings import MISSING, show
+from titan.config.settings import MISSING, format_value
 from titan.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -37,32 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = list(sys.argv[1:] if arguments is None else arguments)
     for page in sorted(Path(folders[0] if folders else DOCS).glob("*.md")):
         old = page.read_text(encoding="utf-8")
-        if (new := update(old)) != old:
+        if (new := update_tables(old)) != old:
             page.write_text(new, encoding="utf-8")
             print(f"{page}: updated")
     return 0
 
 
-def update(text: str) -> str:
+def update_tables(text: str) -> str:
     """Return a page's text with every table between markers generated anew.
 
     Raises:
         ConfigError: where a marker names no dataclass.
     """
-    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + build_table(match[2]) + match[3], text)
 
 
-def table(declaration: str) -> str:
+def build_table(declaration: str) -> str:
     """Return the table that a marker declares, such as `memory = titan.memory.schema.Memory`."""
     match = re.fullmatch(r"(\S+) = (\S+)(?: beyond (\S+))?", declaration)
     if match is None:
         raise ConfigError(f"settings: {declaration}: not understood; write PREFIX = MODULE.CLASS.")
-    prefix, schema = match[1], _schema(match[2])
-    known = _rows(prefix, _schema(match[3])) if match[3] else []
-    return HEAD + "".join(row for row in _rows(prefix, schema) if row not in known)
+    prefix, schema = match[1], _import_schema(match[2])
+    declared = _format_rows(prefix, _import_schema(match[3])) if match[3] else []
+    return HEAD + "".join(row for row in _format_rows(prefix, schema) if row not in declared)
 
 
-def _schema(name: str) -> type:
+def _import_schema(name: str) -> type:
     module, _, attribute = name.rpartition(".")
     try:
         schema = getattr(importlib.import_module(module), attribute)
@@ -73,65 +73,70 @@ def _schema(name: str) -> type:
     return schema
 
 
-def _rows(prefix: str, schema: type) -> list[str]:
+def _format_rows(prefix: str, schema: type) -> list[str]:
     hints = typing.get_type_hints(schema)
     fields = [field for field in dataclasses.fields(schema) if field.init]
-    return [_row(prefix, field, hints[field.name]) for field in fields]
+    return [_format_row(prefix, field, hints[field.name]) for field in fields]
 
 
-def _row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
+def _format_row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
     name = ".".join(filter(None, [prefix.strip("-"), field.name.rstrip("_")]))
-    cells = (f"`{name}`", _type(field, kind), _default(field), _escaped(str(field.metadata.get("help", ""))))
+    cells = (
+        f"`{name}`",
+        _format_type(field, kind),
+        _format_default(field),
+        _escape_markdown(str(field.metadata.get("help", ""))),
+    )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
-def _escaped(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """The text without marks that Markdown would read as emphasis or HTML."""
     return re.sub(r"([*<])", r"\\\1", text)
 
 
-def _type(field: dataclasses.Field[Any], kind: Any) -> str:
+def _format_type(field: dataclasses.Field[Any], kind: Any) -> str:
     """The type in words, with the words that stand for a value and the limits of its numbers."""
     words = [f"`{word}`" for word in field.metadata.get("words", ())]
-    names = [name for name in _names(kind) if not (words and name == "str")] + words
+    names = [name for name in _name_types(kind) if not (words and name == "str")] + words
     limits = [f"{LIMITS[limit]} {bound:g}" for limit, bound in field.metadata.get("limits", {}).items()]
     return ", ".join([" or ".join(names), *limits])
 
 
-def _names(kind: Any) -> list[str]:
+def _name_types(kind: Any) -> list[str]:
     """The alternatives of a type, each as a word of a table."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return [name for argument in arguments for name in _names(argument)]
+        return [name for argument in arguments for name in _name_types(argument)]
     return NAMED[origin](arguments) if origin in NAMED else ["null" if kind is type(None) else kind.__name__]
 
 
-def _tuple(arguments: tuple[Any, ...]) -> list[str]:
+def _name_tuple(arguments: tuple[Any, ...]) -> list[str]:
     if arguments[-1] is Ellipsis:
-        return [f"list of {' or '.join(_names(arguments[0]))}"]
-    return [f"[{','.join(' or '.join(_names(argument)) for argument in arguments)}]"]
+        return [f"list of {' or '.join(_name_types(arguments[0]))}"]
+    return [f"[{','.join(' or '.join(_name_types(argument)) for argument in arguments)}]"]
 
 
-def _mapping(arguments: tuple[Any, ...]) -> list[str]:
-    return ["mapping of {} to {}".format(*(" or ".join(_names(argument)) for argument in arguments))]
+def _name_mapping(arguments: tuple[Any, ...]) -> list[str]:
+    return ["mapping of {} to {}".format(*(" or ".join(_name_types(argument)) for argument in arguments))]
 
 
-def _literal(arguments: tuple[Any, ...]) -> list[str]:
+def _name_literal(arguments: tuple[Any, ...]) -> list[str]:
     return [f"`{argument}`" for argument in arguments]
 
 
 NAMED: Mapping[Any, Callable[[tuple[Any, ...]], list[str]]] = {
-    Literal: _literal,
-    tuple: _tuple,
-    collections.abc.Mapping: _mapping,
+    Literal: _name_literal,
+    tuple: _name_tuple,
+    collections.abc.Mapping: _name_mapping,
 }
 """How types that are made of others are named."""
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def _format_default(field: dataclasses.Field[Any]) -> str:
     if field.default in (MISSING, dataclasses.MISSING):
         return "required"
-    return f"`{show(field.default)}`"
+    return f"`{format_value(field.default)}`"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from pathlib import Path
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
-from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
-from titan.dataset.proportions import BLOCK, block_counts
+from titan.dataset.preprocess.prepare import ensure_plan, find_cache_folder, prepare
+from titan.dataset.proportions import BLOCK, compute_block_counts
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import ConfigError
@@ -29,40 +29,40 @@ def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = N
         ConfigError: when the data can't be used.
     """
     folders = {}
-    for name, part in dataset.corpora().items():
-        folder = _prepare(part, dataset.stream, progress)
-        check = not (isinstance(part, Prepared) and "://" in part.path)
-        _check(open_corpus(folder, partial=dataset.stream, check=check))
+    for name, settings in dataset.corpora().items():
+        folder = _prepare_corpus(settings, dataset.stream, progress)
+        check_sizes = not (isinstance(settings, Prepared) and "://" in settings.path)
+        _check_training_tokens(open_corpus(folder, partial=dataset.stream, check_sizes=check_sizes))
         folders[name] = str(folder)
     _check_tokenizers(open_corpora(folders))
     return folders
 
 
-def _prepare(part: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
-    if isinstance(part, Prepared):
-        return _prepared_folder(part)
+def _prepare_corpus(settings: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
+    if isinstance(settings, Prepared):
+        return _locate_folder(settings)
     if not stream:
-        return prepare(part, progress)
-    folder = plan(part)
+        return prepare(settings, progress)
+    folder = ensure_plan(settings)
     if (folder / "manifest.json").is_file():
-        return prepare(part, progress)  # repairs corrupt files
+        return prepare(settings, progress)  # repairs corrupt files
     (folder / "failed.json").unlink(missing_ok=True)  # an earlier failure is retried
     return folder
 
 
-def _prepared_folder(part: Prepared) -> Path:
-    if "://" in part.path:
-        return remote.mirror(part.path, cache_folder(part), part.keep_gib)
-    folder = Path(part.path).expanduser().resolve()
+def _locate_folder(settings: Prepared) -> Path:
+    if "://" in settings.path:
+        return remote.mirror_folder(settings.path, find_cache_folder(settings), settings.keep_gib)
+    folder = Path(settings.path).expanduser().resolve()
     if not (folder / "manifest.json").is_file():
         raise ConfigError(
-            f"dataset.path={part.path}: the folder holds no prepared data (no manifest.json); give a folder that "
+            f"dataset.path={settings.path}: the folder holds no prepared data (no manifest.json); give a folder that "
             "python -m titan.prepare has completed."
         )
     return folder
 
 
-def _check(corpus: Corpus) -> None:
+def _check_training_tokens(corpus: Corpus) -> None:
     if corpus.complete and not corpus.train.tokens:
         raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
 
@@ -71,10 +71,10 @@ def _check_tokenizers(corpora: Corpora) -> None:
     """Raise ConfigError when the corpora have different tokenizers."""
     by_fingerprint = {corpus.tokenizer["fingerprint"]: name for name, corpus in corpora.items()}
     if len(by_fingerprint) > 1:
-        one, other, *_ = by_fingerprint.values()
+        first_name, second_name, *_ = by_fingerprint.values()
         raise ConfigError(
-            f"dataset.sources: {one} and {other} have different tokenizers ({corpora[one].tokenizer['name']} and "
-            f"{corpora[other].tokenizer['name']}); prepare all with the same one."
+            f"dataset.sources: {first_name} and {second_name} have different tokenizers ({corpora[first_name].tokenizer['name']} and "
+            f"{corpora[second_name].tokenizer['name']}); prepare all with the same one."
         )
 
 
@@ -86,13 +86,13 @@ def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, 
         dataset: the settings that they were prepared from. A machine needs them to create the local folder of a
             corpus at a URL, and a process to know that URL's credentials.
     """
-    parts = dataset.corpora() if dataset is not None else {}
+    settings_by_name = dataset.corpora() if dataset is not None else {}
     for name, folder in folders.items():
-        part = parts.get(name)
-        if isinstance(part, Prepared) and "://" in part.path:
-            remote.know(part.path)
-        if isinstance(part, Prepared) and not Path(folder).exists():
-            _prepared_folder(part)
+        settings = settings_by_name.get(name)
+        if isinstance(settings, Prepared) and "://" in settings.path:
+            remote.register_url(settings.path)
+        if isinstance(settings, Prepared) and not Path(folder).exists():
+            _locate_folder(settings)
     return {name: open_corpus(folder, partial=True) for name, folder in folders.items()}
 
 
@@ -107,48 +107,55 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
     Raises:
         ConfigError: when the weights are invalid.
     """
-    parts = dataset.corpora()
-    rows = tuple(_sequences(name, part, training, corpora[name]) for name, part in parts.items())
-    return RowMixture(rows, _phases(dataset, training, list(parts)), _skip(dataset), training.seed)
+    settings_by_name = dataset.corpora()
+    sequences = tuple(
+        _build_sequences(name, settings, training, corpora[name]) for name, settings in settings_by_name.items()
+    )
+    return RowMixture(
+        sequences, _build_phases(dataset, training, list(settings_by_name)), _merge_skip_ranges(dataset), training.seed
+    )
 
 
-def data_digest(mix: RowMixture) -> str:
+def compute_data_digest(mixture: RowMixture) -> str:
     """Return the digest of all corpora of a run and of the order in which each is read."""
-    if len(mix.sources) == 1:
-        return mix.sources[0].corpus.digest
-    return content_digest({rows.name: rows.identity for rows in mix.sources})
+    if len(mixture.sources) == 1:
+        return mixture.sources[0].corpus.digest
+    return content_digest({sequences.name: sequences.identity for sequences in mixture.sources})
 
 
-def check_epochs(dataset: Dataset, training: Training, mix: RowMixture) -> None:
+def check_epochs(dataset: Dataset, training: Training, mixture: RowMixture) -> None:
     """Raise ConfigError when the run reads a corpus for more epochs than `dataset.epochs` allows."""
-    for part, rows, read in zip(
-        dataset.corpora().values(), mix.sources, mix.reads(training.count_rows_before(training.steps + 1)), strict=True
+    for settings, sequences, rows_read in zip(
+        dataset.corpora().values(),
+        mixture.sources,
+        mixture.count_rows_read(training.count_rows_before(training.steps + 1)),
+        strict=True,
     ):
-        size = rows.split.rows(training.seq_len)
-        if part.epochs is not None and rows.corpus.complete and read > part.epochs * size:
-            where = "dataset" if len(mix.sources) == 1 else f"dataset.sources.{rows.name}"
+        epoch_rows = sequences.split.count_rows(training.seq_len)
+        if settings.epochs is not None and sequences.corpus.complete and rows_read > settings.epochs * epoch_rows:
+            prefix = "dataset" if len(mixture.sources) == 1 else f"dataset.sources.{sequences.name}"
             raise ConfigError(
-                f"{where}.epochs={part.epochs:g}: training.steps={training.steps} reads {rows.name} {read / size:.2f} "
+                f"{prefix}.epochs={settings.epochs:g}: training.steps={training.steps} reads {sequences.name} {rows_read / epoch_rows:.2f} "
                 "times; decrease the steps or its weight, or increase the epochs."
             )
 
 
-def _sequences(name: str, part: Dataset, training: Training, corpus: Corpus) -> TokenSequences:
-    window = None if part.window is None else max(1, part.window // training.seq_len)
-    return TokenSequences(name, corpus, training.seq_len, training.seed, part.block, window, part.epochs)
+def _build_sequences(name: str, settings: Dataset, training: Training, corpus: Corpus) -> TokenSequences:
+    window = None if settings.window is None else max(1, settings.window // training.seq_len)
+    return TokenSequences(name, corpus, training.seq_len, training.seed, settings.block, window, settings.epochs)
 
 
-def _phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[MixturePhase, ...]:
+def _build_phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[MixturePhase, ...]:
     if not isinstance(dataset, Mixture):
         return (MixturePhase(0, (BLOCK,)),)
-    found = [MixturePhase(0, block_counts(dataset.weights, names, "dataset.weights"))]
+    phases = [MixturePhase(0, compute_block_counts(dataset.weights, names, "dataset.weights"))]
     for tokens, weights in sorted((dataset.stages or {}).items()):
-        shares = block_counts(weights, names, f"dataset.stages at {tokens}")
-        found.append(MixturePhase(-(-tokens // training.seq_len), shares))
-    return tuple(found)
+        quotas = compute_block_counts(weights, names, f"dataset.stages at {tokens}")
+        phases.append(MixturePhase(-(-tokens // training.seq_len), quotas))
+    return tuple(phases)
 
 
-def _skip(dataset: Dataset) -> tuple[tuple[int, int], ...]:
+def _merge_skip_ranges(dataset: Dataset) -> tuple[tuple[int, int], ...]:
     """Return the ranges to skip in order; adjacent ones are merged."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(dataset.skip):

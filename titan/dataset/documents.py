@@ -33,18 +33,18 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A piece of a source that is read independently.
 
     Attributes:
         name: unique in the source; used in messages.
         bytes: the approximate number of bytes to read; 0 when unknown.
-        place: what the source needs to find the part again; must be picklable.
+        location: what the source needs to find the part again; must be picklable.
     """
 
     name: str
     bytes: int = 0
-    place: tuple[Any, ...] = ()
+    location: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Skip:
-    """A skipped document: the report counts them by `reason` and shows the first `where`."""
+    """A skipped document: the report counts them by `reason` and shows the first `location`."""
 
     reason: str
-    where: str = ""
+    location: str = ""
 
 
 Document = str | tuple[Turn, ...] | NDArray[Any] | Skip
@@ -95,12 +95,12 @@ class Source(ABC):
             memo: a folder in which to cache digests of files; see `titan.dataset.sources.files`.
         """
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[SourcePart]:
         """Return the parts in the source's order; they depend on its content only."""
-        return [Part(self.name)]
+        return [SourcePart(self.name)]
 
     @abstractmethod
-    def documents(self, part: Part) -> Iterator[Document]:
+    def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part, always in the same order.
 
         Raises:
@@ -108,7 +108,7 @@ class Source(ABC):
         """
 
 
-def content_digest(*values: Any, **more: Any) -> str:
+def content_digest(*values: Any, **named_values: Any) -> str:
     """Return a digest of plain values, for sources whose content is determined by them."""
-    text = json.dumps([values, more], sort_keys=True)
+    text = json.dumps([values, named_values], sort_keys=True)
     return blake2b(text.encode(), digest_size=32).hexdigest()

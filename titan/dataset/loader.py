@@ -37,24 +37,24 @@ _POLL_SECONDS = 0.5
 _LOG_SECONDS = 20.0
 
 
-class Tokens(Protocol):
+class TokenSplit(Protocol):
     """A sequence of tokens that rows are read from; see `titan.dataset.shards.Split` for the methods."""
 
-    def rows(self, seq_len: int) -> int:
+    def count_rows(self, seq_len: int) -> int:
         """Return the number of rows."""
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Return tokens."""
 
-    def counted(self, start: int, count: int) -> NDArray[np.bool_]:
+    def read_loss_mask(self, start: int, count: int) -> NDArray[np.bool_]:
         """Return which tokens count in the loss."""
 
-    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+    def find_document_starts(self, start: int, count: int) -> NDArray[np.int64]:
         """Return where documents begin."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """The shape of a rank's micro-batches.
 
     Attributes:
@@ -67,7 +67,7 @@ class Shape:
     rows: int
     seq_len: int
 
-    def of(self, slots: int) -> tuple[int, int, int]:
+    def compute_shape(self, slots: int) -> tuple[int, int, int]:
         """Return (micro-batches, rows, tokens) for `slots` rows."""
         return max(self.microbatches, -(-slots // self.rows)), self.rows, self.seq_len
 
@@ -81,7 +81,7 @@ class Batch:
             follows; `IGNORED` where there is nothing to predict), and with document masks each token's position in its
             document and the document's number in the row.
         first, last: the numbers of the whole step's first and last row; skipped rows have numbers too.
-        read: number of rows read in total when this step is done.
+        rows_read: number of rows read in total when this step is done.
         hash: in [0, 2**64), over this rank's rows; the sum modulo 2**64 over ranks is the same under every layout.
         valid: number of targets of this rank's rows that count in the loss.
         pairs: number of query-key pairs of attention without the causal mask: the sum of the squared lengths of the
@@ -93,7 +93,7 @@ class Batch:
     fields: NDArray[np.int32]
     first: int
     last: int
-    read: int
+    rows_read: int
     hash: int
     valid: int
     pairs: int
@@ -113,37 +113,39 @@ class Batch:
         return targets
 
 
-def row_hash(number: int, row: NDArray[Any]) -> int:
+def hash_row(number: int, row: NDArray[Any]) -> int:
     """Return 64 bits of BLAKE2b over a row's number and its stored tokens."""
     digest = blake2b(number.to_bytes(8, "little"), digest_size=8)
     digest.update(np.ascontiguousarray(row).data)
     return int.from_bytes(digest.digest(), "little")
 
 
-class Reader:
+class BatchBuilder:
     """Writes rows into fields: tokens, targets and, with document masks, positions and documents."""
 
-    def __init__(self, seq_len: int, documents: bool) -> None:
-        """Read rows of `seq_len` tokens, with document masks if `documents`."""
-        self.seq_len, self.documents = seq_len, documents
+    def __init__(self, seq_len: int, mask_documents: bool) -> None:
+        """Read rows of `seq_len` tokens, with document masks if `mask_documents`."""
+        self.seq_len, self.mask_documents = seq_len, mask_documents
 
-    def room(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+    def allocate(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return uninitialised fields [2 or 4, *shape]."""
-        return np.empty((4 if self.documents else 2, *shape), dtype=np.int32)
+        return np.empty((4 if self.mask_documents else 2, *shape), dtype=np.int32)
 
-    def blank(self, fields: NDArray[np.int32]) -> NDArray[np.int32]:
+    def fill_padding(self, fields: NDArray[np.int32]) -> NDArray[np.int32]:
         """Fill the fields with rows of weight zero and return them."""
         fields[:] = 0
         fields[TARGETS] = IGNORED
-        if self.documents:
+        if self.mask_documents:
             fields[POSITIONS] = np.arange(self.seq_len)
         return fields
 
-    def fill(self, into: NDArray[np.int32], split: Tokens, row: int, masked: bool) -> tuple[NDArray[Any], int, int]:
+    def fill_row(
+        self, row_fields: NDArray[np.int32], split: TokenSplit, row: int, masked: bool
+    ) -> tuple[NDArray[Any], int, int]:
         """Write one row into fields [2 or 4, seq_len].
 
         Args:
-            into: the row's fields.
+            row_fields: the row's fields.
             split: the split to read.
             row: the index of the row in the split.
             masked: whether the corpus has a loss mask.
@@ -154,21 +156,25 @@ class Reader:
         """
         start, length = row * self.seq_len, self.seq_len
         stored = split.read(start, length + 1)
-        into[TOKENS], into[TARGETS] = stored[:-1], stored[1:]
+        row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[1:]
         if masked:
-            into[TARGETS][~split.counted(start, length + 1)[1:]] = IGNORED
-        pairs = self._divide(into, split.begins(start, length + 1)) if self.documents else length * length
-        valid = int((into[TARGETS] != IGNORED).sum()) if masked or self.documents else length
+            row_fields[TARGETS][~split.read_loss_mask(start, length + 1)[1:]] = IGNORED
+        pairs = (
+            self._separate_documents(row_fields, split.find_document_starts(start, length + 1))
+            if self.mask_documents
+            else length * length
+        )
+        valid = int((row_fields[TARGETS] != IGNORED).sum()) if masked or self.mask_documents else length
         return stored, valid, pairs
 
-    def _divide(self, into: NDArray[np.int32], begins: NDArray[np.int64]) -> int:
-        """Separate the documents, which begin at 0 and `begins`; return the number of attention pairs inside them."""
-        into[TARGETS][begins - 1] = IGNORED
-        inside = begins[begins < self.seq_len]
-        bounds = np.concatenate(([0], inside, [self.seq_len]))
+    def _separate_documents(self, row_fields: NDArray[np.int32], starts: NDArray[np.int64]) -> int:
+        """Separate the documents, which begin at 0 and `starts`; return the number of attention pairs inside them."""
+        row_fields[TARGETS][starts - 1] = IGNORED
+        inner_starts = starts[starts < self.seq_len]
+        bounds = np.concatenate(([0], inner_starts, [self.seq_len]))
         lengths = np.diff(bounds)
-        into[POSITIONS] = np.arange(self.seq_len) - np.repeat(bounds[:-1], lengths)
-        into[DOCUMENTS] = np.repeat(np.arange(lengths.size), lengths)
+        row_fields[POSITIONS] = np.arange(self.seq_len) - np.repeat(bounds[:-1], lengths)
+        row_fields[DOCUMENTS] = np.repeat(np.arange(lengths.size), lengths)
         return int((lengths**2).sum())
 
 
@@ -177,47 +183,53 @@ class Loader:
 
     def __init__(
         self,
-        mix: RowMixture,
+        mixture: RowMixture,
         training: Training,
-        share: DataShard,
-        shape: Shape,
+        data_shard: DataShard,
+        shape: BatchShape,
         *,
         step: int = 1,
         prefetch: int = 4,
-        documents: bool = False,
-        read: bool = True,
+        mask_documents: bool = False,
+        is_reader: bool = True,
         patience: float = 1800.0,
-        tell: Callable[[str], None] = lambda line: None,
-        stopped: Callable[[], bool] = lambda: False,
+        log: Callable[[str], None] = lambda line: None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start reading ahead, at most `prefetch` batches.
 
         Args:
-            mix: the rows of the run.
+            mixture: the rows of the run.
             training: the number of rows of each step.
-            share: this rank's share of a step's rows.
+            data_shard: this rank's share of a step's rows.
             shape: the shape of its micro-batches.
             step: the first step.
             prefetch: number of batches to read ahead.
-            documents: whether to add document masks.
-            read: whether this rank reads; otherwise its fields are blank, to be received from the rank that reads.
+            mask_documents: whether to add document masks.
+            is_reader: whether this rank reads; otherwise its fields are blank, to be received from the rank that reads.
             patience: seconds to wait for data that are being prepared.
-            tell: called with a log line every 20 seconds while `next` waits for such data.
-            stopped: polled while `next` waits for such data; when it is true, `next` returns a void batch.
+            log: called with a log line every 20 seconds while `next` waits for such data.
+            is_stopped: polled while `next` waits for such data; when it is true, `next` returns a void batch.
 
         Raises:
             ValueError: when a number is below one.
         """
         if min(prefetch, step, shape.microbatches, shape.rows) < 1:
             raise ValueError("step, prefetch and shape must be at least 1")
-        self._mix, self._training, self._share, self._shape = mix, training, share, shape
-        self._step, self._read, self._patience, self._tell, self._stopped = step, read, patience, tell, stopped
-        self._given, self._given_up = step - 1, False
-        self._reader = Reader(shape.seq_len, documents)
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(prefetch)
+        self._mixture, self._training, self._data_shard, self._shape = mixture, training, data_shard, shape
+        self._step, self._is_reader, self._patience, self._log, self._is_stopped = (
+            step,
+            is_reader,
+            patience,
+            log,
+            is_stopped,
+        )
+        self._last_step, self._gave_up = step - 1, False
+        self._builder = BatchBuilder(shape.seq_len, mask_documents)
+        self._batches: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._free_slots = threading.Semaphore(prefetch)
         self._closed = threading.Event()
-        self._waiting: str | None = None
+        self._wait_reason: str | None = None
         self._thread = threading.Thread(target=self._read_ahead, name="titan-loader", daemon=True)
         self._thread.start()
 
@@ -235,19 +247,19 @@ class Loader:
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         start = time.perf_counter()
-        item = self._get()
+        item = self._wait_for_batch()
         if isinstance(item, BaseException):
-            self._ready.put(item)
+            self._batches.put(item)
             raise item
         if not item.void:
-            self._given += 1
-            self._room.release()
+            self._last_step += 1
+            self._free_slots.release()
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
         """Stop the background thread; may be called again."""
         self._closed.set()
-        self._room.release()
+        self._free_slots.release()
         self._thread.join()
 
     def __enter__(self) -> Loader:
@@ -260,101 +272,107 @@ class Loader:
         """Close."""
         self.close()
 
-    def _get(self) -> Batch | BaseException:
+    def _wait_for_batch(self) -> Batch | BaseException:
         """Wait for the next item and log what it waits for."""
         pause, logged = 2 * _POLL_SECONDS, -math.inf
-        while not self._given_up:
+        while not self._gave_up:
             try:
-                return self._ready.get(timeout=pause)
+                return self._batches.get(timeout=pause)
             except queue.Empty:
-                self._given_up = self._waiting is not None and self._stopped()
-                if self._waiting and time.monotonic() >= logged + _LOG_SECONDS:
-                    self._tell(f"waiting for data: {self._waiting}")
+                self._gave_up = self._wait_reason is not None and self._is_stopped()
+                if self._wait_reason and time.monotonic() >= logged + _LOG_SECONDS:
+                    self._log(f"waiting for data: {self._wait_reason}")
                     logged = time.monotonic()
                 pause = _POLL_SECONDS
-        return self._void()  # from now on: all steps after a void one are void
+        return self._build_void_batch()  # from now on: all steps after a void one are void
 
-    def _void(self) -> Batch:
+    def _build_void_batch(self) -> Batch:
         """Return a blank batch for the next step."""
-        rows = self._training.find_phase(self._given + 1).rows
-        before = self._training.count_rows_before(self._given + 1)
-        fields = self._reader.blank(self._reader.room(self._shape.of(self._share.count_slots(rows))))
-        return Batch(fields, before, before, before, 0, 0, 0, void=True)
+        rows = self._training.find_phase(self._last_step + 1).rows
+        rows_read = self._training.count_rows_before(self._last_step + 1)
+        fields = self._builder.fill_padding(
+            self._builder.allocate(self._shape.compute_shape(self._data_shard.count_slots(rows)))
+        )
+        return Batch(fields, rows_read, rows_read, rows_read, 0, 0, 0, void=True)
 
     def _read_ahead(self) -> None:
         try:
-            for step, (numbers, which, rows) in enumerate(self._steps(), start=self._step):
-                self._room.acquire()
+            for step, (numbers, corpus_ids, rows) in enumerate(self._locate_rows(), start=self._step):
+                self._free_slots.acquire()
                 if self._closed.is_set():
                     return
-                self._ready.put(self._batch(step, numbers, which, rows))
-        except _Closed:
+                self._batches.put(self._build_batch(step, numbers, corpus_ids, rows))
+        except _LoaderClosedError:
             pass
         except BaseException as error:  # next() raises it in the caller's thread
-            self._ready.put(error)
+            self._batches.put(error)
 
-    def _steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    def _locate_rows(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         """Yield this rank's rows of each step: their numbers, corpora and rows in the corpora.
 
         Many steps are located at once, because a call has a fixed cost; while data are being prepared only one is.
         """
-        step, nothing = self._step, np.empty(0, np.int64)
-        live = not all(rows.corpus.complete for rows in self._mix.sources)
-        while not self._read:
-            yield nothing, nothing, nothing
+        step, empty = self._step, np.empty(0, np.int64)
+        is_growing = not all(rows.corpus.complete for rows in self._mixture.sources)
+        while not self._is_reader:
+            yield empty, empty, empty
         while True:
-            own = self._share.slice_rows(self._training.find_phase(step).rows)
-            steps = 1 if live else max(1, _ORDER_BLOCK // max(1, len(own)))
-            ours = [self._own(s) for s in range(step, step + steps)]
-            numbers = self._mix.numbers(np.concatenate(ours))
-            cuts = np.cumsum([part.size for part in ours])[:-1]
-            which, rows = self._mix.locate(numbers, self._wait)
-            yield from zip(*(np.split(part, cuts) for part in (numbers, which, rows)), strict=True)
+            shard_rows = self._data_shard.slice_rows(self._training.find_phase(step).rows)
+            steps = 1 if is_growing else max(1, _ORDER_BLOCK // max(1, len(shard_rows)))
+            positions = [self._compute_positions(s) for s in range(step, step + steps)]
+            numbers = self._mixture.compute_row_numbers(np.concatenate(positions))
+            cuts = np.cumsum([array.size for array in positions])[:-1]
+            corpus_ids, rows = self._mixture.locate_rows(numbers, self._wait_for_rows)
+            yield from zip(*(np.split(array, cuts) for array in (numbers, corpus_ids, rows)), strict=True)
             step += steps
 
-    def _own(self, step: int) -> NDArray[np.int64]:
+    def _compute_positions(self, step: int) -> NDArray[np.int64]:
         """Return the positions of this rank's rows of `step` among all rows that the run reads, from 0."""
-        own = self._share.slice_rows(self._training.find_phase(step).rows)
-        return np.arange(own.start, own.stop, dtype=np.int64) + self._training.count_rows_before(step)
+        shard_rows = self._data_shard.slice_rows(self._training.find_phase(step).rows)
+        return np.arange(shard_rows.start, shard_rows.stop, dtype=np.int64) + self._training.count_rows_before(step)
 
-    def _wait(self, line: str) -> None:
+    def _wait_for_rows(self, reason: str) -> None:
         """Wait a moment for rows that are still being prepared."""
-        if self._waiting is None:
-            self._since = time.monotonic()
-        self._waiting = line
+        if self._wait_reason is None:
+            self._wait_start = time.monotonic()
+        self._wait_reason = reason
         if self._closed.wait(_POLL_SECONDS):
-            raise _Closed
-        for rows in self._mix.sources:
-            rows.corpus.check_alive()
-        if time.monotonic() - self._since > self._patience:
-            raise RunError(f"waited {self._patience:.0f} s for data: {line}; prepare more data, then resume.")
+            raise _LoaderClosedError
+        for sequences in self._mixture.sources:
+            sequences.corpus.check_alive()
+        if time.monotonic() - self._wait_start > self._patience:
+            raise RunError(f"waited {self._patience:.0f} s for data: {reason}; prepare more data, then resume.")
 
-    def _batch(self, step: int, numbers: NDArray[np.int64], which: NDArray[np.int64], rows: NDArray[np.int64]) -> Batch:
+    def _build_batch(
+        self, step: int, numbers: NDArray[np.int64], corpus_ids: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> Batch:
         """Return the batch of a step, of which this rank reads the row numbers `numbers`."""
-        self._waiting = None
-        phase, before = self._training.find_phase(step), self._training.count_rows_before(step)
-        fields = self._reader.room(self._shape.of(self._share.count_slots(phase.rows)))
-        flat, total, valid, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0, 0
-        for slot, (number, k, row) in enumerate(zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True)):
-            corpus = self._mix.sources[k].corpus
-            stored, count, computed = self._reader.fill(flat[:, slot], corpus.train, row, corpus.masked)
-            total, valid, pairs = total + row_hash(number, stored), valid + count, pairs + computed
-        self._reader.blank(flat[:, len(rows) :])
-        ends = self._mix.numbers(np.array([before, before + phase.rows - 1]))
-        return Batch(fields, int(ends[0]), int(ends[1]), before + phase.rows, total % 2**64, valid, pairs)
+        self._wait_reason = None
+        phase, rows_before = self._training.find_phase(step), self._training.count_rows_before(step)
+        fields = self._builder.allocate(self._shape.compute_shape(self._data_shard.count_slots(phase.rows)))
+        flat, hash_sum, valid, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0, 0
+        for slot, (number, k, row) in enumerate(zip(numbers.tolist(), corpus_ids.tolist(), rows.tolist(), strict=True)):
+            corpus = self._mixture.sources[k].corpus
+            stored, valid_count, pair_count = self._builder.fill_row(flat[:, slot], corpus.train, row, corpus.masked)
+            hash_sum, valid, pairs = hash_sum + hash_row(number, stored), valid + valid_count, pairs + pair_count
+        self._builder.fill_padding(flat[:, len(rows) :])
+        bounds = self._mixture.compute_row_numbers(np.array([rows_before, rows_before + phase.rows - 1]))
+        return Batch(fields, int(bounds[0]), int(bounds[1]), rows_before + phase.rows, hash_sum % 2**64, valid, pairs)
 
 
-class _Closed(Exception):
+class _LoaderClosedError(Exception):
     """Raised in the background thread when the loader is closed."""
 
 
-def fixed_rows(split: Tokens, seq_len: int, rows: int, documents: bool, masked: bool) -> NDArray[np.int32]:
+def read_first_rows(
+    split: TokenSplit, seq_len: int, rows: int, mask_documents: bool, masked: bool
+) -> NDArray[np.int32]:
     """Return the first `rows` rows of a split, or all if it has fewer: fields [2 or 4, rows, seq_len], see `Batch`.
 
     Documents are shuffled when they are prepared, so the first rows are a fair sample.
     """
-    reader = Reader(seq_len, documents)
-    fields = reader.room((min(rows, split.rows(seq_len)), seq_len))
+    builder = BatchBuilder(seq_len, mask_documents)
+    fields = builder.allocate((min(rows, split.count_rows(seq_len)), seq_len))
     for i in range(fields.shape[1]):
-        reader.fill(fields[:, i], split, i, masked)
+        builder.fill_row(fields[:, i], split, i, masked)
     return fields

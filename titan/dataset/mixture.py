@@ -26,7 +26,7 @@ from titan.dataset.proportions import BLOCK
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
 
-Wait = Callable[[str], None]
+WaitCallback = Callable[[str], None]
 """Called with the reason while a row is not prepared yet, until it is; may raise."""
 
 
@@ -55,30 +55,30 @@ class TokenSequences:
         """The training split."""
         return self.corpus.train
 
-    def at(self, index: NDArray[np.int64], wait: Wait | None = None) -> NDArray[np.int64]:
+    def rows_at(self, index: NDArray[np.int64], wait: WaitCallback | None = None) -> NDArray[np.int64]:
         """Return the rows at `index`, counted over epochs; call `wait` while they are not prepared yet."""
         while not self._is_prepared(index):
             if wait is None:
-                raise ConfigError(f"{self._progress()}; wait until it is complete, or choose earlier rows.")
-            wait(self._progress())
-            self.corpus = self.corpus.reopened()
+                raise ConfigError(f"{self._describe_progress()}; wait until it is complete, or choose earlier rows.")
+            wait(self._describe_progress())
+            self.corpus = self.corpus.reopen()
             if self.corpus.complete:
-                self._check_enough(index)
-        rows = self.split.rows(self.seq_len)
+                self._check_row_count(index)
+        rows = self.split.count_rows(self.seq_len)
         return Permutation(max(1, rows), self.seed, self.block, self.window).rows_at(index)
 
-    def _check_enough(self, index: NDArray[np.int64]) -> None:
+    def _check_row_count(self, index: NDArray[np.int64]) -> None:
         """Raise RunError when the corpus, now complete, has too few rows; this can't be checked earlier."""
-        rows = self.split.rows(self.seq_len)
+        rows = self.split.count_rows(self.seq_len)
         if rows < 1:
             raise RunError(
                 f"{self.name} has {self.split.tokens} tokens, fewer than one row of {self.seq_len}; give more text or "
                 "decrease training.seq_len."
             )
         if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
-            most = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
+            limit = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
             raise RunError(
-                f"{self.name} has {rows:,} rows and may be read {most}; decrease training.steps or increase its epochs."
+                f"{self.name} has {rows:,} rows and may be read {limit}; decrease training.steps or increase its epochs."
             )
 
     @property
@@ -88,7 +88,7 @@ class TokenSequences:
         window = f", in windows of {self.window}" if self.window else ""
         return f"{self.corpus.digest}{block}{window}"
 
-    def facts(self) -> str:
+    def describe_order(self) -> str:
         """Return everything that determines the row at an index, as text."""
         block = f", in blocks of {self.block}" if self.block > 1 else ""
         window = f", in windows of {self.window}" if self.window else ""
@@ -100,11 +100,11 @@ class TokenSequences:
             return True
         if self.window is None:
             return False
-        return (int(index.max()) // self.window + 1) * self.window <= self.split.rows(self.seq_len)
+        return (int(index.max()) // self.window + 1) * self.window <= self.split.count_rows(self.seq_len)
 
-    def _progress(self) -> str:
-        done, shards = self.corpus.shard_jobs
-        return f"{self.name} is still being prepared: {done} of {shards} shards, {self.split.tokens:,} tokens, are done"
+    def _describe_progress(self) -> str:
+        finished, shards = self.corpus.shard_jobs
+        return f"{self.name} is still being prepared: {finished} of {shards} shards, {self.split.tokens:,} tokens, are done"
 
 
 @dataclass(frozen=True)
@@ -121,138 +121,140 @@ class RowMixture:
 
     Attributes:
         sources: the corpora.
-        stages: in order; the first begins at row 0.
+        phases: in order; the first begins at row 0.
         skip: ranges of row numbers to skip, ends included; in order and disjoint.
         seed: the seed of the mixture.
     """
 
     sources: tuple[TokenSequences, ...]
-    stages: tuple[MixturePhase, ...]
+    phases: tuple[MixturePhase, ...]
     skip: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
         """A 64-bit key of each corpus, from its identity; repeated corpora get different keys."""
-        seen: dict[str, int] = {}
+        repeats: dict[str, int] = {}
         keys = []
-        for rows in self.sources:
-            seen[rows.identity] = count = seen.get(rows.identity, 0) + 1
-            keys.append(int.from_bytes(blake2b(f"{rows.identity} {count}".encode(), digest_size=8).digest(), "little"))
+        for sequences in self.sources:
+            repeats[sequences.identity] = count = repeats.get(sequences.identity, 0) + 1
+            keys.append(
+                int.from_bytes(blake2b(f"{sequences.identity} {count}".encode(), digest_size=8).digest(), "little")
+            )
         return tuple(keys)
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
         """The number of rows of each corpus before each stage."""
         starts = [(0,) * len(self.sources)]
-        for number, (stage, following) in enumerate(pairwise(self.stages)):
-            counts = self._counts(number, following.first - stage.first)
+        for number, (phase, next_phase) in enumerate(pairwise(self.phases)):
+            counts = self._count_rows(number, next_phase.first - phase.first)
             starts.append(tuple(a + b for a, b in zip(starts[-1], counts, strict=True)))
         return tuple(starts)
 
-    def numbers(self, read: NDArray[np.int64]) -> NDArray[np.int64]:
+    def compute_row_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row numbers of the 0th, 1st, 2nd, ... row that is read: skipped numbers are left out."""
-        numbers = read.copy()
+        numbers = positions.copy()
         for first, last in self.skip:
             numbers[numbers >= first] += last - first + 1
         return numbers
 
-    def locate(
-        self, numbers: NDArray[np.int64], wait: Wait | None = None
+    def locate_rows(
+        self, numbers: NDArray[np.int64], wait: WaitCallback | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the corpus of each row number and the row of that corpus, as two arrays of the same shape.
 
         Args:
             numbers: any shape, none negative.
-            wait: see `TokenSequences.at`.
+            wait: see `TokenSequences.rows_at`.
         """
         flat = numbers.reshape(-1)
-        which, index = self._indices(flat)
+        corpus_ids, index = self._locate_in_corpora(flat)
         rows = np.zeros_like(flat)
-        for k in np.unique(which):
-            mine = which == k
-            rows[mine] = self.sources[k].at(index[mine], wait)
-        return which.reshape(numbers.shape), rows.reshape(numbers.shape)
+        for k in np.unique(corpus_ids):
+            mask = corpus_ids == k
+            rows[mask] = self.sources[k].at(index[mask], wait)
+        return corpus_ids.reshape(numbers.shape), rows.reshape(numbers.shape)
 
-    def reads(self, rows: int) -> tuple[int, ...]:
+    def count_rows_read(self, rows: int) -> tuple[int, ...]:
         """Return the number of rows of each corpus among the first `rows` that are read."""
-        end = self._end(rows)
-        left_out = [(first, min(last + 1, end)) for first, last in self.skip if first < end]
-        every = np.array(self._before(end))
-        for first, stop in left_out:
-            every -= np.array(self._before(stop)) - np.array(self._before(first))
-        return tuple(every.tolist())
+        end = self._find_end(rows)
+        skipped = [(first, min(last + 1, end)) for first, last in self.skip if first < end]
+        counts = np.array(self._count_rows_before(end))
+        for first, stop in skipped:
+            counts -= np.array(self._count_rows_before(stop)) - np.array(self._count_rows_before(first))
+        return tuple(counts.tolist())
 
-    def fingerprint(self, rows: int) -> str:
+    def compute_fingerprint(self, rows: int) -> str:
         """Return everything that determines the first `rows` rows, and nothing that affects only later ones."""
-        end = max(1, self._end(rows))
-        stages = [stage for stage in self.stages if stage.first < end]
-        used = [k for k in range(len(self.sources)) if any(stage.quotas[k] for stage in stages)]
+        end = max(1, self._find_end(rows))
+        phases = [phase for phase in self.phases if phase.first < end]
+        used = [k for k in range(len(self.sources)) if any(phase.quotas[k] for phase in phases)]
         used.sort(key=lambda k: self.keys[k])
-        facts = [self.sources[k].facts() for k in used]
+        descriptions = [self.sources[k].describe_order() for k in used]
         if len(used) > 1:
-            facts += [f"mixed {':'.join(str(s.quotas[k]) for k in used)} from row {s.first}" for s in stages]
-            facts.append(f"mixture of seed {self.seed}")
+            descriptions += [f"mixed {':'.join(str(s.quotas[k]) for k in used)} from row {s.first}" for s in phases]
+            descriptions.append(f"mixture of seed {self.seed}")
         skipped = [f"{first} to {min(last, end - 1)}" for first, last in self.skip if first < end]
-        return "; ".join([*facts, *(f"without rows {rows}" for rows in skipped)])
+        return "; ".join([*descriptions, *(f"without rows {rows}" for rows in skipped)])
 
-    def _end(self, rows: int) -> int:
+    def _find_end(self, rows: int) -> int:
         """Return one more than the row number of the last of the first `rows` rows that are read."""
-        return int(self.numbers(np.array([rows - 1]))[0]) + 1 if rows else 0
+        return int(self.compute_row_numbers(np.array([rows - 1]))[0]) + 1 if rows else 0
 
-    def _before(self, number: int) -> tuple[int, ...]:
+    def _count_rows_before(self, number: int) -> tuple[int, ...]:
         """Return the number of rows of each corpus with a smaller row number, skipped ones included."""
-        stage = max(i for i, stage in enumerate(self.stages) if stage.first <= number)
-        counts = self._counts(stage, number - self.stages[stage].first)
-        return tuple(a + b for a, b in zip(self.starts[stage], counts, strict=True))
+        phase = max(i for i, phase in enumerate(self.phases) if phase.first <= number)
+        counts = self._count_rows(phase, number - self.phases[phase].first)
+        return tuple(a + b for a, b in zip(self.starts[phase], counts, strict=True))
 
-    def _indices(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        which, index = np.zeros_like(numbers), np.zeros_like(numbers)
-        bounds = np.array([stage.first for stage in self.stages])
-        stage_of = np.searchsorted(bounds, numbers, side="right") - 1
-        for number in np.unique(stage_of):
-            mine = stage_of == number
-            which[mine], index[mine] = self._in_stage(int(number), numbers[mine] - bounds[number])
-        return which, index
+    def _locate_in_corpora(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        corpus_ids, index = np.zeros_like(numbers), np.zeros_like(numbers)
+        bounds = np.array([phase.first for phase in self.phases])
+        phase_of = np.searchsorted(bounds, numbers, side="right") - 1
+        for number in np.unique(phase_of):
+            mask = phase_of == number
+            corpus_ids[mask], index[mask] = self._locate_in_phase(int(number), numbers[mask] - bounds[number])
+        return corpus_ids, index
 
-    def _in_stage(self, number: int, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _locate_in_phase(self, number: int, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the corpus at each offset in a stage, and the index among that corpus's rows."""
-        quotas = self.stages[number].quotas
+        quotas = self.phases[number].quotas
         if max(quotas) == BLOCK:
             only = quotas.index(BLOCK)
-            return np.full_like(places, only), places + self.starts[number][only]
-        which, index = np.empty_like(places), np.empty_like(places)
-        blocks, slots = np.divmod(places, BLOCK)
+            return np.full_like(offsets, only), offsets + self.starts[number][only]
+        corpus_ids, index = np.empty_like(offsets), np.empty_like(offsets)
+        blocks, slots = np.divmod(offsets, BLOCK)
         starts, shares = np.array(self.starts[number]), np.array(quotas)
         for block in np.unique(blocks):
-            mine = blocks == block
-            sources, ranks = pattern(quotas, self.keys, self.seed, number, int(block))
-            which[mine] = found = sources[slots[mine]]
-            index[mine] = ranks[slots[mine]] + block * shares[found] + starts[found]
-        return which, index
+            mask = blocks == block
+            sources, ranks = compute_block_pattern(quotas, self.keys, self.seed, number, int(block))
+            corpus_ids[mask] = block_corpora = sources[slots[mask]]
+            index[mask] = ranks[slots[mask]] + block * shares[block_corpora] + starts[block_corpora]
+        return corpus_ids, index
 
-    def _counts(self, number: int, places: int) -> tuple[int, ...]:
-        """Return the number of rows of each corpus among the first `places` rows of a stage."""
-        quotas = self.stages[number].quotas
-        blocks, rest = divmod(places, BLOCK)
+    def _count_rows(self, number: int, rows: int) -> tuple[int, ...]:
+        """Return the number of rows of each corpus among the first `rows` rows of a stage."""
+        quotas = self.phases[number].quotas
+        blocks, remainder = divmod(rows, BLOCK)
         if max(quotas) == BLOCK:
-            return tuple(places if quota else 0 for quota in quotas)
-        sources, _ = pattern(quotas, self.keys, self.seed, number, blocks)
-        more = np.bincount(sources[:rest], minlength=len(quotas))
-        return tuple(blocks * quota + int(n) for quota, n in zip(quotas, more, strict=True))
+            return tuple(rows if quota else 0 for quota in quotas)
+        sources, _ = compute_block_pattern(quotas, self.keys, self.seed, number, blocks)
+        extra = np.bincount(sources[:remainder], minlength=len(quotas))
+        return tuple(blocks * quota + int(n) for quota, n in zip(quotas, extra, strict=True))
 
 
 @lru_cache(maxsize=16)
-def pattern(
-    quotas: tuple[int, ...], keys: tuple[int, ...], seed: int, stage: int, block: int
+def compute_block_pattern(
+    quotas: tuple[int, ...], keys: tuple[int, ...], seed: int, phase: int, block: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the corpus of each slot of a block and the index among its rows in the block: two arrays [BLOCK].
 
     The i-th of a corpus's n rows has the position (i + u) / n in the block, with u in [0, 1) from the seed and the
     corpus's key; rows are sorted by position.
     """
-    place = np.array([(seed * 3 + stage * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
-    starts = (hash64(hash64(place) ^ hash64(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(
+    position = np.array([(seed * 3 + phase * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
+    starts = (hash64(hash64(position) ^ hash64(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(
         np.float64
     ) * 2.0**-53
     sources = np.repeat(np.arange(len(quotas)), quotas)

@@ -77,86 +77,86 @@ class Permutation:
         if index.size and index.min() < 0:
             raise IndexError("a global row index is never negative")
         epoch, position = np.divmod(index.reshape(-1).astype(np.uint64), np.uint64(self.rows))
-        key = self._key(epoch)
+        key = self._derive_epoch_key(epoch)
         if self.window is None:
-            return self._inside(position, key, self.rows).astype(np.int64).reshape(index.shape)
-        return self._windows(position, key, self.window).astype(np.int64).reshape(index.shape)
+            return self._permute_range(position, key, self.rows).astype(np.int64).reshape(index.shape)
+        return self._permute_windows(position, key, self.window).astype(np.int64).reshape(index.shape)
 
-    def _windows(self, position: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    def _permute_windows(self, position: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
         """Permute within each window; the last window may be shorter."""
-        number, inside = np.divmod(position, np.uint64(size))
-        key = _keyed(key ^ np.uint64(_WINDOW), number)
+        number, offset = np.divmod(position, np.uint64(size))
+        key = _derive_key(key ^ np.uint64(_WINDOW), number)
         full = number < np.uint64(self.rows // size)
         out = np.empty_like(position)
-        for which, rows in ((full, size), (~full, self.rows % size)):
-            if which.any():
-                out[which] = self._inside(inside[which], key[which], rows)
+        for mask, rows in ((full, size), (~full, self.rows % size)):
+            if mask.any():
+                out[mask] = self._permute_range(offset[mask], key[mask], rows)
         out += number * np.uint64(size)
         return out
 
-    def _inside(self, position: NDArray[np.uint64], key: NDArray[np.uint64], rows: int) -> NDArray[np.uint64]:
+    def _permute_range(self, position: NDArray[np.uint64], key: NDArray[np.uint64], rows: int) -> NDArray[np.uint64]:
         """Permute [0, rows) by blocks and within blocks; repeat if the last block has no such row (cycle walking)."""
         if self.block == 1:
-            return _permute(position, key, rows)
+            return _permute_indices(position, key, rows)
         blocks = -(-rows // self.block)
-        out = self._blocks(position, key, blocks)
+        out = self._permute_blocks(position, key, blocks)
         outside = np.flatnonzero(out >= np.uint64(rows))
         while outside.size:
-            out[outside] = self._blocks(out[outside], key[outside], blocks)
+            out[outside] = self._permute_blocks(out[outside], key[outside], blocks)
             outside = outside[out[outside] >= np.uint64(rows)]
         return out
 
-    def _blocks(self, position: NDArray[np.uint64], key: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
+    def _permute_blocks(self, position: NDArray[np.uint64], key: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
         """Permute the rows of whole blocks so that each block stays together."""
-        number, inside = np.divmod(position, np.uint64(self.block))
-        number = _permute(number, key, blocks)
-        inside = _permute(inside, _keyed(key ^ np.uint64(_INNER), number), self.block)
-        return number * np.uint64(self.block) + inside
+        number, offset = np.divmod(position, np.uint64(self.block))
+        number = _permute_indices(number, key, blocks)
+        offset = _permute_indices(offset, _derive_key(key ^ np.uint64(_INNER), number), self.block)
+        return number * np.uint64(self.block) + offset
 
-    def _key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _derive_epoch_key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return the key of each index's epoch: [n]."""
         seed = hash64(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
-        return _keyed(seed, epoch)
+        return _derive_key(seed, epoch)
 
 
-def _keyed(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _derive_key(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Derive a key for each number."""
     return hash64(key ^ hash64(number + np.uint64(1)))
 
 
-def _permute(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+def _permute_indices(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
     """Permute [0, size) by each `key`: encrypt, and repeat where the result is outside (cycle walking)."""
     steps = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     keys = hash64(key[None, :] + steps[:, None])
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    out = _feistel(x, keys, half)
+    out = _apply_feistel(x, keys, half)
     outside = np.flatnonzero(out >= np.uint64(size))
     while outside.size:
-        out[outside] = _feistel(out[outside], keys[:, outside], half)
+        out[outside] = _apply_feistel(out[outside], keys[:, outside], half)
         outside = outside[out[outside] >= np.uint64(size)]
     return out
 
 
-def _feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
+def _apply_feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
     """Apply a keyed bijection of the numbers of 2 * `half` bits."""
-    left, right = x >> np.uint64(half), x & np.uint64((1 << half) - 1)
+    left_half, right_half = x >> np.uint64(half), x & np.uint64((1 << half) - 1)
     for key in keys:
-        left, right = right, left ^ (hash64(right ^ key) >> np.uint64(64 - half))
-    return (left << np.uint64(half)) | right
+        left_half, right_half = right_half, left_half ^ (hash64(right_half ^ key) >> np.uint64(64 - half))
+    return (left_half << np.uint64(half)) | right_half
 
 
-def state(rows_read: int, fingerprint: str) -> dict[str, Any]:
+def build_state(rows_read: int, fingerprint: str) -> dict[str, Any]:
     """Return a checkpoint's record of the data position: the rows read, the order's version, the data's fingerprint."""
     return {"rows": rows_read, "order": VERSION, "fingerprint": fingerprint}
 
 
 def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> int:
-    """Return the number of rows read so far, after checking that `state` belongs to this run's data.
+    """Return the number of rows read so far, after checking that `build_state` belongs to this run's data.
 
     Args:
-        state: the checkpoint's record (`state`).
+        state: the checkpoint's record (`build_state`).
         fingerprint: returns the fingerprint of this run's first n rows
-            (`titan.dataset.mixture.RowMixture.fingerprint`).
+            (`titan.dataset.mixture.RowMixture.compute_fingerprint`).
 
     Raises:
         ConfigError: when the order's version or the data differ.

@@ -10,7 +10,7 @@ BLOCK = 10_000
 """Rows per block: weights are rounded to a ten-thousandth."""
 
 
-def block_counts(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
+def compute_block_counts(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
     """Return the rows per block of each of `names`, in proportion to the weights, by the largest remainder method.
 
     Raises:
@@ -26,13 +26,13 @@ def block_counts(weights: Mapping[str, float], names: Sequence[str], setting: st
     if not all(0 <= value < float("inf") for value in values) or not total > 0:
         raise ConfigError(f"{setting}: weights must be at least 0 and one of them above 0; correct them.")
     exact = [BLOCK * value / total for value in values]
-    whole = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], names[k]))
-    for k in by_rest[: BLOCK - sum(whole)]:
-        whole[k] += 1
-    for name, value, rows in zip(names, values, whole, strict=True):
+    counts = [int(quota) for quota in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda k: (counts[k] - exact[k], names[k]))
+    for k in by_remainder[: BLOCK - sum(counts)]:
+        counts[k] += 1
+    for name, value, rows in zip(names, values, counts, strict=True):
         if value and not rows:
             raise ConfigError(
                 f"{setting}: the weight of {name} is less than one row in {BLOCK:,}; increase it, or omit {name}."
             )
-    return tuple(whole)
+    return tuple(counts)

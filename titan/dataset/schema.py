@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from titan.config.settings import MISSING, setting, show
-from titan.dataset.proportions import block_counts
+from titan.config.settings import MISSING, format_value, setting
+from titan.dataset.proportions import compute_block_counts
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
-    from titan.dataset.sources.records import Reader
+    from titan.dataset.sources.records import RowReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +66,19 @@ class Dataset:
         """Return the datasets to prepare, by name: this one, or the sources of a mixture."""
         return {"data": self}
 
-    def check(self, where: str = "dataset") -> None:
+    def check(self, prefix: str = "dataset") -> None:
         """Raise ConfigError when settings contradict each other.
 
         Args:
-            where: the prefix of the settings in messages.
+            prefix: the prefix of the settings in messages.
         """
         for first, last in self.skip:
             if not 0 <= first <= last:
-                raise ConfigError(f"{where}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")
+                raise ConfigError(f"{prefix}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")
         if self.stream and self.window is None:
             raise ConfigError(
-                f"{where}.stream=true: all rows are shuffled, and they are not all prepared yet; "
-                f"set {where}.window to a number of tokens, such as 50000000."
+                f"{prefix}.stream=true: all rows are shuffled, and they are not all prepared yet; "
+                f"set {prefix}.window to a number of tokens, such as 50000000."
             )
 
 
@@ -88,9 +88,9 @@ class Stdlib(Dataset):
 
     def build(self) -> Source:
         """Return the source files of the standard library, one document each."""
-        from titan.dataset.sources.local import stdlib
+        from titan.dataset.sources.local import build_stdlib_source
 
-        return stdlib()
+        return build_stdlib_source()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,9 @@ class Text(Dataset):
 
     def build(self) -> Source:
         """Return the documents of the files at `path`."""
-        from titan.dataset.sources.local import text
+        from titan.dataset.sources.local import build_text_source
 
-        return text(self.path, self.separator, self.on_error)
+        return build_text_source(self.path, self.separator, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class Jsonl(Dataset):
 
     def build(self) -> Source:
         """Return the documents of the files at `path`."""
-        from titan.dataset.sources.local import jsonl
+        from titan.dataset.sources.local import build_jsonl_source
 
-        return jsonl(self.path, self.field, self.on_error)
+        return build_jsonl_source(self.path, self.field, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ class Parquet(Dataset):
 
     def build(self) -> Source:
         """Return the documents of the files at `path`."""
-        from titan.dataset.sources.local import parquet
+        from titan.dataset.sources.local import build_parquet_source
 
-        return parquet(self.path, self.field, self.on_error)
+        return build_parquet_source(self.path, self.field, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,9 @@ class Hub(Dataset):
 
     def build(self) -> Source:
         """Return the documents of the split."""
-        from titan.dataset.sources.hub import hub
+        from titan.dataset.sources.hub import build_hub_source
 
-        return hub(self.name, self.subset, self.split, self.revision, self.field, self.on_error)
+        return build_hub_source(self.name, self.subset, self.split, self.revision, self.field, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +184,16 @@ class Chat(Dataset):
         from titan.dataset.sources import chat, hub
         from titan.dataset.tokenizers.load import load_tokenizer
 
-        self._check()
-        template = chat.template(self.template, load_tokenizer(self.tokenizer))
-        pick = chat.Conversation(template, self.messages, self.prompt, self.completion)
+        self._check_keys()
+        template = chat.choose_template(self.template, load_tokenizer(self.tokenizer))
+        row_format = chat.Conversation(template, self.messages, self.prompt, self.completion)
         if self.name is not None:
-            reader: Reader = hub.Hub(self.name, self.subset, self.split, self.revision, pick.columns)
+            reader: RowReader = hub.HubReader(self.name, self.subset, self.split, self.revision, row_format.columns)
         else:
-            reader = chat.of_files(str(self.path), pick.columns)
-        return chat.chat(reader, pick, self.on_error)
+            reader = chat.build_file_reader(str(self.path), row_format.columns)
+        return chat.build_chat_source(reader, row_format, self.on_error)
 
-    def _check(self) -> None:
+    def _check_keys(self) -> None:
         if (self.path is None) == (self.name is None):
             raise ConfigError("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
         if (self.prompt is None) != (self.completion is None):
@@ -213,9 +213,9 @@ class Synthetic(Dataset):
 
     def build(self) -> Source:
         """Return the chain's documents."""
-        from titan.dataset.sources.local import Markov
+        from titan.dataset.sources.local import MarkovSource
 
-        return Markov(self.tokens, self.vocab, self.seed, self.longest)
+        return MarkovSource(self.tokens, self.vocab, self.seed, self.longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +231,12 @@ class Prepared(Dataset):
         None, "maximum size of the fetched shards in the cache, in GiB; null: unlimited", science=False, above=0
     )
 
-    def check(self, where: str = "dataset") -> None:
+    def check(self, prefix: str = "dataset") -> None:
         """Raise ConfigError when a setting of the preparation is given."""
-        super().check(where)
-        if where == "dataset":  # a mixture sets those of its sources
-            _reject_set(self, DECIDED, where, "is fixed by the prepared data", "")
-        _reject_set(self, ("on_error",), where, "is fixed by the prepared data", "")
+        super().check(prefix)
+        if prefix == "dataset":  # a mixture sets those of its sources
+            _reject_non_defaults(self, PREPARATION_SETTINGS, prefix, "is fixed by the prepared data", "")
+        _reject_non_defaults(self, ("on_error",), prefix, "is fixed by the prepared data", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,16 +252,18 @@ class Mixture(Dataset):
 
     def corpora(self) -> Mapping[str, Dataset]:
         """Return the sources with the mixture's common settings."""
-        common = {name: getattr(self, name) for name in COMMON}
+        common = {name: getattr(self, name) for name in COMMON_SETTINGS}
         return {name: replace(source, **common) for name, source in self.sources.items()}
 
-    def check(self, where: str = "dataset") -> None:
+    def check(self, prefix: str = "dataset") -> None:
         """Raise ConfigError when a common setting is given for one source, or a source's setting for the mixture."""
         for name, source in self.sources.items():
             if isinstance(source, Mixture):
                 raise ConfigError(f"dataset.sources.{name}: is a mixture; name its sources here instead.")
-            _reject_set(source, COMMON, f"dataset.sources.{name}", "applies to all sources", "dataset")
-        _reject_set(self, OWN, "dataset", "is set for each source", "dataset.sources.NAME")
+            _reject_non_defaults(
+                source, COMMON_SETTINGS, f"dataset.sources.{name}", "applies to all sources", "dataset"
+            )
+        _reject_non_defaults(self, SOURCE_SETTINGS, "dataset", "is set for each source", "dataset.sources.NAME")
         for name, source in self.corpora().items():
             source.check(f"dataset.sources.{name}")
         self._check_weights()
@@ -269,32 +271,32 @@ class Mixture(Dataset):
     def _check_weights(self) -> None:
         if not self.sources:
             raise ConfigError("dataset.sources={}: the mixture is empty; add +dataset@dataset.sources.NAME=CHOICE.")
-        block_counts(self.weights, list(self.sources), "dataset.weights")
+        compute_block_counts(self.weights, list(self.sources), "dataset.weights")
         for tokens, weights in (self.stages or {}).items():
             if tokens < 1:
                 raise ConfigError(
-                    f"dataset.stages={show(self.stages)}: a stage begins at {tokens}; give a number of tokens above 0."
+                    f"dataset.stages={format_value(self.stages)}: a stage begins at {tokens}; give a number of tokens above 0."
                 )
-            block_counts(weights, list(self.sources), f"dataset.stages at {tokens}")
+            compute_block_counts(weights, list(self.sources), f"dataset.stages at {tokens}")
 
 
-COMMON = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")
+COMMON_SETTINGS = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")
 """Settings of a mixture that apply to all of its sources."""
-OWN = ("epochs", "block", "window", "on_error")
+SOURCE_SETTINGS = ("epochs", "block", "window", "on_error")
 """Settings of each source of a mixture."""
 
 
-DECIDED = ("tokenizer", "validation", "workers", "stream")
+PREPARATION_SETTINGS = ("tokenizer", "validation", "workers", "stream")
 """Settings of the preparation, which a mixture has for all of its sources."""
 
 
-def _reject_set(dataset: Dataset, names: Iterable[str], where: str, why: str, there: str) -> None:
+def _reject_non_defaults(dataset: Dataset, names: Iterable[str], prefix: str, reason: str, other_prefix: str) -> None:
     """Raise ConfigError when one of these settings is not at its default."""
     for field in fields(dataset):
         value = getattr(dataset, field.name)
         if field.name in names and value != field.default:
-            way_out = f"give it as {there}.{field.name}" if there else "remove it"
-            raise ConfigError(f"{where}.{field.name}={show(value)}: {why}; {way_out}.")
+            way_out = f"give it as {other_prefix}.{field.name}" if other_prefix else "remove it"
+            raise ConfigError(f"{prefix}.{field.name}={format_value(value)}: {reason}; {way_out}.")
 
 
 KINDS: dict[str, Callable[..., Dataset]] = {

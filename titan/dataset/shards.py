@@ -36,18 +36,18 @@ from titan.dataset import remote
 from titan.dataset.preprocess.writer import read_json
 from titan.errors import ConfigError, RunError
 from titan.files import leases
-from titan.files.untrusted import check, file_name, parse_object, shown
+from titan.files.untrusted import check_file_name, check_type, describe_value, parse_object
 
 FORMAT = 2
 SPLITS = ("train", "validation")
 T = TypeVar("T")
 _FRESH_SECONDS = 60.0
 _TRIES = 5
-OPEN = 32
+MAX_OPEN_FILES = 32
 """The maximum number of files of one kind that a reader keeps open."""
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def choose_token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the narrowest dtype of the format that holds every id below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -62,8 +62,8 @@ class Shard:
     path: Path
 
 
-class _Open(Generic[T]):
-    """An LRU cache of at most `OPEN` open files, by path. Pickles and copies start empty."""
+class _FileCache(Generic[T]):
+    """An LRU cache of at most `MAX_OPEN_FILES` open files, by path. Pickles and copies start empty."""
 
     def __init__(self, opener: Callable[[Path], T]) -> None:
         self.opener, self.files, self.lock = opener, OrderedDict[Path, T](), threading.Lock()
@@ -71,12 +71,12 @@ class _Open(Generic[T]):
     def __getitem__(self, path: Path) -> T:
         with self.lock:
             if path not in self.files:
-                fetched = not path.exists()
-                self.files[path] = _opened(path, self.opener)
-                if fetched:
+                is_fetched = not path.exists()
+                self.files[path] = _open_file(path, self.opener)
+                if is_fetched:
                     self._close_removed()
             self.files.move_to_end(path)
-            if len(self.files) > OPEN:
+            if len(self.files) > MAX_OPEN_FILES:
                 self.files.popitem(last=False)  # closed when its last user releases it
             return self.files[path]
 
@@ -91,14 +91,14 @@ class _Open(Generic[T]):
             del self.files[path]
 
     def __reduce__(self) -> Any:
-        return _Open, (self.opener,)
+        return _FileCache, (self.opener,)
 
 
-def _opened(path: Path, opener: Callable[[Path], T]) -> T:
+def _open_file(path: Path, opener: Callable[[Path], T]) -> T:
     try:
         for _ in range(_TRIES):
             if not path.exists():
-                remote.fetch(path)
+                remote.fetch_file(path)
             with contextlib.suppress(FileNotFoundError):  # another process removed it to free space
                 return opener(path)
         return opener(path)
@@ -110,11 +110,11 @@ def _opened(path: Path, opener: Callable[[Path], T]) -> T:
 _WAY_OUT = "start the run again, or run python -m titan.prepare, which rebuilds missing and corrupt files."
 
 
-def _binary(path: Path) -> BinaryIO:
+def _open_binary(path: Path) -> BinaryIO:
     return open(path, "rb", buffering=0)
 
 
-def _offsets(path: Path) -> NDArray[np.uint64]:
+def _open_offsets(path: Path) -> NDArray[np.uint64]:
     return np.asarray(np.memmap(path, "<u8", mode="r"))
 
 
@@ -124,8 +124,10 @@ class Split:
 
     dtype: np.dtype[Any]
     shards: tuple[Shard, ...]
-    _files: _Open[BinaryIO] = field(default_factory=lambda: _Open(_binary), repr=False, compare=False)
-    _maps: _Open[NDArray[Any]] = field(default_factory=lambda: _Open(_offsets), repr=False, compare=False)
+    _files: _FileCache[BinaryIO] = field(default_factory=lambda: _FileCache(_open_binary), repr=False, compare=False)
+    _maps: _FileCache[NDArray[Any]] = field(
+        default_factory=lambda: _FileCache(_open_offsets), repr=False, compare=False
+    )
 
     @property
     def tokens(self) -> int:
@@ -144,27 +146,27 @@ class Split:
             IndexError: when the slice reaches outside the split.
             RunError: when a file is missing or truncated.
         """
-        return self._read(start, count, ".tokens", self.dtype)
+        return self._read_slice(start, count, ".tokens", self.dtype)
 
-    def counted(self, start: int, count: int) -> NDArray[np.bool_]:
+    def read_loss_mask(self, start: int, count: int) -> NDArray[np.bool_]:
         """Return the loss mask of the tokens [start, start + count); only for corpora with one."""
-        return self._read(start, count, ".mask", np.dtype(np.uint8)).astype(bool)
+        return self._read_slice(start, count, ".mask", np.dtype(np.uint8)).astype(bool)
 
-    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+    def find_document_starts(self, start: int, count: int) -> NDArray[np.int64]:
         """Return the positions, relative to `start`, of document starts among the tokens [start + 1, start + count)."""
-        found = []
-        for shard, first, size in self._parts(start, count):
+        starts = []
+        for shard, first, size in self._locate_slice(start, count):
             offsets = self._maps[shard.path.with_suffix(".offsets")]
             low, high = np.searchsorted(offsets, np.array([first, first + size], dtype=np.uint64))
-            found.append(offsets[low:high].astype(np.int64) + (shard.start - start))
-        every = np.concatenate(found) if found else np.empty(0, np.int64)
-        return every[every > 0]
+            starts.append(offsets[low:high].astype(np.int64) + (shard.start - start))
+        positions = np.concatenate(starts) if starts else np.empty(0, np.int64)
+        return positions[positions > 0]
 
-    def rows(self, seq_len: int) -> int:
+    def count_rows(self, seq_len: int) -> int:
         """Return the number of rows of `seq_len` tokens, each with the following token as its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
-    def row(self, i: int, seq_len: int) -> NDArray[Any]:
+    def read_row(self, i: int, seq_len: int) -> NDArray[Any]:
         """Return row `i`: `seq_len + 1` tokens, of which the last is the first one of the next row.
 
         Raises:
@@ -172,13 +174,16 @@ class Split:
         """
         return self.read(i * seq_len, seq_len + 1)
 
-    def _read(self, start: int, count: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        parts = [self._piece(shard, first, size, suffix, dtype) for shard, first, size in self._parts(start, count)]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, dtype)
+    def _read_slice(self, start: int, count: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        pieces = [
+            self._read_shard(shard, first, size, suffix, dtype)
+            for shard, first, size in self._locate_slice(start, count)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype)
 
-    def _parts(self, start: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+    def _locate_slice(self, start: int, count: int) -> Iterator[tuple[Shard, int, int]]:
         """Yield each shard of a slice with the slice's first token in it and its number of tokens there."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
@@ -190,10 +195,10 @@ class Split:
             yield shard, first, size
             start, count, i = start + size, count - size, i + 1
 
-    def _piece(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _read_shard(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path, expected = shard.path.with_suffix(suffix), size * dtype.itemsize
         data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)
-        if len(data) != expected and remote.elsewhere(path):  # truncated locally: fetch it again
+        if len(data) != expected and remote.can_fetch(path):  # truncated locally: fetch it again
             path.unlink(missing_ok=True)
             self._files.forget(path)
             data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)
@@ -244,15 +249,15 @@ class Corpus:
         file = self.tokenizer.get("file")
         return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]
 
-    def reopened(self) -> Corpus:
+    def reopen(self) -> Corpus:
         """Reopen the corpus, with the shards finished since."""
         return self if self.complete else open_corpus(self.folder, partial=True)
 
     def check_alive(self) -> None:
         """Raise RunError with the reason when the corpus is incomplete and its preparation has failed."""
-        failed = self.folder / "failed.json"
-        if not self.complete and failed.is_file() and not self._is_being_prepared():
-            raise RunError(f"the data that this run waits for can't be prepared: {_failure(failed)}")
+        failure_file = self.folder / "failed.json"
+        if not self.complete and failure_file.is_file() and not self._is_being_prepared():
+            raise RunError(f"the data that this run waits for can't be prepared: {_read_failure(failure_file)}")
 
     def _is_being_prepared(self) -> bool:
         """Return whether any process, on any machine, runs a shard job: locks are refreshed every few seconds."""
@@ -262,19 +267,21 @@ class Corpus:
         return False
 
 
-def _failure(failed: Path) -> str:
+def _read_failure(failure_file: Path) -> str:
     """Return why a preparation failed."""
-    found = read_json(failed)
-    return str(found["error"]) if isinstance(found, dict) and "error" in found else f"{failed.name} is corrupt"
+    content = read_json(failure_file)
+    return (
+        str(content["error"]) if isinstance(content, dict) and "error" in content else f"{failure_file.name} is corrupt"
+    )
 
 
-def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bool = False) -> Corpus:
+def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check_sizes: bool = False) -> Corpus:
     """Open a prepared folder.
 
     Args:
         folder: the prepared folder.
         partial: open the finished shards if it is still being prepared.
-        check: compare the size of each file.
+        check_sizes: compare the size of each file.
 
     Raises:
         ConfigError: when the folder is corrupt or has another format.
@@ -283,40 +290,43 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
     try:
         manifest = folder / "manifest.json"
         complete = manifest.is_file() or not partial  # checked once: it may become complete at any moment
-        content = parse_object(manifest.read_bytes()) if complete else _partial(folder)
-        corpus = _open(folder, content, complete)
-        for split in (corpus.train, corpus.validation) if check else ():
+        content = parse_object(manifest.read_bytes()) if complete else _build_partial_manifest(folder)
+        corpus = _build_corpus(folder, content, complete)
+        for split in (corpus.train, corpus.validation) if check_sizes else ():
             _check_sizes(split, corpus.masked)
         return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the prepared dataset {folder} is corrupt ({_reason(error)}): run python -m titan.prepare with the "
+            f"the prepared dataset {folder} is corrupt ({_describe_error(error)}): run python -m titan.prepare with the "
             "settings that it was prepared with, which rebuilds it, or copy the folder again from its source."
         ) from error
 
 
-def _partial(folder: Path) -> dict[str, Any]:
+def _build_partial_manifest(folder: Path) -> dict[str, Any]:
     """Return a manifest of the finished shards, up to the first unfinished one."""
     plan = parse_object((folder / "plan.json").read_bytes())
-    check(plan["vocab_size"], int, "vocab_size")
-    done = []
+    check_type(plan["vocab_size"], int, "vocab_size")
+    shard_manifests = []
     for number in range(len(plan["units"])):
-        shard_manifest = folder / f"unit-{number:05d}.json"
-        if not shard_manifest.is_file():
+        manifest_file = folder / f"unit-{number:05d}.json"
+        if not manifest_file.is_file():
             break
-        done.append(parse_object(shard_manifest.read_bytes()))
-    units = [{name: [unit[name]["tokens"], unit[name]["documents"]] for name in SPLITS} for unit in done]
-    sums = {name: sum(unit[name] for unit in done) for name in ("documents", "bytes")}
-    return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": units, "all": len(plan["units"])}
+        shard_manifests.append(parse_object(manifest_file.read_bytes()))
+    shard_counts = [
+        {name: [shard_manifest[name]["tokens"], shard_manifest[name]["documents"]] for name in SPLITS}
+        for shard_manifest in shard_manifests
+    ]
+    sums = {name: sum(shard_manifest[name] for shard_manifest in shard_manifests) for name in ("documents", "bytes")}
+    return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": shard_counts, "all": len(plan["units"])}
 
 
-def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
+def _build_corpus(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
     if manifest["format"] != FORMAT:
-        raise ValueError(f"format {shown(manifest['format'])}, and titan reads {FORMAT}")
+        raise ValueError(f"format {describe_value(manifest['format'])}, and titan reads {FORMAT}")
     check_manifest(manifest)
-    dtype = token_dtype(manifest["vocab_size"])
-    train, validation = (_split(folder, name, manifest["units"], dtype) for name in SPLITS)
-    token_bytes = _token_bytes(folder / "token_bytes.npy")
+    dtype = choose_token_dtype(manifest["vocab_size"])
+    train, validation = (_build_split(folder, name, manifest["units"], dtype) for name in SPLITS)
+    token_bytes = _read_token_bytes(folder / "token_bytes.npy")
     if token_bytes.shape != (manifest["vocab_size"],):
         raise ValueError("token_bytes.npy has the wrong size")
     fields = ("name", "digest", "vocab_size", "max_token", "documents", "bytes", "tokenizer", "masked")
@@ -342,31 +352,31 @@ _FIELDS: dict[str, Any] = {
 def check_manifest(manifest: dict[str, Any]) -> None:
     """Raise ValueError or KeyError when a manifest has wrong types, negative numbers, or a tokenizer outside of it."""
     for name, kind in _FIELDS.items():
-        check(manifest[name], kind, name)
-    numbers = [number for unit in manifest["units"] for counts in unit.values() for number in counts]
+        check_type(manifest[name], kind, name)
+    numbers = [number for splits in manifest["units"] for counts in splits.values() for number in counts]
     if min([*numbers, *(manifest[name] for name in ("max_token", "documents", "bytes", "limit"))]) < 0:
         raise ValueError("it has a negative number")
     if manifest["vocab_size"] < 1 or not {"name", "fingerprint"} <= manifest["tokenizer"].keys():
         raise ValueError("it doesn't describe its tokenizer")
     if file := manifest["tokenizer"].get("file"):
-        file_name(file)
+        check_file_name(file)
 
 
-def _token_bytes(file: Path) -> NDArray[np.uint16]:
+def _read_token_bytes(file: Path) -> NDArray[np.uint16]:
     """Read token_bytes.npy; numpy raises errors of many types for a corrupt file."""
     try:
-        found = np.load(file, allow_pickle=False)
-        if not isinstance(found, np.ndarray) or found.dtype != np.uint16:
+        token_bytes = np.load(file, allow_pickle=False)
+        if not isinstance(token_bytes, np.ndarray) or token_bytes.dtype != np.uint16:
             raise ValueError("it holds no uint16 array")
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"{file.name}: {error}") from error
-    return found
+    return token_bytes
 
 
-def _split(folder: Path, name: str, units: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:
-    sizes = [unit[name] for unit in units]
+def _build_split(folder: Path, name: str, shard_counts: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:
+    sizes = [counts[name] for counts in shard_counts]
     starts = [0, *accumulate(tokens for tokens, _ in sizes)]
     shards = [
         Shard(tokens, documents, start, folder / f"{name}-{number:05d}")
@@ -381,12 +391,12 @@ def _check_sizes(split: Split, masked: bool) -> None:
         sizes |= {".mask": shard.tokens} if masked else {}
         for suffix, size in sizes.items():
             file = shard.path.with_suffix(suffix)
-            found = file.stat().st_size
-            if found != size:
-                raise ValueError(f"{file.name} has {found} bytes instead of {size}")
+            actual_size = file.stat().st_size
+            if actual_size != size:
+                raise ValueError(f"{file.name} has {actual_size} bytes instead of {size}")
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return f"manifest.json lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -16,34 +16,34 @@ from titan.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Item:
+class TaskItem:
     """A context and its continuations: several to choose from, or the one that a cloze asks for.
 
     Attributes:
         context: the text that is given.
         choices: the continuations; lengths are counted without the delimiter.
-        answer: index of the right one.
+        label: index of the right one.
         delimiter: the text between the context and a continuation.
     """
 
     context: str
     choices: tuple[str, ...]
-    answer: int = 0
+    label: int = 0
     delimiter: str = " "
 
 
-def hellaswag(record: Mapping[str, Any]) -> Item:
+def parse_hellaswag(record: Mapping[str, Any]) -> TaskItem:
     """Return an item of HellaSwag: `ctx_a`, `ctx_b`, `activity_label`, `endings` and `label`."""
     context = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return Item(_plain(context), tuple(map(_plain, record["endings"])), int(record["label"]))
+    return TaskItem(_strip_marks(context), tuple(map(_strip_marks, record["endings"])), int(record["label"]))
 
 
-def _plain(text: str) -> str:
+def _strip_marks(text: str) -> str:
     """Return a text of HellaSwag without the marks of WikiHow."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def arc(record: Mapping[str, Any]) -> Item:
+def parse_arc(record: Mapping[str, Any]) -> TaskItem:
     """Return an item of ARC, as published (`question.stem`) or as the hub has it (`choices.text`)."""
     question = record["question"]
     if isinstance(question, str):
@@ -51,55 +51,61 @@ def arc(record: Mapping[str, Any]) -> Item:
     else:
         texts, labels = zip(*((choice["text"], choice["label"]) for choice in question["choices"]), strict=True)
         question = question["stem"]
-    return Item(f"Question: {question}\nAnswer:", tuple(texts), list(labels).index(record["answerKey"]))
+    return TaskItem(f"Question: {question}\nAnswer:", tuple(texts), list(labels).index(record["answerKey"]))
 
 
-def lambada(record: Mapping[str, Any]) -> Item:
+def parse_lambada(record: Mapping[str, Any]) -> TaskItem:
     """Return an item of LAMBADA: the last word of `text` is to be continued."""
     *context, word = record["text"].split(" ")
-    return Item(" ".join(context), (word,))
+    return TaskItem(" ".join(context), (word,))
 
 
-FORMATS: dict[str, Callable[[Mapping[str, Any]], Item]] = {"hellaswag": hellaswag, "arc": arc, "lambada": lambada}
+FORMATS: dict[str, Callable[[Mapping[str, Any]], TaskItem]] = {
+    "hellaswag": parse_hellaswag,
+    "arc": parse_arc,
+    "lambada": parse_lambada,
+}
 
 
-def read_items(path: str, item: Callable[[Mapping[str, Any]], Item], limit: int | None, where: str) -> tuple[Item, ...]:
+def read_items(
+    path: str, parse_item: Callable[[Mapping[str, Any]], TaskItem], limit: int | None, setting: str
+) -> tuple[TaskItem, ...]:
     """Return the items of a file with one JSON object a line.
 
     Args:
         path: the file.
-        item: makes an item of a record.
+        parse_item: makes an item of a record.
         limit: how many of the first items to read; None: all.
-        where: the setting that names the file.
+        setting: the setting that names the file.
 
     Raises:
         ConfigError: when the file can't be read or has no items, or a line has another format.
     """
-    found: list[Item] = []
-    for number, record in records(path, where):
-        if len(found) == limit:
+    items: list[TaskItem] = []
+    for number, record in read_records(path, setting):
+        if len(items) == limit:
             break
         try:
-            found.append(_checked(item(record)))
+            items.append(_check_item(parse_item(record)))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(
-                f"{where}={path}: line {number} is no item of this task ({type(error).__name__}: {error}); correct it, "
+                f"{setting}={path}: line {number} is no item of this task ({type(error).__name__}: {error}); correct it, "
                 "or give another format."
             ) from error
-    if not found:
-        raise ConfigError(f"{where}={path}: has no items; give another file.")
-    return tuple(found)
+    if not items:
+        raise ConfigError(f"{setting}={path}: has no items; give another file.")
+    return tuple(items)
 
 
-def _checked(item: Item) -> Item:
+def _check_item(item: TaskItem) -> TaskItem:
     if not item.choices or not all(item.choices):
         raise ValueError("an item needs choices that are not empty")
-    if not 0 <= item.answer < len(item.choices):
-        raise ValueError(f"answer {item.answer} of {len(item.choices)} choices")
+    if not 0 <= item.label < len(item.choices):
+        raise ValueError(f"answer {item.label} of {len(item.choices)} choices")
     return item
 
 
-def records(path: str, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield the number and the object of each line of a file that is not empty.
 
     Raises:
@@ -109,17 +115,19 @@ def records(path: str, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         with Path(path).expanduser().open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield number, _object(line, f"{where}={path}: line {number}")
+                    yield number, _parse_object(line, f"{setting}={path}: line {number}")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"{where}={path}: can't be read ({why}); give a file with one JSON object a line.") from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(
+            f"{setting}={path}: can't be read ({reason}); give a file with one JSON object a line."
+        ) from error
 
 
-def _object(line: str, where: str) -> Mapping[str, Any]:
+def _parse_object(line: str, location: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} is not a JSON object; correct it.")
-    return found
+        record = None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{location} is not a JSON object; correct it.")
+    return record

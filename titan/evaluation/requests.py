@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
-from titan.evaluation.items import Item
+from titan.evaluation.items import TaskItem
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Request:
     scored: int
 
 
-def requests_of(
-    items: Sequence[Item], tokenizer: Tokenizer, window: int, *, bos: bool = False, where: str = "task"
+def build_requests(
+    items: Sequence[TaskItem], tokenizer: Tokenizer, window: int, *, bos: bool = False, prefix: str = "task"
 ) -> list[Request]:
     """Return one request for each choice of each item, in order.
 
@@ -37,38 +37,44 @@ def requests_of(
         tokenizer: of the model.
         window: tokens that the model reads at most: the beginning of a longer context is left out.
         bos: whether contexts begin with the token that begins a document.
-        where: the task's settings, for messages.
+        prefix: the task's settings, for messages.
 
     Raises:
         ConfigError: when a continuation is empty, or longer than the window.
     """
-    pairs = [_split(item.context, item.delimiter + choice) for item in items for choice in item.choices]
-    wholes = iter(tokenizer.encode_batch([context + more for context, more in pairs]))
-    contexts = iter(tokenizer.encode_batch([context for context, _ in pairs]))
+    pairs = [_move_spaces(item.context, item.delimiter + choice) for item in items for choice in item.choices]
+    full_ids = iter(tokenizer.encode_batch([context + continuation for context, continuation in pairs]))
+    context_ids = iter(tokenizer.encode_batch([context for context, _ in pairs]))
     return [
-        _request(next(wholes), next(contexts), tokenizer, window, bos, f"{where}: item {number}")
-        for number in _numbers(items)
+        _build_request(next(full_ids), next(context_ids), tokenizer, window, bos, f"{prefix}: item {number}")
+        for number in _number_choices(items)
     ]
 
 
-def _numbers(items: Iterable[Item]) -> Iterable[int]:
+def _number_choices(items: Iterable[TaskItem]) -> Iterable[int]:
     return (number for number, item in enumerate(items, 1) for _ in item.choices)
 
 
-def _split(context: str, continuation: str) -> tuple[str, str]:
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
     """Move the spaces at the end of a context to the continuation."""
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
 
 
-def _request(whole: list[int], context: list[int], tokenizer: Tokenizer, window: int, bos: bool, where: str) -> Request:
-    scored = len(whole) - len(context)
+def _build_request(
+    full_ids: list[int], context_ids: list[int], tokenizer: Tokenizer, window: int, bos: bool, location: str
+) -> Request:
+    scored = len(full_ids) - len(context_ids)
     if not 0 < scored <= window:
-        what = "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
-        raise ConfigError(f"{where}: a continuation {what}; correct the item, or raise training.seq_len.")
+        problem = (
+            "adds no token to its context" if scored <= 0 else f"has {scored} tokens, and the model reads {window}"
+        )
+        raise ConfigError(f"{location}: a continuation {problem}; correct the item, or raise training.seq_len.")
     prefix = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
-    if bos or not context:
+    if bos or not context_ids:
         if prefix is None:
-            raise ConfigError(f"{where}: has no context, and no token of {tokenizer.name} begins a document; give one.")
-        whole = [prefix, *whole]
-    return Request(tuple(whole[-(window + 1) :]), scored)
+            raise ConfigError(
+                f"{location}: has no context, and no token of {tokenizer.name} begins a document; give one."
+            )
+        full_ids = [prefix, *full_ids]
+    return Request(tuple(full_ids[-(window + 1) :]), scored)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.config.settings import MISSING, setting
 from titan.errors import ConfigError
-from titan.evaluation.items import FORMATS, Item, read_items
+from titan.evaluation.items import FORMATS, TaskItem, read_items
 from titan.evaluation.texts import read_texts
 
 
@@ -22,10 +22,10 @@ class ValidationSet:
     field: str = setting("text", "the key of a JSON object that holds the document's text")
     tokens: int = setting(16384, "tokens of the file to use, the first ones", at_least=1)
 
-    def check(self, where: str) -> None:
+    def check(self, prefix: str) -> None:
         """Raise ConfigError when the file can't be read, or its first document has no text."""
-        if not next(read_texts(self.path, self.field, where), ""):
-            raise ConfigError(f"{where}.path={self.path}: its first document is empty; give another file.")
+        if not next(read_texts(self.path, self.field, prefix), ""):
+            raise ConfigError(f"{prefix}.path={self.path}: its first document is empty; give another file.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,28 +47,28 @@ class Task:
     def __post_init__(self) -> None:
         """Record which class this is, if not this one: ids from before that was recorded stay."""
         if type(self) is not Task:
-            object.__setattr__(self, "_target_", kind(type(self)))
+            object.__setattr__(self, "_target_", get_kind(type(self)))
 
-    def build(self, where: str = "task") -> tuple[Item, ...]:
+    def build(self, prefix: str = "task") -> tuple[TaskItem, ...]:
         """Return the items.
 
         Args:
-            where: the prefix of the settings in messages.
+            prefix: the prefix of the settings in messages.
 
         Raises:
             ConfigError: when the file or an item can't be read.
         """
-        return read_items(self.path, self.item, self.limit, f"{where}.path")
+        return read_items(self.path, self.item, self.limit, f"{prefix}.path")
 
-    def item(self, record: Mapping[str, Any]) -> Item:
+    def item(self, record: Mapping[str, Any]) -> TaskItem:
         """Return the item of one JSON object; one of another format may raise KeyError, ValueError or TypeError."""
         return FORMATS[str(self.format)](record)
 
-    def check(self, where: str) -> None:
+    def check(self, prefix: str) -> None:
         """Raise ConfigError when there is no format, or the items can't be read."""
         if self.format is None and type(self) is Task:
-            raise ConfigError(f"{where}.format=null: give one of {', '.join(FORMATS)}, or a class by _target_.")
-        self.build(where)
+            raise ConfigError(f"{prefix}.format=null: give one of {', '.join(FORMATS)}, or a class by _target_.")
+        self.build(prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ class Evaluation:
         """Raise ConfigError when a name can't be a part of a key, or a file can't be read."""
         sets, tasks = self.sets or {}, self.tasks or {}
         for axis, named in (("sets", sets), ("tasks", tasks)):
-            for name, one in named.items():
-                where = f"evaluation.{axis}.{name}"
+            for name, entry in named.items():
+                prefix = f"evaluation.{axis}.{name}"
                 if not re.fullmatch(r"\w[\w.-]*", name):
-                    raise ConfigError(f"{where}: a name has letters, digits, '_', '-' and '.'; give another one.")
-                one.check(where)
-        if both := sorted(sets.keys() & tasks.keys()):
-            raise ConfigError(f"evaluation.sets.{both[0]}: is the name of a task too; give another one.")
+                    raise ConfigError(f"{prefix}: a name has letters, digits, '_', '-' and '.'; give another one.")
+                entry.check(prefix)
+        if shared := sorted(sets.keys() & tasks.keys()):
+            raise ConfigError(f"evaluation.sets.{shared[0]}: is the name of a task too; give another one.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.evaluation.items import Item
+from titan.evaluation.items import TaskItem
 
 RESAMPLES = 1000
 """Samples of items, with replacement, from which an interval follows."""
@@ -19,7 +19,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Figure:
+class TaskScore:
     """A figure of a task.
 
     Attributes:
@@ -32,7 +32,7 @@ class Figure:
     high: float
 
 
-def figures(items: Sequence[Item], likelihoods: Numbers) -> dict[str, Figure]:
+def compute_scores(items: Sequence[TaskItem], likelihoods: Numbers) -> dict[str, TaskScore]:
     """Return the figures of a task.
 
     Tasks with choices have `acc`, the share of items whose right choice has the largest log-likelihood; `acc_norm`, of
@@ -48,17 +48,20 @@ def figures(items: Sequence[Item], likelihoods: Numbers) -> dict[str, Figure]:
     parts = np.split(likelihoods, ends[:-1])
     pairs = list(zip(items, parts, strict=True))
     cloze = [(part[0, 0], part[0, 1]) for item, part in pairs if len(item.choices) == 1]
-    found: dict[str, Figure] = {}
+    scores: dict[str, TaskScore] = {}
     if len(cloze) == len(items):
         values = np.array(cloze)
-        return {"acc": _figure(values[:, 1], _same), "perplexity": _figure(values[:, 0], lambda mean: _exp(-mean))}
+        return {
+            "acc": _estimate_score(values[:, 1], _identity),
+            "perplexity": _estimate_score(values[:, 0], lambda mean: _clamp_exp(-mean)),
+        }
     for name, size in _SIZES.items():
-        right = [float(_chosen(item, part[:, 0], size) == item.answer) for item, part in pairs]
-        found[name] = _figure(np.array(right), _same)
-    return found
+        is_correct = [float(_choose_likeliest(item, part[:, 0], size) == item.label) for item, part in pairs]
+        scores[name] = _estimate_score(np.array(is_correct), _identity)
+    return scores
 
 
-def _chosen(item: Item, likelihoods: Numbers, size: Callable[[str], int]) -> int:
+def _choose_likeliest(item: TaskItem, likelihoods: Numbers, size: Callable[[str], int]) -> int:
     return int(np.argmax(likelihoods / np.array([float(size(choice)) for choice in item.choices])))
 
 
@@ -69,18 +72,18 @@ _SIZES: dict[str, Callable[[str], int]] = {
 }
 
 
-def _figure(values: Numbers, of_mean: Callable[[float], float]) -> Figure:
+def _estimate_score(values: Numbers, transform: Callable[[float], float]) -> TaskScore:
     """Return a figure that is a monotonic function of the mean over items."""
     random, count = np.random.default_rng(0), len(values)
     means = [values[random.integers(count, size=count)].mean() for _ in range(RESAMPLES)]
-    outside = (1 - LEVEL) / 2
-    ends = sorted(of_mean(float(np.quantile(means, q))) for q in (outside, 1 - outside))
-    return Figure(of_mean(float(values.mean())), ends[0], ends[1])
+    tail = (1 - LEVEL) / 2
+    bounds = sorted(transform(float(np.quantile(means, q))) for q in (tail, 1 - tail))
+    return TaskScore(transform(float(values.mean())), bounds[0], bounds[1])
 
 
-def _same(mean: float) -> float:
+def _identity(mean: float) -> float:
     return mean
 
 
-def _exp(value: float) -> float:
+def _clamp_exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf

@@ -14,7 +14,7 @@ from titan.errors import ConfigError
 from titan.evaluation.schema import ValidationSet
 from titan.evaluation.texts import read_texts
 
-AT_ONCE = 64
+ENCODE_BATCH = 64
 """Documents that are encoded together."""
 
 
@@ -30,42 +30,42 @@ class TextSplit:
     ids: NDArray[np.int32]
     starts: NDArray[np.int64]
 
-    def rows(self, seq_len: int) -> int:
+    def count_rows(self, seq_len: int) -> int:
         """Return the number of rows, the last of which may be padded."""
         return -(-(len(self.ids) - 1) // seq_len)
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return the tokens [start, start + count), padded with zeros."""
-        found = self.ids[start : start + count]
-        return np.pad(found, (0, count - len(found)))
+        tokens = self.ids[start : start + count]
+        return np.pad(tokens, (0, count - len(tokens)))
 
-    def counted(self, start: int, count: int) -> NDArray[np.bool_]:
+    def read_loss_mask(self, start: int, count: int) -> NDArray[np.bool_]:
         """Return which of the tokens [start, start + count) are no padding."""
         return np.arange(start, start + count) < len(self.ids)
 
-    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+    def find_document_starts(self, start: int, count: int) -> NDArray[np.int64]:
         """Return the positions, relative to `start`, of documents that begin in [start + 1, start + count)."""
         return self.starts[(self.starts > start) & (self.starts < start + count)] - start
 
 
-def read_set(chosen: ValidationSet, tokenizer: Tokenizer, where: str) -> TextSplit:
+def read_validation_set(settings: ValidationSet, tokenizer: Tokenizer, prefix: str) -> TextSplit:
     """Return the first tokens of a file.
 
     Raises:
         ConfigError: when the file can't be read, or has fewer than two tokens.
     """
     ids, starts = list[int](), list[int]()
-    for document in _encoded(read_texts(chosen.path, chosen.field, where), tokenizer):
+    for document in _encode_texts(read_texts(settings.path, settings.field, prefix), tokenizer):
         starts.append(len(ids))
         ids += document
-        if len(ids) > chosen.tokens:
+        if len(ids) > settings.tokens:
             break
     if len(ids) < 2:
-        raise ConfigError(f"{where}.path={chosen.path}: has fewer than two tokens; give a longer file.")
-    return TextSplit(np.array(ids[: chosen.tokens + 1], dtype=np.int32), np.array(starts, dtype=np.int64))
+        raise ConfigError(f"{prefix}.path={settings.path}: has fewer than two tokens; give a longer file.")
+    return TextSplit(np.array(ids[: settings.tokens + 1], dtype=np.int32), np.array(starts, dtype=np.int64))
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[list[int]]:
+def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[list[int]]:
     texts = iter(texts)
-    while some := list(islice(texts, AT_ONCE)):
-        yield from map(tokenizer.framed, tokenizer.encode_batch(some))
+    while batch := list(islice(texts, ENCODE_BATCH)):
+        yield from map(tokenizer.add_bos_eos, tokenizer.encode_batch(batch))

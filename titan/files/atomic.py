@@ -21,7 +21,7 @@ def atomic_file(
         mode: permissions, before the process's umask.
         sync: flush the file and its folder to the disk first, so that it survives a crash of the machine.
         temporary: the temporary file's path, where several machines may write the same file
-            (`titan.files.leases.temporary`); default: a name with the process id.
+            (`titan.files.leases.temporary_path`); default: a name with the process id.
     """
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)

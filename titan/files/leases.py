@@ -2,7 +2,7 @@
 
 A lock is a file that only one process can create. Its owner refreshes its time every few seconds; it is stale when its
 process is gone or, if that process runs on another machine, when it was not refreshed for ten minutes. All files are
-written under temporary names first (`temporary`), so if two processes ever hold a lock at once, they write the same
+written under temporary names first (`temporary_path`), so if two processes ever hold a lock at once, they write the same
 bytes twice and nothing worse.
 
 `filelock` doesn't fit: its locks with a heartbeat (SoftFileLease) expire only for a process that has watched one lock
@@ -25,55 +25,55 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from titan.files.untrusted import check, parse_object
+from titan.files.untrusted import check_type, parse_object
 
 TOUCH_SECONDS = 3.0
 STALE_SECONDS = 600.0
 
 
 @cache
-def machine() -> str:
+def identify_machine() -> str:
     """Return an id of the process id namespace: this host, or the container on it."""
     try:
-        space = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        space = ""
-    return blake2b(f"{socket.gethostname()} {space}".encode(), digest_size=4).hexdigest()
+        namespace = ""
+    return blake2b(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return an unused name beside `path` that contains the machine and the process id."""
-    return path.with_name(f".{path.name}.{machine()}.{os.getpid()}.{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}.{identify_machine()}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files, folders and locks of processes that are gone."""
-    for left in folder.glob(".*.*.*.*"):
-        _, owner, pid, _ = left.name.rsplit(".", 3)
-        if pid.isdigit() and _gone(owner, int(pid), left):
-            _remove(left)
+    for leftover in folder.glob(".*.*.*.*"):
+        _, owner, pid, _ = leftover.name.rsplit(".", 3)
+        if pid.isdigit() and _is_gone(owner, int(pid), leftover):
+            _remove_path(leftover)
     for lock in folder.glob("*.claim"):
         if is_stale(lock):
-            _break(lock)
+            _break_lock(lock)
 
 
 def acquire(lock: Path) -> bool:
     """Take `lock` if it is free or stale; return False when another process holds it."""
     if lock.exists() and is_stale(lock):
-        _break(lock)
+        _break_lock(lock)
     try:
         handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     with os.fdopen(handle, "w") as file:
-        json.dump({"machine": machine(), "host": socket.gethostname(), "pid": os.getpid()}, file)
+        json.dump({"machine": identify_machine(), "host": socket.gethostname(), "pid": os.getpid()}, file)
     return True
 
 
 def release(lock: Path) -> None:
     """Release `lock`, unless another process has taken it meanwhile."""
-    owner = _read(lock)
-    if (owner.get("machine"), owner.get("pid")) == (machine(), os.getpid()):
+    owner = _read_owner(lock)
+    if (owner.get("machine"), owner.get("pid")) == (identify_machine(), os.getpid()):
         lock.unlink(missing_ok=True)
 
 
@@ -85,21 +85,21 @@ def refresh(lock: Path) -> None:
 
 def is_stale(lock: Path) -> bool:
     """Return whether the owner is gone; a missing lock counts as stale."""
-    owner = _read(lock)
-    return _gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), lock)
+    owner = _read_owner(lock)
+    return _is_gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), lock)
 
 
-def holder(lock: Path) -> str:
+def describe_holder(lock: Path) -> str:
     """Return the owner of `lock`, for messages."""
-    owner = _read(lock)
+    owner = _read_owner(lock)
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
-def _gone(owner: str, pid: int, path: Path) -> bool:
-    if owner == machine() and pid and not is_alive(pid):
+def _is_gone(owner: str, pid: int, path: Path) -> bool:
+    if owner == identify_machine() and pid and not is_alive(pid):
         return True
     try:
-        return time.time() - max(entry.stat().st_mtime for entry in _entries(path)) > STALE_SECONDS
+        return time.time() - max(entry.stat().st_mtime for entry in _list_entries(path)) > STALE_SECONDS
     except OSError:  # it was removed
         return True
 
@@ -118,24 +118,24 @@ def is_alive(pid: int) -> bool:
         return True
 
 
-def _entries(path: Path) -> Iterator[Path]:
+def _list_entries(path: Path) -> Iterator[Path]:
     yield path
     if path.is_dir():
         yield from path.iterdir()
 
 
-def _read(lock: Path) -> dict[str, Any]:
+def _read_owner(lock: Path) -> dict[str, Any]:
     try:
         owner = parse_object(lock.read_text(errors="replace"))
-        check(owner.get("pid", 0), int, "pid")
+        check_type(owner.get("pid", 0), int, "pid")
     except (OSError, ValueError):  # gone, or only just made
         return {}
     return owner
 
 
-def _break(lock: Path) -> None:
+def _break_lock(lock: Path) -> None:
     """Remove a stale lock by a rename: if several processes try, one succeeds."""
-    aside = temporary(lock)
+    aside = temporary_path(lock)
     with contextlib.suppress(FileNotFoundError):
         lock.rename(aside)
         if not is_stale(aside):  # a new lock, created since the check: put it back
@@ -144,7 +144,7 @@ def _break(lock: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan.errors import ConfigError
 
-_LACKING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
+_UNSUPPORTED_ERRORS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 """The errors of a file system without locks, such as Lustre without its mount option."""
 
 
@@ -50,11 +50,11 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
                 raise
             time.sleep(0.05)
         except OSError as error:
-            raise ConfigError(_lacking(label, error)) from error
+            raise ConfigError(_describe_lock_error(label, error)) from error
 
 
-def _lacking(label: str, error: OSError) -> str:
-    if error.errno not in _LACKING:
+def _describe_lock_error(label: str, error: OSError) -> str:
+    if error.errno not in _UNSUPPORTED_ERRORS:
         return f"{label}: can't be locked ({error.strerror}); choose another folder."
     return (
         f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "

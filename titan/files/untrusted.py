@@ -20,39 +20,39 @@ import yaml
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The loader in C if it is available: a comparison reads thousands of documents."""
-NESTED = 100
+MAX_DEPTH = 100
 """The maximum nesting depth of lists and mappings in YAML."""
-_LONGEST_NAME = 255
+_MAX_NAME_BYTES = 255
 
 
-def file_name(name: object) -> str:
+def check_file_name(name: object) -> str:
     """Return `name` if it is a plain file name, which can't lead out of its folder.
 
     Raises:
         ValueError: when it is not.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > _LONGEST_NAME:
-        raise ValueError(f"it names {shown(name)}, which is not a file in its folder")
+    if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        raise ValueError(f"it names {describe_value(name)}, which is not a file in its folder")
     if any(c in "/\\" or ord(c) < 32 for c in name) or "::" in name:  # which joins URLs, to fsspec
-        raise ValueError(f"it names {shown(name)}, which is not a file in its folder")
+        raise ValueError(f"it names {describe_value(name)}, which is not a file in its folder")
     return name
 
 
-def inside(folder: Path, name: object) -> Path:
+def resolve_inside(folder: Path, name: object) -> Path:
     """Return the absolute path of the relative path `name` in `folder`.
 
     Raises:
         ValueError: when it is not a path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"it names {shown(name)}, which is not a path")
+        raise ValueError(f"it names {describe_value(name)}, which is not a path")
     path, root = os.path.abspath(folder / name), os.path.abspath(folder)
     if os.path.commonpath((path, root)) != root:
-        raise ValueError(f"it names {shown(name)}, which is outside of {folder}")
+        raise ValueError(f"it names {describe_value(name)}, which is outside of {folder}")
     return Path(path)
 
 
-def read(file: Path, last: int | None = None) -> bytes:
+def read_regular_file(file: Path, last: int | None = None) -> bytes:
     """Return the content of a regular file, or its `last` bytes; a pipe would block.
 
     Raises:
@@ -86,10 +86,10 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     Raises:
         ValueError: when it is invalid or not an object.
     """
-    found = parse_json(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"it is {shown(found)}, not names and values")
-    return found
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it is {describe_value(content)}, not names and values")
+    return content
 
 
 def parse_yaml(text: str) -> list[Any]:
@@ -100,7 +100,7 @@ def parse_yaml(text: str) -> list[Any]:
     """
     with _value_errors():
         if _may_be_deep(text) and _is_deep(text):
-            raise ValueError(f"it is nested more than {NESTED} deep")
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         return list(yaml.load_all(text, LOADER))
 
 
@@ -127,32 +127,32 @@ def _is_deep(text: str) -> bool:
     depth = 0
     for event in yaml.parse(text, LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > NESTED:
+        if depth > MAX_DEPTH:
             return True
     return False
 
 
-def word(text: str) -> str:
+def truncate_text(text: str) -> str:
     """Shorten untrusted text for a message on a terminal, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """A value of unknown size, in a few characters."""
     if value is None or isinstance(value, (bool, float, str)):
         return repr(value)[:80]
     if isinstance(value, int):
         return repr(value) if abs(value) < 10**20 else "a huge number"
-    return next((word for kind, word in _WORDS if type(value) is kind), f"a {type(value).__name__}")
+    return next((type_name for kind, type_name in _TYPE_NAMES if type(value) is kind), f"a {type(value).__name__}")
 
 
-def check(value: object, kind: Any, where: str) -> None:
+def check_type(value: object, kind: Any, name: str) -> None:
     """Compare a parsed value with an annotation: of plain types, unions, lists, tuples and dictionaries of them.
 
     Args:
         value: as it was parsed.
         kind: the annotation. `float` admits an int, `int` no bool; a tuple is a list in the file.
-        where: the value's name.
+        name: the value's name.
 
     Raises:
         ValueError: naming the first part that is of another type.
@@ -161,40 +161,42 @@ def check(value: object, kind: Any, where: str) -> None:
     if kind is Any:
         return
     if origin in (typing.Union, types.UnionType):
-        return _check_union(value, inner, where)
-    if not _is(value, origin or kind):
-        raise ValueError(f"{where} is {shown(value)}, where {_named(kind)} is due")
+        return _check_union(value, inner, name)
+    if not _is_instance(value, origin or kind):
+        raise ValueError(f"{name} is {describe_value(value)}, where {_describe_kind(kind)} is due")
     if isinstance(value, dict) and inner:
         for key, part in value.items():
-            check(key, inner[0], f"a key of {where}")
-            check(part, inner[1], f"{where}.{word(str(key))}")
+            check_type(key, inner[0], f"a key of {name}")
+            check_type(part, inner[1], f"{name}.{truncate_text(str(key))}")
     elif isinstance(value, (list, tuple)) and inner:
         for part in value:
-            check(part, inner[0], f"a value of {where}")
+            check_type(part, inner[0], f"a value of {name}")
 
 
-def _check_union(value: object, kinds: tuple[Any, ...], where: str) -> None:
+def _check_union(value: object, kinds: tuple[Any, ...], name: str) -> None:
     if value is None and type(None) in kinds:
         return
-    others = [kind for kind in kinds if kind is not type(None)]
-    if len(others) == 1:
-        return check(value, others[0], where)
-    if not any(_is(value, typing.get_origin(kind) or kind) for kind in others):
-        raise ValueError(f"{where} is {shown(value)}, where {' or '.join(map(_named, others))} is due")
+    alternatives = [kind for kind in kinds if kind is not type(None)]
+    if len(alternatives) == 1:
+        return check_type(value, alternatives[0], name)
+    if not any(_is_instance(value, typing.get_origin(kind) or kind) for kind in alternatives):
+        raise ValueError(
+            f"{name} is {describe_value(value)}, where {' or '.join(map(_describe_kind, alternatives))} is due"
+        )
 
 
-def _is(value: object, kind: Any) -> bool:
+def _is_instance(value: object, kind: Any) -> bool:
     if kind in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, {float: (int, float), tuple: (list, tuple), list: (list, tuple)}.get(kind, kind))
 
 
-def _named(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     base = typing.get_origin(kind) or kind
-    return next((word for known, word in _WORDS if base is known), "null")
+    return next((type_name for candidate, type_name in _TYPE_NAMES if base is candidate), "null")
 
 
-_WORDS: tuple[tuple[type, str], ...] = (
+_TYPE_NAMES: tuple[tuple[type, str], ...] = (
     (str, "a text"),
     (int, "a whole number"),
     (float, "a number"),

@@ -22,7 +22,7 @@ from titan.model.layers import CausalAttention
 from titan.model.masks import Masks
 
 
-class Cache:
+class KVCache:
     """All layers' keys and values, and the columns of the next forward pass.
 
     Call `extend` or `step` to set the columns of the next tokens, then the model; all its layers use them.
@@ -33,7 +33,7 @@ class Cache:
         self.length, self.device = length, device
         self.layers: list[CachedAttention] = []
         self.columns: slice | Tensor = slice(0, 0)
-        self.seen = 0
+        self.visible = 0
         self.mask: Tensor | None = None
         self.positions = torch.zeros(1, 0, dtype=torch.int64, device=device)
 
@@ -44,10 +44,10 @@ class Cache:
             Their positions, int64 [T].
         """
         self._check_length(start + count)
-        self.columns, self.seen = slice(start, start + count), start + count
-        positions = torch.arange(start, self.seen, device=self.device)
+        self.columns, self.visible = slice(start, start + count), start + count
+        positions = torch.arange(start, self.visible, device=self.device)
         self.positions = positions[None]
-        self.mask = self._mask() if start else None  # None: plain causal attention
+        self.mask = self._build_mask() if start else None  # None: plain causal attention
         return positions
 
     def step(self, positions: list[int]) -> Tensor:
@@ -58,42 +58,42 @@ class Cache:
         """
         self._check_length(max(positions) + 1)
         self.columns = torch.tensor(positions, device=self.device)
-        self.seen = max(positions) + 1
+        self.visible = max(positions) + 1
         self.positions = self.columns[:, None]
-        self.mask = self._mask()
+        self.mask = self._build_mask()
         return self.positions
 
     def _check_length(self, needed: int) -> None:
         if needed > self.length:
             raise ValueError(f"{needed} tokens do not fit into a cache of {self.length}")
 
-    def masks(
+    def build_masks(
         self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
     ) -> Any:
         """Return the mask of the next tokens; see `titan.model.decoder.DecoderModel.mask`."""
         if chunk is None:
             return self.mask
-        return Masks(self.mask, self.mask if self.seen <= chunk else self._mask(chunk))
+        return Masks(self.mask, self.mask if self.visible <= chunk else self._build_mask(chunk))
 
-    def _mask(self, chunk: int | None = None) -> Tensor:
+    def _build_mask(self, chunk: int | None = None) -> Tensor:
         """Return which columns each query sees, bool [B or 1, 1, T, S]; with `chunk` only those of its chunk."""
-        columns, positions = torch.arange(self.seen, device=self.device), self.positions[..., None]
-        seen = columns <= positions
+        columns, positions = torch.arange(self.visible, device=self.device), self.positions[..., None]
+        is_visible = columns <= positions
         if chunk is not None:
-            seen &= columns // chunk == positions // chunk
-        return seen[:, None]
+            is_visible &= columns // chunk == positions // chunk
+        return is_visible[:, None]
 
-    def select(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
-            layer.select(index)
+            layer.select_rows(index)
 
 
 class CachedAttention(nn.Module):
     """Softmax attention to the tokens of a cache, in place of `CausalAttention`; each row is one document."""
 
-    def __init__(self, cache: Cache, scale: float | None = None) -> None:
+    def __init__(self, cache: KVCache, scale: float | None = None) -> None:
         super().__init__()
         self.cache, self.scale = cache, scale
         self.keys: Tensor | None = None
@@ -102,30 +102,30 @@ class CachedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
-        self.keys, self.values = self._store(self.keys, k), self._store(self.values, v)
+        self.keys, self.values = self._store_tokens(self.keys, k), self._store_tokens(self.values, v)
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        seen = slice(0, self.cache.seen)
-        return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], mask, self.scale)
+        visible = slice(0, self.cache.visible)
+        return _attend_grouped(q, self.keys[:, :, visible], self.values[:, :, visible], mask, self.scale)
 
-    def _store(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+    def _store_tokens(self, buffer: Tensor | None, new_tokens: Tensor) -> Tensor:
         """Write the new tokens into their columns."""
         if buffer is None:  # zeros: masked columns are multiplied by zero, and NaN times zero is NaN
-            buffer = new.new_zeros((*new.shape[:2], self.cache.length, new.shape[3]))
+            buffer = new_tokens.new_zeros((*new_tokens.shape[:2], self.cache.length, new_tokens.shape[3]))
         columns = self.cache.columns
         if isinstance(columns, slice):
-            buffer[:, :, columns] = new
+            buffer[:, :, columns] = new_tokens
         else:
-            buffer[torch.arange(len(new), device=new.device), :, columns] = new[:, :, 0]
+            buffer[torch.arange(len(new_tokens), device=new_tokens.device), :, columns] = new_tokens[:, :, 0]
         return buffer
 
-    def select(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep these rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Compute attention with the query heads of a key head as further queries of it.
 
     So keys need not be repeated for each query head, which is most of the work for a single new token.
@@ -138,18 +138,18 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None)
 
 
 @contextmanager
-def cached(model: Any, length: int, device: torch.device) -> Iterator[Cache]:
+def use_cache(model: Any, length: int, device: torch.device) -> Iterator[KVCache]:
     """Return a context in which every layer of `model` uses the returned cache, of up to `length` tokens per row."""
-    cache, replaced = Cache(length, device), []
+    cache, replacements = KVCache(length, device), []
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                replaced.append((module, name, child))
+                replacements.append((module, name, child))
                 setattr(module, name, CachedAttention(cache, child.scale))
-    mask, model.mask = model.mask, cache.masks
+    mask, model.mask = model.mask, cache.build_masks
     try:
         yield cache
     finally:
         model.mask = mask
-        for module, name, child in replaced:
+        for module, name, child in replacements:
             setattr(module, name, child)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from titan.errors import RunError
-from titan.generation.cache import Cache, cached
-from titan.generation.text import Text
+from titan.generation.cache import KVCache, use_cache
+from titan.generation.detokenizer import Detokenizer
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]
@@ -46,22 +46,22 @@ class SamplingRules:
 
 
 @dataclass
-class Row:
+class Continuation:
     """One continuation of a prompt.
 
     Attributes:
         prompt: its tokens, at least one.
         sample: its number among the continuations of this prompt.
-        text: its incremental detokenizer; None without a tokenizer.
-        show: called with each token and the text that it completes.
+        detokenizer: its incremental detokenizer; None without a tokenizer.
+        on_token: called with each token and the text that it completes.
         tokens: those generated so far, including the one that ends a document.
         reason: why it ended; None while it continues.
     """
 
     prompt: Sequence[int]
     sample: int = 0
-    text: Text | None = None
-    show: Callable[[int, str], None] = lambda token, text: None
+    detokenizer: Detokenizer | None = None
+    on_token: Callable[[int, str], None] = lambda token, detokenizer: None
     tokens: list[int] = field(default_factory=list)
     reason: Reason | None = None
 
@@ -70,22 +70,22 @@ class Row:
         """The position of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def append(self, token: int, rules: SamplingRules) -> None:
+    def append_token(self, token: int, rules: SamplingRules) -> None:
         """Append a sampled token, and end the row where `rules` say so."""
         self.tokens.append(token)
         if token == rules.eos:
             self.reason = "stop"
-        shown = self.text.add(token) if self.text is not None and self.reason is None else ""
-        if self.text is not None and self.text.stopped:
+        new_text = self.detokenizer.add_token(token) if self.detokenizer is not None and self.reason is None else ""
+        if self.detokenizer is not None and self.detokenizer.stopped:
             self.reason = "stop"
         elif self.reason is None and len(self.tokens) >= rules.max_tokens:
             self.reason = "length"
-        if self.text is not None and self.reason is not None:
-            shown += self.text.end()
-        self.show(token, shown)
+        if self.detokenizer is not None and self.reason is not None:
+            new_text += self.detokenizer.finish()
+        self.on_token(token, new_text)
 
 
-class Decoder:
+class BatchDecoder:
     """A model that continues rows."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Decoder:
         *,
         device: torch.device,
         chunk: int = 512,
-        agree: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+        broadcast: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
         """Take a model and the rules.
 
@@ -104,12 +104,12 @@ class Decoder:
             rules: how to sample, when to end.
             device: of the model.
             chunk: tokens of the prompts that the model computes at a time.
-            agree: replaces the tokens by those of the first rank.
+            broadcast: replaces the tokens by those of the first rank.
         """
-        self.model, self.rules, self.device, self.chunk, self.agree = model, rules, device, chunk, agree
+        self.model, self.rules, self.device, self.chunk, self.broadcast = model, rules, device, chunk, broadcast
 
     @torch.no_grad()
-    def run(self, rows: Sequence[Row]) -> None:
+    def run(self, rows: Sequence[Continuation]) -> None:
         """Continue the rows until each has ended.
 
         Raises:
@@ -117,24 +117,24 @@ class Decoder:
         """
         live = [(row, sampling.make_generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
-        with cached(self.model, longest + self.rules.max_tokens, self.device) as cache:
-            logits = self._prefill(rows, cache)
+        with use_cache(self.model, longest + self.rules.max_tokens, self.device) as cache:
+            logits = self._prefill_prompts(rows, cache)
             while live:
-                tokens = self._sample(logits, [generator for _, generator in live])
-                active = self._append(tokens.tolist(), [row for row, _ in live])
+                tokens = self._sample_tokens(logits, [generator for _, generator in live])
+                active = self._append_tokens(tokens.tolist(), [row for row, _ in live])
                 if 0 < len(active) < len(live):
-                    cache.select(active)
+                    cache.select_rows(active)
                 tokens, live = tokens[active], [live[i] for i in active]
                 if live:
-                    logits = self._step(tokens, [row.position for row, _ in live], cache)
+                    logits = self._decode_step(tokens, [row.position for row, _ in live], cache)
 
-    def _append(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    def _append_tokens(self, tokens: Sequence[int], rows: Sequence[Continuation]) -> list[int]:
         """Append its token to each row, and return the indices of the rows that continue."""
         for row, token in zip(rows, tokens, strict=True):
-            row.append(token, self.rules)
+            row.append_token(token, self.rules)
         return [i for i, row in enumerate(rows) if row.reason is None]
 
-    def _prefill(self, rows: Sequence[Row], cache: Cache) -> Tensor:
+    def _prefill_prompts(self, rows: Sequence[Continuation], cache: KVCache) -> Tensor:
         """Compute the prompts into the cache, equal ones once, and return the logits [B, V] after each."""
         prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -144,35 +144,35 @@ class Decoder:
         hidden = self._last_hidden(tokens.to(self.device), (lengths - 1).to(self.device), cache)
         index = [prompts.index(tuple(row.prompt)) for row in rows]
         if index != list(range(len(prompts))):
-            cache.select(index)
-        return self._logits(hidden)[index]
+            cache.select_rows(index)
+        return self._compute_logits(hidden)[index]
 
-    def _last_hidden(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
+    def _last_hidden(self, tokens: Tensor, last: Tensor, cache: KVCache) -> Tensor:
         """Return the hidden states [B, 1, D] at each row's index `last`, int64 [B], of tokens [B, T], in chunks."""
         out: Tensor | None = None
         for start in range(0, tokens.shape[1], self.chunk):
-            part = tokens[:, start : start + self.chunk]
-            hidden = self.model(part, cache.extend(start, part.shape[1]))
-            index = (last - start).clamp(0, part.shape[1] - 1)
-            found = hidden[torch.arange(len(last), device=self.device), index][:, None]
-            out = found if out is None else torch.where((last >= start)[:, None, None], found, out)
+            chunk = tokens[:, start : start + self.chunk]
+            hidden = self.model(chunk, cache.extend(start, chunk.shape[1]))
+            index = (last - start).clamp(0, chunk.shape[1] - 1)
+            chunk_hidden = hidden[torch.arange(len(last), device=self.device), index][:, None]
+            out = chunk_hidden if out is None else torch.where((last >= start)[:, None, None], chunk_hidden, out)
         if out is None:
             raise ValueError("prompts without tokens")
         return out
 
-    def _step(self, tokens: Tensor, positions: list[int], cache: Cache) -> Tensor:
+    def _decode_step(self, tokens: Tensor, positions: list[int], cache: KVCache) -> Tensor:
         """Return the logits [B, V] after one more token of each row."""
-        return self._logits(self.model(tokens[:, None], cache.step(positions)))
+        return self._compute_logits(self.model(tokens[:, None], cache.step(positions)))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)[:, 0]
         return logits
 
-    def _sample(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def _sample_tokens(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Return the next token of each row, int64 [B]."""
         rules = self.rules
         if not bool(logits.isfinite().all()):
             raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
         uniform = sampling.draw_uniform(generators)
-        how = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
-        return self.agree(sampling.sample_tokens(logits, uniform, **how))  # type: ignore[arg-type]
+        options = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
+        return self.broadcast(sampling.sample_tokens(logits, uniform, **options))  # type: ignore[arg-type]

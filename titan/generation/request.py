@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """The input of the ranks.
 
     Attributes:
@@ -51,7 +51,9 @@ class Job:
     precision: Precision
 
 
-def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: Weights, machine: Machine) -> Job:
+def build_job(
+    settings: Settings, layout: Layout, texts: list[str] | None, weights: Weights, machine: Machine
+) -> GenerationJob:
     """Return the job of the ranks, after all checks that are possible before work starts.
 
     Args:
@@ -65,7 +67,7 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
         ConfigError: when prompts, layout or memory don't fit the model or the machine.
     """
     tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
-    prompts = _prompts(settings, texts, tokenizer)
+    prompts = _encode_prompts(settings, texts, tokenizer)
     model = weights.model
     _check_ids(prompts, model.vocab, settings)
     _check_layout(model, layout, machine)
@@ -75,25 +77,29 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
     _warn_of_length(max(map(len, prompts)) + settings.max_tokens, weights)
     eos = None if tokenizer is None or settings.ignore_eos else tokenizer.eos
     vocab = model.vocab if tokenizer is None else min(tokenizer.vocab_size, model.vocab)
-    return Job(settings, weights.path, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision)
+    return GenerationJob(
+        settings, weights.path, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision
+    )
 
 
-def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+def _encode_prompts(
+    settings: Settings, texts: list[str] | None, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each prompt, with the token that begins a document."""
     if texts is None:
         return (settings.tokens or (),)
     if tokenizer is None:
         raise ConfigError(f"from={settings.from_}: has no tokenizer to read a prompt with; give tokens=[1,2,3].")
-    beginning = [] if tokenizer.bos is None else [tokenizer.bos]
+    bos_ids = [] if tokenizer.bos is None else [tokenizer.bos]
     encode = tokenizer.encode_markup if settings.markup else tokenizer.encode
-    found = []
+    encoded = []
     for text in texts:
         ids = encode(text)
-        ids = ids if ids[:1] == beginning else [*beginning, *ids]
+        ids = ids if ids[:1] == bos_ids else [*bos_ids, *ids]
         if not ids:
             raise ConfigError("prompt=: is empty, and no token begins a document; give some text.")
-        found.append(tuple(ids))
-    return tuple(found)
+        encoded.append(tuple(ids))
+    return tuple(encoded)
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int, settings: Settings) -> None:
@@ -148,10 +154,10 @@ def _check_memory(
 
 
 def _warn_of_length(longest: int, weights: Weights) -> None:
-    trained = getattr(weights, "config", {}).get("max_position_embeddings")
-    if trained is not None and longest > trained:
+    trained_length = getattr(weights, "config", {}).get("max_position_embeddings")
+    if trained_length is not None and longest > trained_length:
         print(
             f"titan: warning: a prompt with max_tokens has up to {longest:,} tokens, but the model was trained on up "
-            f"to {trained:,}; later tokens may be of low quality.",
+            f"to {trained_length:,}; later tokens may be of low quality.",
             file=sys.stderr,
         )

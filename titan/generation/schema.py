@@ -24,7 +24,7 @@ class Degrees:
     context: int = setting(1, "ranks that each sequence is split over; 1 only", at_least=1)
     tensor: int = setting(1, "ranks that each weight matrix is split over", at_least=1)
 
-    def layout(self) -> Layout:
+    def build_layout(self) -> Layout:
         """Return the layout.
 
         Raises:
@@ -68,37 +68,37 @@ class Settings:
     batch: int = setting(8, "continuations computed together", at_least=1, cap=10**6)
     chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
 
-    def texts(self) -> list[str] | None:
+    def read_texts(self) -> list[str] | None:
         """Return the prompts as texts; None where `tokens` are given.
 
         Raises:
             ConfigError: when there are none, or given in more than one way, or in a file that can't be read.
         """
-        given = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)}: give one of them only.")
-        if not given:
+        provided = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
+        if len(provided) > 1:
+            raise ConfigError(f"{' and '.join(provided)}: give one of them only.")
+        if not provided:
             raise ConfigError('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
         if self.tokens == ():
             raise ConfigError("tokens=[]: there is nothing to continue; give token ids, such as tokens=[1,2,3].")
         if self.prompts is not None:
             return read_prompts(self.prompts)
-        return None if self.prompt is None else listed(self.prompt)
+        return None if self.prompt is None else parse_list(self.prompt)
 
-    def stops(self) -> tuple[str, ...]:
+    def list_stops(self) -> tuple[str, ...]:
         """Return the texts that end a continuation."""
-        return tuple(text for text in listed(self.stop or "") if text)
+        return tuple(text for text in parse_list(self.stop or "") if text)
 
 
-def listed(text: str) -> list[str]:
+def parse_list(text: str) -> list[str]:
     """Return the strings of a YAML list, `[a,b]`; any other text is a single string."""
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
     try:
-        found = yaml.load(text, yaml.BaseLoader)  # keeps numbers as strings
+        items = yaml.load(text, yaml.BaseLoader)  # keeps numbers as strings
     except yaml.YAMLError:
         return [text]
-    return found if found and all(isinstance(item, str) for item in found) else [text]
+    return items if items and all(isinstance(item, str) for item in items) else [text]
 
 
 def read_prompts(name: str) -> list[str]:
@@ -121,14 +121,14 @@ def read_prompts(name: str) -> list[str]:
     if not lines:
         raise ConfigError(f"prompts={name}: has no prompt; give a file with one prompt per line.")
     json_lines = Path(name).suffix == ".jsonl"
-    return [_text_of(line, f"prompts={name}: line {number}") if json_lines else line for number, line in lines]
+    return [_parse_text(line, f"prompts={name}: line {number}") if json_lines else line for number, line in lines]
 
 
-def _text_of(line: str, where: str) -> str:
+def _parse_text(line: str, location: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{where} is not like {{"text": "a prompt"}}; correct it.') from error
+        raise ConfigError(f'{location} is not like {{"text": "a prompt"}}; correct it.') from error
     if not isinstance(text, str):
-        raise ConfigError(f"{where} has a value of text that is no string; correct it.")
+        raise ConfigError(f"{location} has a value of text that is no string; correct it.")
     return text

@@ -15,29 +15,29 @@ from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from titan.generation.decode import Row
+    from titan.generation.decode import Continuation
 
 
-class Output(Protocol):
+class GenerationOutput(Protocol):
     """Shows continuations; a context manager."""
 
-    def __enter__(self) -> Output: ...
+    def __enter__(self) -> GenerationOutput: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin_prompt(self, prompt: Sequence[int]) -> None:
         """Start a continuation of this prompt."""
 
-    def piece(self, token: int, text: str) -> None:
+    def show_token(self, token: int, text: str) -> None:
         """Show the next token, and the text that it completes."""
 
-    def done(self, row: Row) -> None:
+    def finish_row(self, row: Continuation) -> None:
         """End a continuation."""
 
 
-def text_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+def decode_prompt(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return the text of a prompt, without the token that begins a document."""
     return tokenizer.decode(prompt[1:] if prompt[0] == tokenizer.bos else prompt)
 
@@ -51,17 +51,17 @@ class NoOutput:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """See `Output`."""
+    def begin_prompt(self, prompt: Sequence[int]) -> None:
+        """See `GenerationOutput`."""
 
-    def piece(self, token: int, text: str) -> None:
-        """See `Output`."""
+    def show_token(self, token: int, text: str) -> None:
+        """See `GenerationOutput`."""
 
-    def done(self, row: Row) -> None:
-        """See `Output`."""
+    def finish_row(self, row: Continuation) -> None:
+        """See `GenerationOutput`."""
 
 
-class Terminal(NoOutput):
+class TerminalOutput(NoOutput):
     """Prints each prompt with its continuation; as token ids where there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, count: int) -> None:
@@ -70,74 +70,74 @@ class Terminal(NoOutput):
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """See `Output`."""
+    def begin_prompt(self, prompt: Sequence[int]) -> None:
+        """See `GenerationOutput`."""
         if self.count == 1:
-            print(self._prompt(prompt), end="", flush=True)
+            print(self._format_prompt(prompt), end="", flush=True)
 
-    def piece(self, token: int, text: str) -> None:
-        """See `Output`."""
+    def show_token(self, token: int, text: str) -> None:
+        """See `GenerationOutput`."""
         if self.count == 1:
             print(text if self.tokenizer is not None else f" {token}", end="", flush=True)
 
-    def done(self, row: Row) -> None:
-        """See `Output`."""
+    def finish_row(self, row: Continuation) -> None:
+        """See `GenerationOutput`."""
         self.number += 1
         if self.count == 1:
             print(flush=True)
             return
-        text = row.text.given if row.text is not None else " " + " ".join(map(str, row.tokens))
-        print(f"--- {self.number} of {self.count}\n{self._prompt(row.prompt)}{text}\n", flush=True)
+        text = row.detokenizer.text if row.detokenizer is not None else " " + " ".join(map(str, row.tokens))
+        print(f"--- {self.number} of {self.count}\n{self._format_prompt(row.prompt)}{text}\n", flush=True)
 
-    def _prompt(self, prompt: Sequence[int]) -> str:
-        return " ".join(map(str, prompt)) if self.tokenizer is None else text_of(prompt, self.tokenizer)
+    def _format_prompt(self, prompt: Sequence[int]) -> str:
+        return " ".join(map(str, prompt)) if self.tokenizer is None else decode_prompt(prompt, self.tokenizer)
 
 
-class JsonLines(NoOutput):
+class JsonLinesOutput(NoOutput):
     """Writes one line per continuation: {prompt, text, tokens, finish_reason}; texts are null without a tokenizer."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer | None) -> None:
         """Take the file, which is overwritten."""
         self.file, self.tokenizer = file, tokenizer
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> JsonLinesOutput:
         try:
-            self.out = self.file.open("w", encoding="utf-8")
+            self.stream = self.file.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"output={self.file}: can't be written ({error.strerror}); give another file.") from error
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.out.close()
+        self.stream.close()
 
-    def done(self, row: Row) -> None:
-        """See `Output`."""
+    def finish_row(self, row: Continuation) -> None:
+        """See `GenerationOutput`."""
         line = {
-            "prompt": None if self.tokenizer is None else text_of(row.prompt, self.tokenizer),
-            "text": None if row.text is None else row.text.given,
+            "prompt": None if self.tokenizer is None else decode_prompt(row.prompt, self.tokenizer),
+            "text": None if row.detokenizer is None else row.detokenizer.text,
             "tokens": row.tokens,
             "finish_reason": row.reason,
         }
-        self.out.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.out.flush()
+        self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.stream.flush()
 
 
 @dataclass
 class Throughput:
     """Measures tokens per second, including the time for prompts."""
 
-    began: float = field(default_factory=time.perf_counter)
-    first: float | None = None
+    start_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
     tokens: int = 0
 
-    def count(self) -> None:
+    def count_token(self) -> None:
         """Count a token."""
         self.tokens += 1
-        self.first = self.first or time.perf_counter()
+        self.first_token_time = self.first_token_time or time.perf_counter()
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Return the figures in one line."""
-        seconds = time.perf_counter() - self.began
-        wait = (self.first or self.began) - self.began
+        seconds = time.perf_counter() - self.start_time
+        wait = (self.first_token_time or self.start_time) - self.start_time
         rate = self.tokens / seconds
         return f"{self.tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; first token after {wait:.2f} s"

@@ -14,10 +14,10 @@ from titan.cluster.rank_info import RankInfo
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.decode import Decoder, Row, SamplingRules
-from titan.generation.request import Job
-from titan.generation.terminal import JsonLines, NoOutput, Output, Terminal, Throughput
-from titan.generation.text import Text
+from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
+from titan.generation.detokenizer import Detokenizer
+from titan.generation.request import GenerationJob
+from titan.generation.terminal import GenerationOutput, JsonLinesOutput, NoOutput, TerminalOutput, Throughput
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.training import build
@@ -28,7 +28,7 @@ TIMEOUT = 1800.0
 """The timeout of collective operations, in seconds."""
 
 
-def work(job: Job, rank_info: RankInfo) -> int:
+def work(job: GenerationJob, rank_info: RankInfo) -> int:
     """Generate as one of the job's ranks; rank 0 shows the results.
 
     Returns:
@@ -40,9 +40,9 @@ def work(job: Job, rank_info: RankInfo) -> int:
     world = mesh.connect_world(rank_info, job.layout, job.device, TIMEOUT)
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
-        model = _model(job, world)
-        with _output(job, tokenizer, world) as output:
-            throughput = continue_all(job, model, tokenizer, world, output)
+        model = _load_model(job, world)
+        with _create_output(job, tokenizer, world) as output:
+            throughput = continue_prompts(job, model, tokenizer, world, output)
     except torch.OutOfMemoryError as error:
         message = str(error).split(". ")[0]
         raise RunError(
@@ -50,11 +50,11 @@ def work(job: Job, rank_info: RankInfo) -> int:
         ) from error
     world.close()  # only after success: see titan.training.worker
     if world.is_rank0:
-        print(f"titan: {throughput.line()}", file=sys.stderr)
+        print(f"titan: {throughput.format_line()}", file=sys.stderr)
     return 0
 
 
-def _model(job: Job, world: World) -> Any:
+def _load_model(job: GenerationJob, world: World) -> Any:
     """Return the model, or this rank's part of it, with its weights."""
     weights = open_weights(job.path, "from")
     model = build.build_for_generation(weights.model, job.precision, world)
@@ -62,36 +62,40 @@ def _model(job: Job, world: World) -> Any:
     return model
 
 
-def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World, output: Output) -> Throughput:
+def continue_prompts(
+    job: GenerationJob, model: Any, tokenizer: Tokenizer | None, world: World, output: GenerationOutput
+) -> Throughput:
     """Continue every prompt, a batch at a time, and return the throughput; all ranks call it together."""
-    s, throughput = job.settings, Throughput()
-    rules = SamplingRules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
-    decoding = Decoder(model, rules, device=world.device, chunk=s.chunk, agree=world.broadcast_rows)
+    settings, throughput = job.settings, Throughput()
+    rules = SamplingRules(
+        settings.temperature, settings.top_k, settings.top_p, settings.seed, job.vocab, job.eos, settings.max_tokens
+    )
+    decoder = BatchDecoder(model, rules, device=world.device, chunk=settings.chunk, broadcast=world.broadcast_rows)
 
-    def show(token: int, text: str) -> None:
-        throughput.count()
-        output.piece(token, text)
+    def on_token(token: int, text: str) -> None:
+        throughput.count_token()
+        output.show_token(token, text)
 
-    rows = _rows(job, tokenizer, show)
-    while batch := list(islice(rows, s.batch)):
-        output.begin(batch[0].prompt)
-        decoding.run(batch)
+    rows = _create_rows(job, tokenizer, on_token)
+    while batch := list(islice(rows, settings.batch)):
+        output.begin_prompt(batch[0].prompt)
+        decoder.run(batch)
         for row in batch:
-            output.done(row)
+            output.finish_row(row)
     return throughput
 
 
-def _rows(job: Job, tokenizer: Tokenizer | None, show: Any) -> Iterator[Row]:
+def _create_rows(job: GenerationJob, tokenizer: Tokenizer | None, on_token: Any) -> Iterator[Continuation]:
     """Return the continuations of all prompts, in order."""
     for prompt in job.prompts:
         for sample in range(job.settings.samples):
-            text = None if tokenizer is None else Text(tokenizer, prompt, job.settings.stops())
-            yield Row(prompt, sample, text, show)
+            detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, job.settings.list_stops())
+            yield Continuation(prompt, sample, detokenizer, on_token)
 
 
-def _output(job: Job, tokenizer: Tokenizer | None, world: World) -> Output:
+def _create_output(job: GenerationJob, tokenizer: Tokenizer | None, world: World) -> GenerationOutput:
     if not world.is_rank0:
         return NoOutput()
     if job.settings.output is not None:
-        return JsonLines(Path(job.settings.output).expanduser(), tokenizer)
-    return Terminal(tokenizer, len(job.prompts) * job.settings.samples)
+        return JsonLinesOutput(Path(job.settings.output).expanduser(), tokenizer)
+    return TerminalOutput(tokenizer, len(job.prompts) * job.settings.samples)

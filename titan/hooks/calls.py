@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan.config.settings import nearest
+from titan.config.settings import suggest_nearest
 from titan.console.text import as_line
 from titan.errors import ConfigError, RunError
 from titan.hooks.context import Context, Parameters
@@ -134,7 +134,7 @@ def _list_moments(name: str, hook_object: Any) -> list[str]:
     ]
     if unknown_methods or not moments:
         problem = (
-            f"has a method {unknown_methods[0]}{nearest(unknown_methods[0], MOMENTS)}"
+            f"has a method {unknown_methods[0]}{suggest_nearest(unknown_methods[0], MOMENTS)}"
             if unknown_methods
             else "has no method for a moment."
         )

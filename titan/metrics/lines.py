@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from titan.files.former import renamed
-from titan.files.untrusted import check, parse_object, read
+from titan.files.renamed_keys import rename_keys
+from titan.files.untrusted import check_type, parse_object, read_regular_file
 
 _VALUE_TYPES: dict[str, Any] = {
     "step": int,
@@ -20,7 +20,7 @@ def read_records(metrics_file: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; truncated and invalid lines are skipped, a missing file has none."""
     records = []
     with contextlib.suppress(OSError, ValueError):
-        for line in read(metrics_file).decode(errors="replace").splitlines():
+        for line in read_regular_file(metrics_file).decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
                 records.append(_parse_record(line))
     return records
@@ -38,7 +38,7 @@ def _parse_record(line: str) -> dict[str, Any]:
     Raises:
         ValueError: when it is not a JSON object, or its values have other types.
     """
-    record = renamed(parse_object(line))
+    record = rename_keys(parse_object(line))
     for name, kind in _VALUE_TYPES.items():
-        check(record.get(name, 0), kind, name)
+        check_type(record.get(name, 0), kind, name)
     return record

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.text import redact
 from titan.hooks.schema import METRIC_PREFIX
 from titan.metrics.schema import Metrics
@@ -319,7 +319,9 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
         if isinstance(value, Mapping):
             flat_settings |= flatten_settings(value, f"{prefix}{key}.")
         else:
-            flat_settings[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else show(value)
+            flat_settings[f"{prefix}{key}"] = (
+                value if isinstance(value, (bool, int, float, str)) else format_value(value)
+            )
     return flat_settings
 
 

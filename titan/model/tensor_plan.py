@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.errors import ConfigError
 from titan.model.decoder import Placement
 from titan.model.schema import Decoder
@@ -32,7 +32,7 @@ def check_tensor_plan(schema: Decoder, degree: int) -> None:
     error = next(_find_errors(model, degree), None)
     if error is not None:
         raise ConfigError(
-            f"parallelism.tensor={degree}: the model {kind(type(schema))} can't be split: {error}; correct BLOCK_PLAN "
+            f"parallelism.tensor={degree}: the model {get_kind(type(schema))} can't be split: {error}; correct BLOCK_PLAN "
             f"of {type(model).__qualname__}, or give parallelism.tensor=1."
         )
 

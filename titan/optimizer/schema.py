@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.config.settings import nearest, setting, show
+from titan.config.settings import format_value, setting, suggest_nearest
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ class Optimizer:
             for pattern in content.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ConfigError(
-                        f"optimizer.groups.{group}.match={show(content.match)}: no parameter of the model matches "
-                        f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{nearest(pattern, names)}"
+                        f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model matches "
+                        f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{suggest_nearest(pattern, names)}"
                     )
 
     def part(self, name: str, dimensions: int) -> GroupSettings:
@@ -186,7 +186,7 @@ class AdamW(Optimizer):
         super().check(model, weight_bytes)
         if self.moment_bytes(weight_bytes) == 2 and self.betas[1] > LARGEST_BETA2:
             raise ConfigError(
-                f"optimizer.betas={show(self.betas)}: a second moment in bf16 has 8 significant bits and can't decay "
+                f"optimizer.betas={format_value(self.betas)}: a second moment in bf16 has 8 significant bits and can't decay "
                 f"so slowly; give at most {LARGEST_BETA2:.3f} as the second value, or optimizer.moments=fp32."
             )
 

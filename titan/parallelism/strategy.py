@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan.config.kinds import kind
-from titan.config.settings import nearest, setting, show
+from titan.config.kinds import get_kind
+from titan.config.settings import format_value, setting, suggest_nearest
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Record which class this is."""
-        object.__setattr__(self, "_target_", kind(type(self)))
+        object.__setattr__(self, "_target_", get_kind(type(self)))
 
     def build(self, world: World) -> Sharding:
         """Return the strategy with its mesh; all ranks call it together, see `mesh`."""
@@ -193,7 +193,7 @@ def check_groups(groups: Mapping[str, Strategy], parameters: Sequence[str], layo
     if tied and assigned.get("tok_embeddings") != assigned.get("head"):
         name = assigned.get("head") or assigned["tok_embeddings"]
         raise ConfigError(
-            f"parallelism.groups.{name}.match={show(groups[name].match)}: embedding and head share a weight "
+            f"parallelism.groups.{name}.match={format_value(groups[name].match)}: embedding and head share a weight "
             "(model.tied=true); match both, tok_embeddings and head, or neither."
         )
 
@@ -204,8 +204,8 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
     for pattern in group.match:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
-                f"parallelism.groups.{name}.match={show(group.match)}: no module of the model matches {pattern}; "
-                f"names are such as {names[0]}, {_find_deepest(names)} and {names[-1]}{nearest(pattern, names)}"
+                f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches {pattern}; "
+                f"names are such as {names[0]}, {_find_deepest(names)} and {names[-1]}{suggest_nearest(pattern, names)}"
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.config.arguments import arguments, describe, shows
+from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import safe
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows(given, f"{HEAD}\n{describe(Show)}"):
+    if show_help(given, f"{HEAD}\n{describe_settings(Show)}"):
         return 0
     if not given:
         raise ConfigError("no directory given: give that of a run, as in python -m titan.profile runs/NAME.")
-    directory, how = Path(given[0]), arguments(Show, given[1:])
+    directory, how = Path(given[0]), parse_arguments(Show, given[1:])
     found = summary.read(directory, how.step)
     shown = _of_rank(found, how.rank)
     trace = summary.trace_of(directory / "profile", shown.steps[0], shown.rank)

@@ -131,14 +131,14 @@ def read(directory: Path, step: int | None) -> list[Summary]:
 def _stored(folder: Path) -> Iterator[Summary]:
     for file in folder.glob("step-*-rank-*.json"):
         try:
-            yield _summary(untrusted.parse_object(untrusted.read(file).decode()))
+            yield _summary(untrusted.parse_object(untrusted.read_regular_file(file).decode()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: is no summary of a profile ({error}); remove it.") from error
 
 
 def _summary(content: dict[str, Any]) -> Summary:
     for name, kind in _KINDS.items():
-        untrusted.check(content[name], kind, name)
+        untrusted.check_type(content[name], kind, name)
     return Summary(**content)
 
 

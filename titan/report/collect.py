@@ -16,11 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.numbers import shortest
 from titan.console.text import safe
 from titan.errors import ConfigError
-from titan.files.untrusted import parse_object, read
+from titan.files.untrusted import parse_object, read_regular_file
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
@@ -241,7 +241,7 @@ def _overrides(point: TrialState | None) -> tuple[str, ...]:
 
 def neat(value: Any) -> str:
     """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
-    return (shortest(value) if isinstance(value, float) else "") or show(value)
+    return (shortest(value) if isinstance(value, float) else "") or format_value(value)
 
 
 def _typed(override: str) -> str:
@@ -332,6 +332,6 @@ def began(document: Mapping[str, Any]) -> float | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return parse_object(read(file))
+        return parse_object(read_regular_file(file))
     except (OSError, ValueError):
         return {}

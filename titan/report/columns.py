@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.files.former import renamed
+from titan.files.renamed_keys import rename_keys
 from titan.report.findings import Numbers
 
 KEYS = (
@@ -109,7 +109,7 @@ class _Reading:
 
     def take(self, records: Sequence[Any]) -> None:
         """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
-        records = [renamed(record) for record in records]
+        records = [rename_keys(record) for record in records]
         if not all(map(_plain, records)):
             raise ValueError("not a line of metrics.jsonl")
         known = [r for r in records if "step" in r]

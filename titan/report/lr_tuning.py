@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.report import seeds
 from titan.report.collect import neat
 from titan.report.runs import Member
@@ -57,7 +57,9 @@ def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[
 def _recipe(group: Group) -> str:
     """Return the hyperparameters without learning rate and seed as one text."""
     science = group.runs[0].last["science"]
-    return repr(sorted((name, show(value)) for name, value in science.items() if name not in (RATE, "training.seed")))
+    return repr(
+        sorted((name, format_value(value)) for name, value in science.items() if name not in (RATE, "training.seed"))
+    )
 
 
 def _rate(group: Group) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.report.findings import Numbers
 from titan.report.runs import Member
 
@@ -71,14 +71,16 @@ def _text(member: Member) -> Any:
     dataset = member.raw.config["dataset"]
     parts = {"": dataset, **(dataset.get("sources") or {})}
     kinds = member.raw.last["science"].get("dataset")
-    return kinds, {name: {k: show(v) for k, v in part.items() if k not in _READ} for name, part in parts.items()}
+    return kinds, {
+        name: {k: format_value(v) for k, v in part.items() if k not in _READ} for name, part in parts.items()
+    }
 
 
 def _read_as(member: Member) -> Any:
     """Return the settings that change the digest of the same text."""
     dataset = member.raw.config["dataset"]
     parts = {"": dataset, **(dataset.get("sources") or {})}
-    return {name: [show(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}
+    return {name: [format_value(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}
 
 
 _READ = (*READ_AS, *HOUSEKEEPING)

@@ -11,7 +11,7 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.cluster.hardware import Hardware
-from titan.config.modules import trusted
+from titan.config.modules import list_trusted_packages
 from titan.config.settings import build
 from titan.errors import ConfigError
 from titan.estimate import refine
@@ -150,7 +150,7 @@ def recipe_of(raw: Raw, hardware: Hardware, peak_tflops: float | None = None) ->
     masked = bool(config["dataset"].get("mask_documents"))
     content["dataset"] = {"_target_": SYNTHETIC, "mask_documents": masked}
     content["schedule"] = {}  # a step's time does not depend on it
-    recipe: Recipe = build(Recipe, content, allowed=trusted(()))  # not what a run's own file would import
+    recipe: Recipe = build(Recipe, content, allowed=list_trusted_packages(()))  # not what a run's own file would import
     return replace(recipe, cluster=replace(recipe.cluster, hardware=hardware, peak_tflops=peak_tflops))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.config.modules import trusted
+from titan.config.modules import list_trusted_packages
 from titan.config.settings import build
 from titan.errors import ConfigError
 from titan.metrics.schema import WARM
@@ -60,7 +60,9 @@ def model_of(raw: Raw) -> Llama | None:
     name = raw.last["science"].get("model")
     settings = dict(raw.config["model"]) | ({"_target_": name} if name else {})
     try:
-        model: Llama = build(Llama, settings, "model", trusted(()))  # not what a run's own file would import
+        model: Llama = build(
+            Llama, settings, "model", list_trusted_packages(())
+        )  # not what a run's own file would import
     except ConfigError:
         return None
     return model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import kinds
-from titan.config.settings import plain, show
+from titan.config.settings import format_value, to_plain
 from titan.errors import ConfigError
 from titan.report.collect import Raw, neat
 from titan.run.identity import SCIENCE
@@ -75,7 +75,7 @@ class Group:
     @cached_property
     def rest(self) -> str:
         """Return all settings but the learning rate as one text."""
-        values = {name: show(value) for name, value in self.facts.values.items() if name != RATE}
+        values = {name: format_value(value) for name, value in self.facts.values.items() if name != RATE}
         return repr(sorted(values.items()))
 
     @property
@@ -99,13 +99,15 @@ def facts_of(raw: Raw) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last, raw.last["science"]
     values = {name: value for name, value in flat(_completed(raw)).items() if not IGNORED.fullmatch(name)}
-    values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.of_ids(axis, science))}
+    values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.find_kind_in_ids(axis, science))}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
     values |= {CONTINUED: " ".join(map(str, raw.continued)) or "no"}
     typed = frozenset(override.partition("=")[0].lstrip("+~") for override in raw.overrides)
-    hooks = {"hooks": show(list(raw.config.get("hooks") or {}))}  # as on the command line; no axis, so no choice yet
+    hooks = {
+        "hooks": format_value(list(raw.config.get("hooks") or {}))
+    }  # as on the command line; no axis, so no choice yet
     return Facts({**(last.get("choices") or {}), **hooks}, values, typed)
 
 
@@ -120,7 +122,7 @@ def _defaults(axis: str) -> Mapping[str, Any]:
     schema = typing.get_type_hints(Recipe).get(axis)
     if axis in SCIENCE or not is_dataclass(schema):
         return {}
-    return {f.name: plain(f.default) for f in fields(schema) if f.default is not MISSING}
+    return {f.name: to_plain(f.default) for f in fields(schema) if f.default is not MISSING}
 
 
 def _key(raw: Raw) -> Any:

@@ -89,7 +89,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
             "choose another name (checkpoint.resume goes on from them there)."
         )
     begins = parent(run, earlier, mix, own=last is not None)
-    science = identity.science_of(run, corpora.data_digest(mix), begins.id)
+    science = identity.science_of(run, corpora.compute_data_digest(mix), begins.id)
     if earlier:
         check_same(run, earlier[-1], science, mix, last)
         result, wrong = read_result(directory, _sciences(earlier))
@@ -175,7 +175,7 @@ def check_data(run: Run, mix: RowMixture) -> None:
                 f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
                 f"(tokenizer {corpus.tokenizer['name']}); give model.vocab={corpus.vocab_size} or another tokenizer."
             )
-        if corpus.complete and rows.split.rows(run.training.seq_len) < 1:
+        if corpus.complete and rows.split.count_rows(run.training.seq_len) < 1:
             raise ConfigError(
                 f"training.seq_len={run.training.seq_len}: the training data has only {rows.split.tokens} tokens, "
                 "less than one row; give a smaller training.seq_len or more data."

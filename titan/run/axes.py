@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan.config import former, settings
-from titan.config.settings import show
+from titan.config import renamed_settings, settings
+from titan.config.settings import format_value
 from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
@@ -41,22 +41,22 @@ CHOICES = {"training.schedule": "schedule"}
 
 def present(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
     """Return overrides with the present names of settings; warn of former ones."""
-    return former.rename_overrides(overrides, _former(), warn=warn)
+    return renamed_settings.rename_overrides(overrides, _former(), warn=warn)
 
 
 def present_key(key: str) -> str:
     """Return the present name of a setting that a file names, such as `precision.matmuls`."""
-    return former.present_key(key, _former())
+    return renamed_settings.find_present_key(key, _former())
 
 
 def present_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of run.yaml with the present names of settings, and with choices on axes that it lacks."""
     config, science, choices = document["config"], document["science"], document.get("choices") or {}
     overrides = document.get("overrides") or []
-    present = former.present_config(config, _former())
-    for old, axis in former.moved(config, CHOICES).items():
-        choice = str(former.value(config, old))
-        known = settings.defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
+    present = renamed_settings.rename_config(config, _former())
+    for old, axis in renamed_settings.find_moved_keys(config, CHOICES).items():
+        choice = str(renamed_settings.get_value(config, old))
+        known = settings.collect_defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
         moved = {name: value for name, value in present.get(axis, {}).items() if name in known}
         present, choices = {**present, axis: {**known, **moved}}, {**choices, axis: choice}
         # settings that the choice ignored were part of the ids, and are none of its class
@@ -78,13 +78,13 @@ def move(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: for a setting that became a choice, which files have to make otherwise.
     """
-    for old, new in former.moved(config, CHOICES).items():
-        chosen = show(former.value(config, old))
+    for old, new in renamed_settings.find_moved_keys(config, CHOICES).items():
+        chosen = format_value(renamed_settings.get_value(config, old))
         raise ConfigError(
             f"{old}={chosen}: a configuration file has a setting that is now called {new}; write `override "
             f"/{new}: {chosen}` in the defaults list there."
         )
-    return former.move(config, _former(), settings.defaults(Recipe))
+    return renamed_settings.move_settings(config, _former(), settings.collect_defaults(Recipe))
 
 
 @functools.cache
@@ -92,4 +92,4 @@ def _former() -> dict[str, str]:
     """The former keys of all axes."""
     declared = typing.get_type_hints(Recipe)
     schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]
-    return former.former_keys(schemas) | CHOICES
+    return renamed_settings.former_keys(schemas) | CHOICES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from titan.checkpoint import select
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.run.schema import Recipe
 from titan.schedule.schema import WSD
@@ -45,4 +45,4 @@ def continuing(run: Recipe, steps: int) -> list[str]:
     more = [f"training.steps={steps}"]
     if run.checkpoint.decay_steps is None or not isinstance(run.schedule, WSD):
         return more
-    return [*more, "checkpoint.decay_steps=null", f"schedule.decay={show(run.schedule.decay)}"]
+    return [*more, "checkpoint.decay_steps=null", f"schedule.decay={format_value(run.schedule.decay)}"]

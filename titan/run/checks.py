@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from titan.compile.compiler import missing_compiler
-from titan.config.settings import nearest, show
+from titan.config.settings import format_value, suggest_nearest
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -72,7 +72,7 @@ def _check_checkpoint(run: Run) -> None:
     if how.export in ("hf", "meta") and run.model.logit_cap is not None:
         raise ConfigError(
             f"checkpoint.export={how.export}: models of this format do not cap logits, and model.logit_cap="
-            f"{show(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
+            f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
         )
     if how.export == "meta" and not isinstance(run.model, Llama):
         raise ConfigError(
@@ -143,8 +143,8 @@ def _check_matmuls(run: Run) -> None:
     for pattern in how.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
-                f"precision.skip={show(how.skip)}: no matmul of the model is named {pattern}; names are such as "
-                f"{next(iter(matmuls))} and head{nearest(pattern, matmuls)}"
+                f"precision.skip={format_value(how.skip)}: no matmul of the model is named {pattern}; names are such as "
+                f"{next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
             )
     choice, multiple = how.select(matmuls, run.layout.tensor), QUANT_BLOCK[how.matmuls]
     if not choice.quantized:

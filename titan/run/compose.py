@@ -50,11 +50,11 @@ def register() -> None:
 def _register_schemas(store: ConfigStore) -> None:
     for axis, kinds in PLUGGABLE.items():
         for kind, cls in kinds.items():
-            store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
-    store.store(name="base", group="schema/loss_term", node=settings.defaults(LossTerm))
-    fixed = settings.defaults(Recipe)
+            store.store(name=kind, group=f"schema/{axis}", node=settings.collect_defaults(cls))
+    store.store(name="base", group="schema/loss_term", node=settings.collect_defaults(LossTerm))
+    fixed = settings.collect_defaults(Recipe)
     chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
-    store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.defaults(Sweep)})
+    store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.collect_defaults(Sweep)})
     hydra_private.add_group(store, "hooks")
 
 
@@ -70,7 +70,9 @@ def _register_launchers(store: ConfigStore) -> None:
 @cache
 def _launchers() -> dict[str, DictConfig]:
     """Return the node of each launcher, made once: composing begins with registering them."""
-    made = {n: {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(s)} for n, (cls, s) in LAUNCHERS.items()}
+    made = {
+        n: {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.collect_defaults(s)} for n, (cls, s) in LAUNCHERS.items()
+    }
     return {name: OmegaConf.create(node) for name, node in made.items()}
 
 
@@ -79,7 +81,7 @@ def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool
     register()
     overrides = present(overrides)
     with HydraErrors(overrides), Session():
-        trusted = modules.trusted(overrides)
+        trusted = modules.list_trusted_packages(overrides)
         return freeze(compose_config(overrides), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
 
 
@@ -99,7 +101,7 @@ def freeze(
         ranks: see `titan.run.resolve.resolve`.
         elsewhere: the run is for the nodes that `cluster` describes, not for this machine.
         machine: returns the machine of the run; None: detect it.
-        trusted: packages that may be imported: `titan.config.modules.trusted`.
+        trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
 
     Raises:
         ConfigError: when the run can't work.
@@ -146,7 +148,7 @@ def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
         ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)
         content["cluster"]["environment"] = {**ours, **theirs}  # type: ignore[dict-item]
     content = move(content)
-    modules.check(content.get("modules") or [], trusted)
+    modules.check_modules(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
     if settings.is_foreign(content):
         _check_all_else(content)
@@ -158,7 +160,7 @@ def _check_all_else(content: dict[str, Any]) -> None:
     """Raise ConfigError for errors that need no third-party code to find, before that is imported."""
     check_name(str(content.get("name")))
     own = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
-    built = settings.parts(Recipe, own)
+    built = settings.build_fields(Recipe, own)
     for axis in ("model", "training", "parallelism", "dataset", "cluster"):
         if axis in built:
             built[axis].check()
@@ -201,4 +203,4 @@ def recipe(arguments: Sequence[str]) -> Recipe:
         raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
     with HydraErrors(args.overrides), Session(args):
         command_line.check(args)
-        return _typed(compose_config(args.overrides, args.config_name), modules.trusted(args.typed))
+        return _typed(compose_config(args.overrides, args.config_name), modules.list_trusted_packages(args.typed))

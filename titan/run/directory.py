@@ -12,7 +12,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
-from titan.files.former import renamed
+from titan.files.renamed_keys import rename_keys
 from titan.run import axes
 from titan.run.paths import foreign_files
 
@@ -55,7 +55,9 @@ def read_attempts(directory: Path) -> list[dict[str, Any]]:
     file = directory / RUN
     if file.is_file():
         try:
-            return parse_attempts(untrusted.read(file).decode(errors="replace"), f"hydra.run.dir={directory}")
+            return parse_attempts(
+                untrusted.read_regular_file(file).decode(errors="replace"), f"hydra.run.dir={directory}"
+            )
         except OSError as error:
             raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
     others = foreign_files(p.name for p in directory.iterdir()) if directory.is_dir() else []
@@ -78,7 +80,7 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
         ConfigError: when it is not what `titan.run.records` writes.
     """
     try:
-        documents = [renamed(document) for document in untrusted.parse_yaml(text) if document]
+        documents = [rename_keys(document) for document in untrusted.parse_yaml(text) if document]
     except ValueError as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     if text and not text.endswith("\n"):
@@ -99,18 +101,20 @@ def _check_document(document: Any, first: Any) -> None:
     Raises:
         ValueError, KeyError: naming what is missing, of another type, or another run's.
     """
-    untrusted.check(document, dict[str, Any], "it")
+    untrusted.check_type(document, dict[str, Any], "it")
     for name, kind in _REQUIRED.items():
-        untrusted.check(document[name], kind, name)
+        untrusted.check_type(document[name], kind, name)
     for name, kind in _OPTIONAL.items():
-        untrusted.check(document.get(name), kind, name)
-    untrusted.check(document["ids"]["science"], str, "ids.science")
+        untrusted.check_type(document.get(name), kind, name)
+    untrusted.check_type(document["ids"]["science"], str, "ids.science")
     training = document["config"]["training"]
-    untrusted.check(training, dict[str, Any], "config.training")
+    untrusted.check_type(training, dict[str, Any], "config.training")
     for name in ("steps", "seed", "repeat", "seq_len", "global_batch"):
-        untrusted.check(training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}")
+        untrusted.check_type(
+            training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}"
+        )
     if document["run_id"] != first["run_id"]:
-        raise ValueError(f"it is of another run, {untrusted.shown(document['run_id'])}")
+        raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
 
 
 def _unreadable(label: str, why: str) -> ConfigError:
@@ -137,14 +141,14 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
         sciences: the science ids that the run has had, if known: a result with another one is another run's.
     """
     try:
-        found = _parse_result(untrusted.read(directory / RESULT))
+        found = _parse_result(untrusted.read_regular_file(directory / RESULT))
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, KeyError) as error:
         lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
         return {}, f"result.json is damaged and not used: {lacks}"
     if sciences and found.get("science_id", "") not in {*sciences, ""}:
-        return {}, f"result.json is of another run ({untrusted.shown(found['science_id'])}) and not used"
+        return {}, f"result.json is of another run ({untrusted.describe_value(found['science_id'])}) and not used"
     return found, None
 
 
@@ -154,11 +158,11 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError, KeyError: when its values are of other types.
     """
-    found = renamed(untrusted.parse_object(text))
-    untrusted.check(found["finished"], bool, "finished")
-    untrusted.check(found["step"], int, "step")
+    found = rename_keys(untrusted.parse_object(text))
+    untrusted.check_type(found["finished"], bool, "finished")
+    untrusted.check_type(found["step"], int, "step")
     for name, value in found.items():
-        untrusted.check(value, _RESULT.get(name.partition("/")[0], Any), name)
+        untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
     return found
 
 
@@ -170,14 +174,14 @@ def read_last_step(directory: Path) -> dict[str, Any]:
 def read_last_steps(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of steps at the end of `metrics.jsonl`, the last one first."""
     try:
-        text = untrusted.read(directory / METRICS, TAIL_BYTES).decode(errors="replace")
+        text = untrusted.read_regular_file(directory / METRICS, TAIL_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
-            record = renamed(untrusted.parse_object(line))
+            record = rename_keys(untrusted.parse_object(line))
             for name, kind in _STEP.items():
-                untrusted.check(record.get(name), kind | None, name)
+                untrusted.check_type(record.get(name), kind | None, name)
             if "loss" in record:
                 yield record
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from titan.config.settings import nearest
+from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
 from titan.run.schema import Recipe
 
@@ -34,7 +34,7 @@ def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> No
 def no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown choice, with the known ones."""
     choices = f" Choices: {', '.join(known)}." if known else " There are none here."
-    return f"{axis}={choice}: there is no such choice{nearest(choice, known)}{choices}"
+    return f"{axis}={choice}: there is no such choice{suggest_nearest(choice, known)}{choices}"
 
 
 def no_such_hook(name: str) -> str:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan.config import launcher_hints
-from titan.config.settings import nearest
+from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_choices, hydra_node
 from titan.run.hydra_choices import OPTIONAL_GROUPS, no_such_choice
@@ -89,7 +89,7 @@ class HydraErrors:
 
     def _unknown_choice(self, error: MissingConfigException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        if group == "hydra/launcher" and (advice := launcher_hints.launcher(option)):
+        if group == "hydra/launcher" and (advice := launcher_hints.describe_launcher(option)):
             return advice
         return no_such_choice(group, option, error.options or ())
 
@@ -97,12 +97,12 @@ class HydraErrors:
         typed = self._typed(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
             return no_such_choice(key, typed.partition("=")[2], ())
-        if advice := launcher_hints.setting(key, typed) or hydra_node.advice(key, typed):
+        if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advice(key, typed):
             return advice
         known = self._known()
         elsewhere = any(name.endswith(f".{key}") for name in known)
-        hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."
-        hint = nearest(key, known) if hint == "." else hint
+        hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."
+        hint = suggest_nearest(key, known) if hint == "." else hint
         return f"{typed}: there is no such setting{hint} See --help and --cfg job."
 
     def _known(self) -> list[str]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
-from titan.config import former, kinds
-from titan.config.settings import plain
+from titan.config import kinds, renamed_settings
+from titan.config.settings import to_plain
 from titan.console.text import redacted
 from titan.hooks.schema import Hook
 from titan.run import own_code
@@ -57,7 +57,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
     for axis in run.axes():
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
-            found |= kinds.in_ids(axis, type(value))
+            found |= kinds.build_id_entry(axis, type(value))
         found |= _differing(axis, value, default, science)
     return found | _of_hooks(run.hooks or {}, science)
 
@@ -78,7 +78,7 @@ def _differing(path: str, value: Any, default: bool, science: bool) -> dict[str,
         if not field.metadata.get("in_ids", True):
             continue
         if (default if mark is None else mark) == science and setting != field.default:
-            found[former.key(path, field)] = redacted(plain(setting))
+            found[renamed_settings.build_former_key(path, field)] = redacted(to_plain(setting))
     return found
 
 
@@ -87,7 +87,7 @@ def _of_hooks(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, hook in hooks.items():
         if hook.science == science:
-            found[f"hooks.{name}"] = kinds.kind(type(hook))
+            found[f"hooks.{name}"] = kinds.get_kind(type(hook))
         found |= _differing(f"hooks.{name}", hook, hook.science, science)
     changing = [name for name, hook in hooks.items() if hook.science]
     return found | ({"hooks": changing} if science and len(changing) > 1 else {})

@@ -14,7 +14,7 @@ from typing import Any
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.checkpoint.select import CheckpointCandidate
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.text import redacted
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
@@ -117,7 +117,9 @@ def _check_model(run: Run, found: CheckpointCandidate) -> None:
     here, there = as_model(run), found.manifest.model
     differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
     if differ:
-        what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)
+        what = "; ".join(
+            f"model.{k} is {format_value(there.get(k))} there and {format_value(here.get(k))} here" for k in differ
+        )
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
         )
@@ -129,7 +131,7 @@ def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     Raises:
         ConfigError: when it would have read others.
     """
-    rows = permutation.check_state(saved.data, mix.fingerprint)
+    rows = permutation.check_state(saved.data, mix.compute_fingerprint)
     if rows != run.training.count_rows_before(saved.step + 1):
         raise ConfigError(
             f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "

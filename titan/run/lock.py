@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan.errors import ConfigError
 from titan.files import locks
-from titan.files.untrusted import word
+from titan.files.untrusted import truncate_text
 from titan.run.paths import BEGUN
 
 
@@ -57,7 +57,7 @@ def _acquire(lock: int, directory: Path, patience: float) -> None:
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
         raise ConfigError(
-            f"hydra.run.dir={directory}: {word(holder)} is running in it; wait for it, or choose another name."
+            f"hydra.run.dir={directory}: {truncate_text(holder)} is running in it; wait for it, or choose another name."
         ) from None
     with contextlib.suppress(OSError):  # on a full disk the message lacks the name
         os.ftruncate(lock, 0)

@@ -95,7 +95,7 @@ def of_document(document: Mapping[str, Any]) -> Prediction | None:
     content = found if isinstance(found, dict) else {}
     try:
         for name, kind in _KINDS.items():
-            untrusted.check(content[name], kind, name)
+            untrusted.check_type(content[name], kind, name)
         step, memory, rank0 = (Figure(**content[name]) for name in ("step_seconds", "memory_gib", "rank0_memory_gib"))
         parts = content["parts"]
         return Prediction(step, memory, rank0, parts["step_seconds"], parts["memory_gib"], content["constants"])

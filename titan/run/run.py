@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan.cluster.devices import Machine
-from titan.config.kinds import kind
-from titan.config.settings import plain
+from titan.config.kinds import get_kind
+from titan.config.settings import to_plain
 from titan.console.text import redacted
 from titan.estimate.rank_sizes import rank_rows, weight_sharding
 from titan.hooks.schema import Hook
@@ -72,15 +72,15 @@ class Run(Recipe):
 
 def as_config(run: Recipe) -> dict[str, Any]:
     """Return the recipe as plain containers without secrets, for run.yaml and for trackers."""
-    found = {f.name: redacted(plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
+    found = {f.name: redacted(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
     return found | ({"hooks": _with_kinds(run.hooks)} if run.hooks else {})
 
 
 def _with_kinds(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
-    return {name: {"_target_": kind(type(hook)), **redacted(plain(hook))} for name, hook in hooks.items()}
+    return {name: {"_target_": get_kind(type(hook)), **redacted(to_plain(hook))} for name, hook in hooks.items()}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:
     """Return the model's settings as plain containers, with its kind under `_target_`: `settings.build` reads it."""
-    return {"_target_": kind(type(run.model)), **plain(run.model)}
+    return {"_target_": get_kind(type(run.model)), **to_plain(run.model)}

@@ -9,7 +9,7 @@ from typing import Any
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.kinds import FORMER_DEFAULTS
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run import identity
@@ -69,7 +69,7 @@ def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], dif
     if differ:
         before, now = _values(last["config"], last["science"]), _values(as_config(run), new)
         names = [present_key(key) for key in differ]
-        what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in names)
+        what = "; ".join(f"{k} was {format_value(before.get(k))}, now {format_value(now.get(k))}" for k in names)
         raise ConfigError(f"{_setting(run)}: holds another experiment ({what}); choose another name for this one.")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.config.modules import VARIABLE
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
 from titan.estimate import fit
@@ -54,12 +54,12 @@ def _predicted(attempt: Attempt) -> str:
 def _data(run: Run, mix: RowMixture) -> dict[str, str]:
     """Return the line about the data, or one line per source of a mixture."""
     training, chosen = run.training, run.choices.get("dataset", "")
-    reads = mix.reads(training.count_rows_before(training.steps + 1))
+    reads = mix.count_rows_read(training.count_rows_before(training.steps + 1))
     masked = "; attention within documents" if run.dataset.mask_documents else ""
     of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{masked}"
     lines = {}
     for source, read in zip(mix.sources, reads, strict=True):
-        corpus, rows = source.corpus, source.split.rows(training.seq_len)
+        corpus, rows = source.corpus, source.split.count_rows(training.seq_len)
         there = "" if corpus.complete else f" so far ({corpus.shard_jobs[0]} of {corpus.shard_jobs[1]} shard jobs)"
         epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
@@ -214,7 +214,7 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
     more = branch.continuing(run, run.training.steps * 2) if result["finished"] else []
-    more += [f"modules={show(run.modules)}"] if run.modules else []  # which the recorded command can't permit
+    more += [f"modules={format_value(run.modules)}"] if run.modules else []  # which the recorded command can't permit
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 

@@ -29,9 +29,11 @@ def sweep_of(run: Run) -> SweepOf | None:
     """Return the sweep that started a run; None for a run outside of a sweep."""
     folder = Path(run.directory).parent
     try:
-        content = next(iter(untrusted.parse_yaml(untrusted.read(folder / "sweep.yaml").decode())), None) or {}
-        untrusted.check(content, dict[str, object], "it")
-        untrusted.check(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
+        content = (
+            next(iter(untrusted.parse_yaml(untrusted.read_regular_file(folder / "sweep.yaml").decode())), None) or {}
+        )
+        untrusted.check_type(content, dict[str, object], "it")
+        untrusted.check_type(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
     except (OSError, ValueError):
         return None
     names = {present_key(name) for name in varied} - set(REPEATS)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.config.settings import setting
 from titan.errors import ConfigError
 
@@ -118,7 +118,7 @@ class Schedule:
 
     def _check_factors(self, steps: int) -> None:
         """Raise ConfigError when a step's factor is missing, negative or not finite, as a user's class may have it."""
-        name = f"schedule._target_={kind(type(self))}"
+        name = f"schedule._target_={get_kind(type(self))}"
         try:
             factors = self.build(steps)
             factors_by_step = {step: factors(step) for step in {1, *range(1, steps, -(-steps // CHECKED_STEPS)), steps}}

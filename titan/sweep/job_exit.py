@@ -56,10 +56,10 @@ def latest_attempt(folder: Path, job: str) -> str:
 
 def _exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
     try:
-        content = untrusted.parse_object(untrusted.read(file))
+        content = untrusted.parse_object(untrusted.read_regular_file(file))
         for name, kind in (("code", int), ("again", bool | int), ("state", str)):
-            untrusted.check(content[name], kind, name)
-        untrusted.check(content.get("why", ""), str, "why")
+            untrusted.check_type(content[name], kind, name)
+        untrusted.check_type(content.get("why", ""), str, "why")
         code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
         return None

@@ -137,10 +137,10 @@ def _asked(directory: Path) -> SweepSpec:
         ValueError: when `sweep.yaml` is damaged.
         OSError: when it can't be read.
     """
-    content = next(iter(untrusted.parse_yaml(untrusted.read(directory / SWEEP).decode())), None) or {}
-    untrusted.check(content, dict[str, Any], "it")
+    content = next(iter(untrusted.parse_yaml(untrusted.read_regular_file(directory / SWEEP).decode())), None) or {}
+    untrusted.check_type(content, dict[str, Any], "it")
     for name, kind in _ASKED.items():
-        untrusted.check(content.get(name), kind, name)
+        untrusted.check_type(content.get(name), kind, name)
     axes = {present_key(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
     baseline = {present_key(k): str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
@@ -201,7 +201,7 @@ def events(directory: Path) -> Iterator[dict[str, Any]]:
 def _lines(directory: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the ledger's events in order; None for a line that is corrupt or incomplete."""
     with contextlib.suppress(OSError, ValueError):
-        for line in untrusted.read(directory / LEDGER).decode(errors="replace").splitlines():
+        for line in untrusted.read_regular_file(directory / LEDGER).decode(errors="replace").splitlines():
             try:
                 yield _event(directory, line)
             except (ValueError, KeyError):
@@ -216,9 +216,9 @@ def _event(directory: Path, line: str) -> dict[str, Any]:
     """
     event = untrusted.parse_object(line)
     for name, kind in _EVENTS.get(str(event.get("event")), {}).items():
-        untrusted.check(event[name] if kind != str | None else event.get(name), kind, name)
+        untrusted.check_type(event[name] if kind != str | None else event.get(name), kind, name)
     if event.get("event") == "point":
-        untrusted.inside(directory, event["directory"])
+        untrusted.resolve_inside(directory, event["directory"])
     jobs = (job for of in event["jobs"].values() for job in of) if event.get("event") == "sent" else ()
     if not all(re.fullmatch(r"\d{1,18}(_\d{1,18})?", job) for job in jobs):
         raise ValueError("it names no jobs")

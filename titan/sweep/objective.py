@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import nearest
+from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
 from titan.run.directory import read_result
 from titan.run.run import Run
@@ -64,6 +64,6 @@ def value(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
     if sweep.objective not in result and not result.get("ended_by"):
         raise ConfigError(
             f"sweep.objective={sweep.objective}: {directory}/result.json has no such number"
-            f"{nearest(sweep.objective, names)} It has {', '.join(names)}."
+            f"{suggest_nearest(sweep.objective, names)} It has {', '.join(names)}."
         )
     return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else worst

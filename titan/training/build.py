@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.compile.backend import compile_stage
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
@@ -99,7 +99,7 @@ def _build_optimizer(run: Run, stages: dict[int, ModelStage]) -> torch.optim.Opt
         named for stage in stages.values() for named in stage.iterate_global_parameters()
     )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        builder = f"{kind(type(run.optimizer))}.build"
+        builder = f"{get_kind(type(run.optimizer))}.build"
         raise RunError(f"{builder} returned {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     return optimizer
 

@@ -206,7 +206,7 @@ class CheckpointPolicy:
         return Manifest(
             step=step,
             tokens=rows * self.run.training.seq_len,
-            data=permutation.state(rows, self.mix.fingerprint(rows)),
+            data=permutation.build_state(rows, self.mix.compute_fingerprint(rows)),
             science_id=self.attempt.ids.science,
             run_id=self.attempt.run_id,
             layout=self.run.layout.degrees(),

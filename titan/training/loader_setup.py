@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from titan.dataset.loader import Loader, Shape
+from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
 from titan.parallelism.mesh import World
 from titan.run.run import Run
@@ -18,12 +18,12 @@ def build_loader(
         mix,
         run.training,
         world.data_shard,
-        Shape(run.microbatches, run.microbatch_rows, run.training.seq_len),
+        BatchShape(run.microbatches, run.microbatch_rows, run.training.seq_len),
         step=step + 1,
         prefetch=run.dataset.prefetch,
-        documents=run.dataset.mask_documents,
-        read=world.reads_data,
+        mask_documents=run.dataset.mask_documents,
+        is_reader=world.reads_data,
         patience=run.cluster.timeout,
-        tell=show,
-        stopped=stopped,
+        log=show,
+        is_stopped=stopped,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.config.settings import setting
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class LossTerm:
 
     def __post_init__(self) -> None:
         """Record which class this is."""
-        object.__setattr__(self, "_target_", kind(type(self)))
+        object.__setattr__(self, "_target_", get_kind(type(self)))
 
     @abstractmethod
     def build(self) -> Callable[[LossInputs], Tensor]:

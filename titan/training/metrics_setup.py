@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from titan.cluster.known_devices import look_up_peak_tflops
-from titan.config.kinds import kind
+from titan.config.kinds import get_kind
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.metrics.recorder import Recorder, StepSpeed
@@ -41,12 +41,12 @@ def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescr
     code, sweep = identity.code(), sweep_of(run)
     facts = {
         "choices": dict(run.choices),
-        "kinds": {axis: kind(type(getattr(run, axis))) for axis in PLUGGABLE},
+        "kinds": {axis: get_kind(type(getattr(run, axis))) for axis in PLUGGABLE},
         "ids": asdict(attempt.ids),
         "attempt": attempt.number,
         "commit": code["commit"],
         "diff": code["diff"],
-        "data": corpora.data_digest(mix) if mix else None,
+        "data": corpora.compute_data_digest(mix) if mix else None,
         "parameters": run.model.parameters(),
         "layout": run.layout.degrees(),
         "sweep": sweep.name if sweep else None,

@@ -26,7 +26,7 @@ def sample_text(run: Run, train_step: TrainStep, mix: RowMixture) -> dict[str, s
     corpus = mix.sources[0].corpus
     if not count or corpus.tokenizer["fingerprint"] == "none":
         return None
-    split = corpus.validation if corpus.validation.rows(seq_len) else corpus.train
+    split = corpus.validation if corpus.validation.count_rows(seq_len) else corpus.train
     tokenizer = load_tokenizer(corpus.tokenizer_path)
     start = [int(t) for t in split.read(0, min(_PROMPT_TOKENS, seq_len // 2))]
     vocab, seed = min(tokenizer.vocab_size, run.model.vocab), run.training.seed

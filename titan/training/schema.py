@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from titan.config.settings import setting, show
+from titan.config.settings import format_value, setting
 from titan.errors import ConfigError
 from titan.training.loss_terms import LabelSmoothing, ZLoss
 from titan.training.loss_terms import LossTerm as LossTerm  # other packages import schemas only
@@ -114,7 +114,7 @@ class Training:
             self._check_rows("training.grow: a batch", batch)
             if tokens <= previous[0] or batch <= previous[1]:
                 raise ConfigError(
-                    f"training.grow={show(self.grow)}: both numbers must increase from one pair to the next, starting "
+                    f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, starting "
                     f"above [0,{self.global_batch}]; give them in ascending order."
                 )
             previous = tokens, batch

@@ -257,7 +257,7 @@ class Trainer:
         self.bad = bad
         if layers:
             layers.measure_updates(self.step)
-        self.rows = batch.read
+        self.rows = batch.rows_read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
     def _to_device(self, batch: Batch) -> Microbatches:
@@ -388,7 +388,7 @@ class Trainer:
         """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
         training = self.run.training
         rank_rows = self.world.data_shard.slice_rows(training.find_phase(step).rows)
-        numbers = self.mix.numbers(
+        numbers = self.mix.compute_row_numbers(
             np.arange(rank_rows.start, rank_rows.stop) + training.count_rows_before(step)
         ).tolist()
         return lambda index: numbers[index] if index < len(numbers) else None
@@ -405,7 +405,7 @@ class Trainer:
         """Return the step's line of metrics.jsonl."""
         return {
             "step": step.step,
-            "tokens": step.batch.read * self.run.training.seq_len,
+            "tokens": step.batch.rows_read * self.run.training.seq_len,
             "loss": loss,
             **step_metrics.compute_term_means(self.train_step.terms, metrics),
             "grad_norm": norm,
@@ -431,7 +431,7 @@ class Trainer:
 
     def _build_figures(self, step: InFlightStep, loss: float, norm: float, seconds: float) -> dict[str, Any]:
         """Return the figures of a step for hooks."""
-        tokens = step.batch.read * self.run.training.seq_len
+        tokens = step.batch.rows_read * self.run.training.seq_len
         return {"tokens": tokens, "loss": loss, "grad_norm": norm, "lr": step.lr, "step_seconds": seconds}
 
     def _count_tokens(self, step: InFlightStep) -> int:

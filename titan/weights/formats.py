@@ -10,8 +10,8 @@ import torch
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError
-from titan.config.kinds import kind
-from titan.config.settings import plain
+from titan.config.kinds import get_kind
+from titan.config.settings import to_plain
 from titan.errors import ConfigError
 from titan.weights import origin
 from titan.weights.hf import HuggingFace
@@ -60,7 +60,9 @@ def digest_of(weights: Weights) -> str:
     It covers the model's settings, the tensors' names, shapes and dtypes, and 16 evenly spread rows of each tensor; for
     a titan checkpoint the checksums of its files instead of rows.
     """
-    digest = blake2b(repr((kind(type(weights.model)).rpartition(".")[2], plain(weights.model))).encode(), digest_size=8)
+    digest = blake2b(
+        repr((get_kind(type(weights.model)).rpartition(".")[2], to_plain(weights.model))).encode(), digest_size=8
+    )
     for name in sorted(weights.shapes):
         digest.update(f"{name} {tuple(weights.shapes[name])} {weights.dtypes[name]}\n".encode())
     for evidence in getattr(weights, "checksums", None) or _samples(weights):

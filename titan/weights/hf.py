@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights import model_config
@@ -92,7 +92,7 @@ class HuggingFace:
 
     def _file(self, file: Path) -> Any:
         if file.name not in self._open:
-            safetensors = optional_package("safetensors", self.label)
+            safetensors = import_optional("safetensors", self.label)
             try:
                 self._open[file.name] = safetensors.safe_open(file, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
@@ -130,7 +130,7 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     name = names[0] if isinstance(names, list) and names else None
     if name not in FAMILIES:
         raise ConfigError(
-            f"{label}: its config.json has the architecture {show(name)}, and titan supports {', '.join(FAMILIES)}; "
+            f"{label}: its config.json has the architecture {format_value(name)}, and titan supports {', '.join(FAMILIES)}; "
             "give weights of one of these."
         )
     return FAMILIES[str(name)]
@@ -146,7 +146,7 @@ def _check_plain(config: Mapping[str, Any], label: str, only: Mapping[str, tuple
     if "sliding_window" in given and "use_sliding_window" not in given:  # use_sliding_window=false disables it
         odd["sliding_window"] = given["sliding_window"]
     for key, value in odd.items():
-        shown = value.get("quant_method", "given") if isinstance(value, Mapping) else show(value)
+        shown = value.get("quant_method", "given") if isinstance(value, Mapping) else format_value(value)
         raise ConfigError(
             f"{label}: its config.json has {key}={shown}, which titan's models don't support; give other weights."
         )
@@ -163,7 +163,7 @@ def _rotary(config: Mapping[str, Any], family: type[Decoder], label: str) -> dic
     supported = "yarn" if issubclass(family, DeepseekV3) else "llama3"
     if kind != supported:
         raise ConfigError(
-            f"{label}: its config.json scales RoPE with rope_type={show(kind)}, and titan supports only {supported}; "
+            f"{label}: its config.json scales RoPE with rope_type={format_value(kind)}, and titan supports only {supported}; "
             "give other weights."
         )
     if kind == "yarn":
@@ -206,13 +206,13 @@ def config_of(
         raise ConfigError(f"format=hf: Hugging Face has no {type(model).__name__} (it has {known}); give format=titan.")
     if model.logit_cap is not None:
         raise ConfigError(
-            f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
+            f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={format_value(model.logit_cap)}; "
             "give format=titan."
         )
     for key, value in _LACKING.get(type(model), {}).items():
         if getattr(model, key) != value:
             raise ConfigError(
-                f"format=hf: Hugging Face's {name} does not have model.{key}={show(getattr(model, key))}; give "
+                f"format=hf: Hugging Face's {name} does not have model.{key}={format_value(getattr(model, key))}; give "
                 "format=titan."
             )
     fields = _fields(type(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.model.schema_deepseek import DeepseekV3
 
@@ -86,7 +86,7 @@ def architecture(model: DeepseekV3) -> str:
     wrong = next((key for key, fits in _fits(model, name).items() if not fits), None)
     if wrong is not None:
         raise ConfigError(
-            f"format=hf: Hugging Face's {name} has no model.{wrong}={show(getattr(model, wrong))}; give format=titan."
+            f"format=hf: Hugging Face's {name} has no model.{wrong}={format_value(getattr(model, wrong))}; give format=titan."
         )
     return name
 

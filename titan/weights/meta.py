@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.model.schema import Llama
@@ -211,7 +211,7 @@ def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNKNOWN:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
-                f"{label}: its {PARAMS} has {key}={show(params[key])}, which titan doesn't support; give a text model."
+                f"{label}: its {PARAMS} has {key}={format_value(params[key])}, which titan doesn't support; give a text model."
             )
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:

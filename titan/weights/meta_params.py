@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
 
@@ -59,7 +59,7 @@ def _check(model: Decoder) -> None:
         raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
     if model.logit_cap is not None:
         raise ConfigError(
-            f"format=meta: Meta's code does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
+            f"format=meta: Meta's code does not cap logits, and model.logit_cap={format_value(model.logit_cap)}; "
             "give format=titan."
         )
     if model.head_size * model.heads != model.dim:
@@ -70,7 +70,7 @@ def _check(model: Decoder) -> None:
     for name, only in _ROPE_SCALING.items():
         if model.rope_factor != 1 and getattr(model, name) != only:
             raise ConfigError(
-                f"format=meta: model.{name}={show(getattr(model, name))} must be {show(only)}; give format=hf."
+                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(only)}; give format=hf."
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.config import settings
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 
@@ -75,12 +75,12 @@ def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> N
     idle = (*model.FREE, *(_ROPE_SCALING if theirs.get("rope_factor") == 1 else ()))
     differ = [key for key in theirs if ours.get(key) != theirs[key] and key not in idle]
     if differ:
-        have = ", ".join(f"{prefix}{key}={show(ours.get(key))}" for key in differ)
-        fit = " ".join(f"{prefix}{key}={show(theirs[key])}" for key in differ)
+        have = ", ".join(f"{prefix}{key}={format_value(ours.get(key))}" for key in differ)
+        fit = " ".join(f"{prefix}{key}={format_value(theirs[key])}" for key in differ)
         raise ConfigError(f"{label}: the weights are of another model than {have}; give {fit}.")
 
 
 def _settings(model: Any) -> dict[str, Any]:
     """Return the settings of a model, with the actual head size."""
     head = {"head_dim": model.head_size} if hasattr(model, "head_size") else {}
-    return {**settings.plain(model), **head}
+    return {**settings.to_plain(model), **head}

@@ -12,9 +12,9 @@ from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
 from titan.config import modules, settings
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.console.text import safe
-from titan.dataset.sources.hub import hub_error
+from titan.dataset.sources.hub import translate_hub_error
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.weights import model_config
@@ -65,12 +65,12 @@ class Origin:
 
     def _fetch(self, how: str, **what: Any) -> Path:
         """Fetch with a function of huggingface_hub and the user's login, into its cache."""
-        hub = optional_package("huggingface_hub", self.label)
+        hub = import_optional("huggingface_hub", self.label)
         repository, _, revision = self.place.partition("@")
         try:
             return Path(getattr(hub, how)(repository, revision=revision or None, **what))
         except Exception as error:
-            raise hub_error(error, self.label, self.label) from error
+            raise translate_hub_error(error, self.label, self.label) from error
 
 
 def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
@@ -111,7 +111,7 @@ def model_of(found: Manifest, label: str) -> Any:
     Raises:
         ConfigError: when its manifest describes no valid model, or one of another class.
     """
-    allowed, name = modules.trusted(()), str(found.model.get("_target_", ""))
+    allowed, name = modules.list_trusted_packages(()), str(found.model.get("_target_", ""))
     package = name.partition(".")[0]
     if settings.is_foreign(found.model) and package not in ("experiments", *allowed):
         raise ConfigError(

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest, ManifestFile
 from titan.checkpoint.state import MODEL
-from titan.config.kinds import kind
-from titan.config.settings import plain
+from titan.config.kinds import get_kind
+from titan.config.settings import to_plain
 from titan.files.atomic import atomic_file
 from titan.weights import tokenizer_files
 from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored
@@ -116,6 +116,6 @@ def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _Storage
 def _manifest(weights: Weights, folder: Path, files: dict[str, ManifestFile]) -> Manifest:
     tokenizer = tokenizer_files.copy(weights.tokenizer, folder)
     files |= tokenizer_files.listed(tokenizer, folder)
-    model = {"_target_": kind(type(weights.model)), **plain(weights.model)}
+    model = {"_target_": get_kind(type(weights.model)), **to_plain(weights.model)}
     length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
     return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files, length)

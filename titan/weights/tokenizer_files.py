@@ -10,7 +10,7 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import ManifestFile
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
 from titan.errors import ConfigError
@@ -120,7 +120,7 @@ def as_json(tokenizer: RankTokenizer) -> str:
     token directly. So each split of a token into two tokens is a merge, in the order of ranks, and `ignore_merges` is
     set. Text begins with bos if the tokenizer has one, as with Llama 3.
     """
-    tokenizers = optional_package("tokenizers", f"tokenizer={tokenizer.name}")
+    tokenizers = import_optional("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
     ranks, letters = tokenizer.ranks, _letters()

@@ -36,16 +36,18 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
         folders: the prepared folder of each corpus.
         log: the log file of the preparation.
     """
-    left = [part for name, part in dataset.corpora().items() if not open_corpora(folders)[name].complete]
-    if not left:
+    incomplete = [settings for name, settings in dataset.corpora().items() if not open_corpora(folders)[name].complete]
+    if not incomplete:
         yield
         return
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("spawn").Process(target=_prepare, args=(left, str(log), os.getpid()))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_prepare_corpora, args=(incomplete, str(log), os.getpid())
+    )
     process.start()
     ended = threading.Event()
-    watch = threading.Thread(target=_record_failure, args=(process, ended, folders), daemon=True)
-    watch.start()
+    watcher = threading.Thread(target=_record_failure, args=(process, ended, folders), daemon=True)
+    watcher.start()
     try:
         yield
     finally:
@@ -63,33 +65,36 @@ def _record_failure(process: BaseProcess, ended: threading.Event, folders: Folde
         if ended.wait(WATCH_SECONDS):
             return
     for corpus in open_corpora(folders).values():
-        failed = corpus.folder / "failed.json"
-        if not corpus.complete and not failed.exists():
+        failure_file = corpus.folder / "failed.json"
+        if not corpus.complete and not failure_file.exists():
             code = process.exitcode or 0
-            how = f"was killed by signal {-code}" if code < 0 else "ended"
-            write_json(failed, {"error": f"the preparing process {how}; see log/prepare.log, and start the run again"})
+            outcome = f"was killed by signal {-code}" if code < 0 else "ended"
+            write_json(
+                failure_file,
+                {"error": f"the preparing process {outcome}; see log/prepare.log, and start the run again"},
+            )
 
 
-def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
+def _prepare_corpora(datasets: list[Dataset], log: str, parent_pid: int) -> None:
     """Run in the process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does.
 
     Its priority is lower than the training's.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     os.nice(NICENESS)
     with open(log, "a", buffering=1) as file:
         try:
-            for part in parts:
-                prepare(part, lambda line: print(line, file=file))
+            for dataset in datasets:
+                prepare(dataset, lambda line: print(line, file=file))
         except (ConfigError, RunError) as error:
             print(error, file=file)
         except KeyboardInterrupt:
             print("stopped with the training", file=file)
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(WATCH_SECONDS)
     os._exit(1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.documents import Document, Part, Skip, Source, Turn
+from titan.dataset.documents import Document, Skip, Source, SourcePart, Turn
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedDocument:
     """An encoded document: its ids, and in a masked corpus 1 for each id that counts in the loss."""
 
     content: Content
@@ -35,19 +35,19 @@ class Encoded:
     mask: NDArray[np.uint8] | None = None
 
 
-def content(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
+def hash_document(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
     """Return the content of a document; equal texts (or ids) have equal content."""
     if isinstance(document, str):
         data = document.encode("utf-8")
-        return Content(_hash(data), len(data))
+        return Content(_hash_bytes(data), len(data))
     if isinstance(document, tuple):
         texts = [turn.text.encode("utf-8") for turn in document]
-        marked = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
-        return Content(_hash(marked), sum(map(len, texts)))
-    return Content(_hash(document.astype("<u4").tobytes()), document.size)
+        prefixed = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+        return Content(_hash_bytes(prefixed), sum(map(len, texts)))
+    return Content(_hash_bytes(document.astype("<u4").tobytes()), document.size)
 
 
-def read(source: Source, part: Part) -> Iterator[Document]:
+def read_documents(source: Source, part: SourcePart) -> Iterator[Document]:
     """Yield the documents of a part.
 
     Raises:
@@ -56,20 +56,22 @@ def read(source: Source, part: Part) -> Iterator[Document]:
     try:
         yield from source.documents(part)
     except OSError as error:
-        what = error.strerror or error
-        raise ConfigError(f"{part.name}: can't be read ({what}); make it readable, or choose other data.") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{part.name}: can't be read ({reason}); make it readable, or choose other data.") from error
 
 
-def groups(documents: Iterable[Document], size: int = GROUP_BYTES) -> Iterator[list[tuple[Content, Document] | Skip]]:
+def group_documents(
+    documents: Iterable[Document], size: int = GROUP_BYTES
+) -> Iterator[list[tuple[Content, Document] | Skip]]:
     """Yield documents with their content in batches of about `size` bytes."""
     group, total = list[tuple[Content, Document] | Skip](), 0
     for document in documents:
         if isinstance(document, Skip):
             group.append(document)
         else:
-            known = content(document)
-            group.append((known, document))
-            total += known.bytes
+            content = hash_document(document)
+            group.append((content, document))
+            total += content.bytes
         if total >= size or len(group) >= GROUP_DOCUMENTS:
             yield group
             group, total = [], 0
@@ -84,23 +86,23 @@ class Encoder:
         """Take the tokenizer; None for a source of tokens, whose documents are ids."""
         self.tokenizer, self.dtype, self.vocab_size, self.masked = tokenizer, dtype, vocab_size, masked
 
-    def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[Encoded]:
+    def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[EncodedDocument]:
         """Encode documents, in their order.
 
         Raises:
             ConfigError: when an id is outside of the vocabulary, or documents have the wrong type.
         """
         if self.tokenizer is None:
-            return [Encoded(known, self._ids(document)) for known, document in documents]
+            return [EncodedDocument(content, self._convert_ids(document)) for content, document in documents]
         if self.masked:
-            return [self._turns(self.tokenizer, known, document) for known, document in documents]
+            return [self._encode_turns(self.tokenizer, content, document) for content, document in documents]
         texts = [document for _, document in documents if isinstance(document, str)]
         if len(texts) != len(documents):
             raise ConfigError("dataset: some documents are not text; a source of turns must set `masked = True`.")
-        tokens = self._framed(self.tokenizer, self.tokenizer.encode_arrays(texts))
-        return [Encoded(known, ids) for (known, _), ids in zip(documents, tokens, strict=True)]
+        tokens = self._add_bos_eos(self.tokenizer, self.tokenizer.encode_arrays(texts))
+        return [EncodedDocument(content, ids) for (content, _), ids in zip(documents, tokens, strict=True)]
 
-    def _framed(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
+    def _add_bos_eos(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
         """Add bos and eos to each array; the results are slices of one array."""
         head, tail = int(tokenizer.bos is not None), int(tokenizer.eos is not None)
         ends = np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)) + head + tail).tolist()
@@ -115,16 +117,16 @@ class Encoder:
             start = end
         return out
 
-    def _turns(self, tokenizer: Tokenizer, known: Content, document: Document) -> Encoded:
+    def _encode_turns(self, tokenizer: Tokenizer, content: Content, document: Document) -> EncodedDocument:
         if isinstance(document, str):
-            (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
-            return Encoded(known, ids, np.ones(ids.size, np.uint8))
+            (ids,) = self._add_bos_eos(tokenizer, tokenizer.encode_arrays([document]))
+            return EncodedDocument(content, ids, np.ones(ids.size, np.uint8))
         if not isinstance(document, tuple):
             raise ConfigError("dataset: some documents are ids; a source of ids must set `vocab_size`.")
-        found, counts = tokenizer.encode_turns(document)
-        return Encoded(known, np.array(found, self.dtype), np.array(counts, np.uint8))
+        turn_ids, mask = tokenizer.encode_turns(document)
+        return EncodedDocument(content, np.array(turn_ids, self.dtype), np.array(mask, np.uint8))
 
-    def _ids(self, document: Document) -> NDArray[Any]:
+    def _convert_ids(self, document: Document) -> NDArray[Any]:
         if not isinstance(document, np.ndarray):
             raise ConfigError("dataset: some documents are not arrays of ids; a source of text has no `vocab_size`.")
         if document.size and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
@@ -135,5 +137,5 @@ class Encoder:
         return document.astype(self.dtype)
 
 
-def _hash(data: bytes) -> int:
+def _hash_bytes(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

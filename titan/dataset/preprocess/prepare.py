@@ -23,25 +23,33 @@ from pathlib import Path
 from typing import Any
 
 from titan.dataset.preprocess import report
-from titan.dataset.preprocess.plan import Input, Plan, cache_folder, divide, examine, read_plan, write_plan
-from titan.dataset.preprocess.report import Meter, Progress
+from titan.dataset.preprocess.plan import (
+    PreparationInputs,
+    PreparationPlan,
+    divide_parts,
+    examine_dataset,
+    find_cache_folder,
+    read_plan,
+    write_plan,
+)
+from titan.dataset.preprocess.report import Progress, ProgressMeter
 from titan.dataset.preprocess.shard_job import (
-    Job,
+    ShardJob,
     ShardManifest,
-    corruption,
-    finished,
+    find_corruption,
     hashes_file,
     lock_file,
+    read_finished_manifest,
     read_shard_manifest,
 )
-from titan.dataset.preprocess.workers import cache_errors, run
+from titan.dataset.preprocess.workers import convert_cache_errors, run_shard_jobs
 from titan.dataset.preprocess.writer import read_json, write_json
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import SPLITS, check_manifest, open_corpus
 from titan.errors import ConfigError
 from titan.files import leases
 
-__all__ = ["Progress", "Survey", "cache_folder", "plan", "prepare", "survey"]
+__all__ = ["Progress", "Survey", "ensure_plan", "find_cache_folder", "prepare", "survey_dataset"]
 
 WAIT_SECONDS = 0.5
 
@@ -55,8 +63,8 @@ class Survey:
     folder: Path
     parts: int
     bytes: int
-    units: int
-    made: int
+    shards: int
+    finished: int
     complete: bool
 
 
@@ -73,48 +81,52 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
         RunError: when a worker process died.
         KeyboardInterrupt: also on SIGTERM and SIGHUP, so that no processes are left behind.
     """
-    known = examine(dataset)
-    with cache_errors(cache_folder(dataset)), _interruptible():
-        task = _Task(known, _planned(known), progress)
-        task.repair(verify)
-        if not task.complete():
+    inputs = examine_dataset(dataset)
+    with convert_cache_errors(find_cache_folder(dataset)), _interrupt_on_signals():
+        task = _Task(inputs, _read_or_write_plan(inputs), progress)
+        task.repair_shards(verify)
+        if not task.is_complete():
             task.run()
-    open_corpus(known.folder)
-    return known.folder
+    open_corpus(inputs.folder)
+    return inputs.folder
 
 
-def plan(dataset: Dataset) -> Path:
+def ensure_plan(dataset: Dataset) -> Path:
     """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
 
     Raises:
         ConfigError: when the input can't be used or the cache can't be written.
     """
-    known = examine(dataset)
-    with cache_errors(cache_folder(dataset)):
-        _planned(known)
-    return known.folder
+    inputs = examine_dataset(dataset)
+    with convert_cache_errors(find_cache_folder(dataset)):
+        _read_or_write_plan(inputs)
+    return inputs.folder
 
 
-def survey(dataset: Dataset) -> Survey:
+def survey_dataset(dataset: Dataset) -> Survey:
     """Return what there is to prepare, without writing anything.
 
     Raises:
         ConfigError: when the input can't be used.
     """
-    known = examine(dataset)
-    existing, folder = read_plan(known), known.folder
-    units = existing.units if existing else divide(known.parts)
-    made = sum(read_shard_manifest(folder, shard) is not None for shard in range(len(units))) if existing else 0
-    size, complete = sum(part.bytes for part in known.parts), (folder / "manifest.json").is_file()
-    tokenizer = dataset.tokenizer if known.tokenizer else "none"
-    return Survey(known.source.name, tokenizer, folder, len(known.parts), size, len(units), made, complete)
+    inputs = examine_dataset(dataset)
+    existing, folder = read_plan(inputs), inputs.folder
+    shards = existing.units if existing else divide_parts(inputs.parts)
+    finished_count = (
+        sum(read_shard_manifest(folder, shard) is not None for shard in range(len(shards))) if existing else 0
+    )
+    source_bytes, complete = sum(part.bytes for part in inputs.parts), (folder / "manifest.json").is_file()
+    tokenizer = dataset.tokenizer if inputs.tokenizer else "none"
+    return Survey(
+        inputs.source.name, tokenizer, folder, len(inputs.parts), source_bytes, len(shards), finished_count, complete
+    )
 
 
-def _planned(known: Input) -> Plan:
-    return read_plan(known) or write_plan(known)
+def _read_or_write_plan(inputs: PreparationInputs) -> PreparationPlan:
+    return read_plan(inputs) or write_plan(inputs)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -122,129 +134,144 @@ def cores() -> int:
 class _Task:
     """The preparation of one folder, up to its manifest."""
 
-    def __init__(self, known: Input, plan: Plan, progress: Progress | None) -> None:
-        self.known, self.plan, self.folder = known, plan, known.folder
-        self.meter, self.done = Meter(plan, progress), set[int]()
+    def __init__(self, inputs: PreparationInputs, plan: PreparationPlan, progress: Progress | None) -> None:
+        self.inputs, self.plan, self.folder = inputs, plan, inputs.folder
+        self.meter, self.finished = ProgressMeter(plan, progress), set[int]()
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether there is nothing to do."""
-        return (self.folder / "manifest.json").is_file() and not self.left()
+        return (self.folder / "manifest.json").is_file() and not self.list_unfinished()
 
-    def left(self) -> list[int]:
+    def list_unfinished(self) -> list[int]:
         """Return the shards that are not finished."""
-        self.done |= {u for u in range(len(self.plan.units)) if u not in self.done and finished(self.folder, u)}
-        return [shard for shard in range(len(self.plan.units)) if shard not in self.done]
+        self.finished |= {
+            u for u in range(len(self.plan.units)) if u not in self.finished and read_finished_manifest(self.folder, u)
+        }
+        return [shard for shard in range(len(self.plan.units)) if shard not in self.finished]
 
-    def repair(self, verify: bool) -> None:
+    def repair_shards(self, verify: bool) -> None:
         """Remove and report corrupt files, so that they are rebuilt."""
-        if (self.folder / "manifest.json").is_file() and not _is_manifest(self.folder, self.plan):
-            self.meter.say("manifest.json is corrupt and is rebuilt")
+        if (self.folder / "manifest.json").is_file() and not _is_valid_manifest(self.folder, self.plan):
+            self.meter.log_message("manifest.json is corrupt and is rebuilt")
             (self.folder / "manifest.json").unlink()
         complete = (self.folder / "manifest.json").is_file()
         for shard in range(len(self.plan.units)):
             if not complete and read_shard_manifest(self.folder, shard) is None:
                 continue
-            wrong = corruption(self.folder, shard, verify=verify)
-            if wrong:
-                self.meter.say(f"{wrong}; shard {shard} of {len(self.plan.units)} is rebuilt")
-                self._remove(shard)
+            problem = find_corruption(self.folder, shard, verify=verify)
+            if problem:
+                self.meter.log_message(f"{problem}; shard {shard} of {len(self.plan.units)} is rebuilt")
+                self._remove_shard(shard)
             elif complete:
-                self.done.add(shard)
+                self.finished.add(shard)
 
     def run(self) -> None:
         """Run the remaining shard jobs and write the manifest; on an error write failed.json for waiting readers."""
-        failed = self.folder / "failed.json"
-        failed.unlink(missing_ok=True)
+        failure_file = self.folder / "failed.json"
+        failure_file.unlink(missing_ok=True)
         leases.remove_leftovers(self.folder)
         try:
             self._run_jobs()
             if not (self.folder / "manifest.json").is_file():
                 self._check_unchanged()
-                self._complete()
+                self._write_manifest()
         except Exception as error:
             with contextlib.suppress(OSError):
                 if self.folder.is_dir():
-                    write_json(failed, {"error": " ".join(str(error).split())})
+                    write_json(failure_file, {"error": " ".join(str(error).split())})
             raise
         shutil.rmtree(self.folder / ".hashes", ignore_errors=True)
 
     def _run_jobs(self) -> None:
         job = None
-        while left := self.left():
-            self.meter.begin(left)
-            locked = {u for u in left if (lock := lock_file(self.folder, u)).exists() and not leases.is_stale(lock)}
-            free = [shard for shard in left if shard not in locked]
+        while unfinished := self.list_unfinished():
+            self.meter.set_unfinished(unfinished)
+            locked = {
+                u for u in unfinished if (lock := lock_file(self.folder, u)).exists() and not leases.is_stale(lock)
+            }
+            free = [shard for shard in unfinished if shard not in locked]
             if free:
-                processes = self._processes(len(free))
-                job = job or self._job(processes)
-                run(job, free, processes, self.meter.update, self.meter.show)
+                processes = self._choose_process_count(len(free))
+                job = job or self._build_job(processes)
+                run_shard_jobs(job, free, processes, self.meter.update, self.meter.show)
             else:
-                self.meter.waiting(len(left), leases.holder(lock_file(self.folder, left[0])))
+                self.meter.show_waiting(len(unfinished), leases.describe_holder(lock_file(self.folder, unfinished[0])))
                 time.sleep(WAIT_SECONDS)
 
-    def _processes(self, units: int) -> int:
-        wanted = self.known.dataset.workers
-        return min(units, cores() if isinstance(wanted, str) else wanted)
+    def _choose_process_count(self, shards: int) -> int:
+        workers = self.inputs.dataset.workers
+        return min(shards, count_cores() if isinstance(workers, str) else workers)
 
-    def _job(self, processes: int) -> Job:
-        known, auto = self.known, isinstance(self.known.dataset.workers, str)
-        return Job(
-            source=known.source,
-            parts=known.parts,
-            content=known.content,
-            tokenizer=known.dataset.tokenizer if known.tokenizer else None,
+    def _build_job(self, processes: int) -> ShardJob:
+        inputs, is_auto = self.inputs, isinstance(self.inputs.dataset.workers, str)
+        return ShardJob(
+            source=inputs.source,
+            parts=inputs.parts,
+            content_digest=inputs.content_digest,
+            tokenizer=inputs.dataset.tokenizer if inputs.tokenizer else None,
             folder=self.folder,
             plan=self.plan,
-            threads=min(8, cores()) if auto and processes == 1 else 1,
+            threads=min(8, count_cores()) if is_auto and processes == 1 else 1,
         )
 
     def _check_unchanged(self) -> None:
-        if self.known.changed():
+        if self.inputs.has_changed():
             shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, and others the new one
             name = self.plan.name
             raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
 
-    def _complete(self) -> None:
+    def _write_manifest(self) -> None:
         """Write the manifest, unless another job has done so."""
         try:
             files = [hashes_file(self.folder, shard) for shard in range(len(self.plan.units))]
             if sum(file.stat().st_size for file in files) > report.RANGE_BYTES:
-                self.meter.say("counting duplicates")
-            shards = [about for shard in range(len(files)) if (about := finished(self.folder, shard))]
-            duplicates = sum(about["documents"] for about in shards) - report.distinct(files)
+                self.meter.log_message("counting duplicates")
+            shard_manifests = [
+                shard_manifest
+                for shard in range(len(files))
+                if (shard_manifest := read_finished_manifest(self.folder, shard))
+            ]
+            duplicates = sum(shard_manifest["documents"] for shard_manifest in shard_manifests) - report.count_distinct(
+                files
+            )
         except FileNotFoundError:
             if (self.folder / "manifest.json").is_file():
                 return
             raise
-        notes: list[str] = getattr(self.known.tokenizer, "notes", list)()
-        content = build_manifest(self.plan, shards, report.build(shards, duplicates, notes))
+        notes: list[str] = getattr(self.inputs.tokenizer, "notes", list)()
+        content = build_manifest(self.plan, shard_manifests, report.build_report(shard_manifests, duplicates, notes))
         if content["max_token"] < 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise ConfigError(f"dataset={self.plan.name}: the source has no tokens; give text that is not empty.")
         write_json(self.folder / "manifest.json", content)
 
-    def _remove(self, shard: int) -> None:
+    def _remove_shard(self, shard: int) -> None:
         """Remove the files of a corrupt shard but keep its manifest, to compare the rebuilt files with."""
-        about = read_shard_manifest(self.folder, shard)
-        for name in about["files"] if about else ():
+        shard_manifest = read_shard_manifest(self.folder, shard)
+        for name in shard_manifest["files"] if shard_manifest else ():
             (self.folder / name).unlink(missing_ok=True)
 
 
-def build_manifest(plan: Plan, shards: list[ShardManifest], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `manifest.json`: the plan, the report `found`, and the counts of each shard."""
+def build_manifest(
+    plan: PreparationPlan, shard_manifests: list[ShardManifest], report_content: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of `manifest.json`: the plan, the report `report_content`, and the counts of each shard."""
     return {
-        **plan.content(),
-        "max_token": max(about[split]["max_token"] for about in shards for split in SPLITS),
-        "documents": found["documents"],
-        "bytes": found["bytes"],
-        "report": found,
-        "units": [{s: [about[s]["tokens"], about[s]["documents"]] for s in SPLITS} for about in shards],
+        **plan.build_content(),
+        "max_token": max(shard_manifest[split]["max_token"] for shard_manifest in shard_manifests for split in SPLITS),
+        "documents": report_content["documents"],
+        "bytes": report_content["bytes"],
+        "report": report_content,
+        "units": [
+            {s: [shard_manifest[s]["tokens"], shard_manifest[s]["documents"]] for s in SPLITS}
+            for shard_manifest in shard_manifests
+        ],
     }
 
 
-def _is_manifest(folder: Path, plan: Plan) -> bool:
+def _is_valid_manifest(folder: Path, plan: PreparationPlan) -> bool:
     content = read_json(folder / "manifest.json")
-    keys = {*plan.content(), "max_token", "documents", "bytes", "report"}
+    keys = {*plan.build_content(), "max_token", "documents", "bytes", "report"}
     if not isinstance(content, dict) or not keys <= set(content) or not isinstance(content["report"], dict):
         return False
     try:
@@ -255,10 +282,10 @@ def _is_manifest(folder: Path, plan: Plan) -> bool:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt within the context, unless the program has its own handlers."""
-    main = threading.current_thread() is threading.main_thread()
-    numbers = [s for s in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(s) is signal.SIG_DFL]
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [s for s in (signal.SIGTERM, signal.SIGHUP) if is_main_thread and signal.getsignal(s) is signal.SIG_DFL]
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

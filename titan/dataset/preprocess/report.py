@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.dataset.preprocess.plan import Plan
+from titan.dataset.preprocess.plan import PreparationPlan
 from titan.dataset.preprocess.shard_job import JobProgress, ShardManifest
 
 RANGE_BYTES = 128 * 1024**2
@@ -18,58 +18,61 @@ RANGE_BYTES = 128 * 1024**2
 Progress = Callable[[str], None]
 
 
-def build(shards: Sequence[ShardManifest], duplicates: int, notes: Sequence[str]) -> dict[str, Any]:
+def build_report(shard_manifests: Sequence[ShardManifest], duplicates: int, notes: Sequence[str]) -> dict[str, Any]:
     """Return the report of a complete preparation.
 
     Args:
-        shards: the manifests of all shards.
+        shard_manifests: the manifests of all shards.
         duplicates: number of documents that repeat another one.
         notes: the tokenizer's notes.
     """
-    seconds = sum(about["seconds"] for about in shards)
-    tokens = {split: sum(about[split]["tokens"] for about in shards) for split in ("train", "validation")}
-    size, both = sum(about["bytes"] for about in shards), sum(tokens.values())
+    seconds = sum(shard_manifest["seconds"] for shard_manifest in shard_manifests)
+    tokens = {
+        split: sum(shard_manifest[split]["tokens"] for shard_manifest in shard_manifests)
+        for split in ("train", "validation")
+    }
+    text_bytes, total_tokens = sum(shard_manifest["bytes"] for shard_manifest in shard_manifests), sum(tokens.values())
     return {
-        "documents": sum(about["documents"] for about in shards),
-        "tokens": both,
-        "bytes": size,
-        "bytes_per_token": round(size / both, 4) if both else 0,
+        "documents": sum(shard_manifest["documents"] for shard_manifest in shard_manifests),
+        "tokens": total_tokens,
+        "bytes": text_bytes,
+        "bytes_per_token": round(text_bytes / total_tokens, 4) if total_tokens else 0,
         "held_out": {
-            "documents": sum(about["validation"]["documents"] for about in shards),
+            "documents": sum(shard_manifest["validation"]["documents"] for shard_manifest in shard_manifests),
             "tokens": tokens["validation"],
         },
         "duplicates": duplicates,
-        "skipped": _skipped(shards),
+        "skipped": _sum_skipped(shard_manifests),
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(both / seconds) if seconds else 0,
-        "mb_per_second": round(size / seconds / 1e6, 3) if seconds else 0,
+        "tokens_per_second": round(total_tokens / seconds) if seconds else 0,
+        "mb_per_second": round(text_bytes / seconds / 1e6, 3) if seconds else 0,
         "notes": list(notes),
     }
 
 
-def rows(report: Mapping[str, Any]) -> dict[str, str]:
+def format_rows(report: Mapping[str, Any]) -> dict[str, str]:
     """Return the report as the rows of a table."""
     validation, documents = report["held_out"], report["documents"]
     share = f" ({validation['documents'] / documents:.2%})" if documents else ""
     table = {
         "documents": f"{documents:,}, {report['duplicates']:,} of them duplicates",
         "tokens": f"{report['tokens']:,}; {report['bytes_per_token']:.2f} bytes per token",
-        "text": size(report["bytes"]),
+        "text": format_bytes(report["bytes"]),
         "validation": f"{validation['documents']:,} documents{share}, {validation['tokens']:,} tokens",
         "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s per process",
     }
-    for reason, (count, where) in report["skipped"].items():
+    for reason, (count, location) in report["skipped"].items():
         table["skipped" if "skipped" not in table else f"  {reason}"] = f"{count:,} {reason}" + (
-            f", first: {where}" if where else ""
+            f", first: {location}" if location else ""
         )
     return table | {"tokenizer" if i == 0 else f"  note {i + 1}": note for i, note in enumerate(report["notes"])}
 
 
-def distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
+def count_distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
     """Return the number of different hashes in sorted files of little-endian uint64, one range of values at a time."""
     files = [file for file in files if file.stat().st_size]
     ranges = max(1, -(-sum(file.stat().st_size for file in files) // range_bytes))
-    starts, found = [0] * len(files), 0
+    starts, total = [0] * len(files), 0
     for number in range(1, ranges + 1):
         last, pieces = np.uint64((number << 64) // ranges - 1), []
         for i, file in enumerate(files):
@@ -77,11 +80,11 @@ def distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
             end = int(np.searchsorted(hashes, last, side="right"))
             pieces.append(np.unique(hashes[starts[i] : end]))
             starts[i] = end
-        found += np.unique(np.concatenate(pieces)).size if pieces else 0
-    return found
+        total += np.unique(np.concatenate(pieces)).size if pieces else 0
+    return total
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes with a unit."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
@@ -90,66 +93,76 @@ def size(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
-class Meter:
+class ProgressMeter:
     """Reports the progress of a preparation, about twice a second."""
 
-    def __init__(self, plan: Plan, progress: Progress | None) -> None:
+    def __init__(self, plan: PreparationPlan, progress: Progress | None) -> None:
         """Report the progress of `plan` through `progress`."""
         self.plan, self.progress = plan, progress
         self.total = sum(units[2] for units in plan.units)
-        self.before, self.here = 0, dict[int, JobProgress]()
-        self.start = self.shown = time.monotonic()
+        self.finished_bytes, self.progress_by_shard = 0, dict[int, JobProgress]()
+        self.start = self.last_report = time.monotonic()
 
-    def begin(self, left: Sequence[int]) -> None:
+    def set_unfinished(self, unfinished: Sequence[int]) -> None:
         """Take the shards that are not finished."""
-        mine = sum(self.plan.units[shard][2] for shard in self.here if shard not in left)
-        self.before = self.total - sum(self.plan.units[shard][2] for shard in left) - mine
+        processed_bytes = sum(self.plan.units[shard][2] for shard in self.progress_by_shard if shard not in unfinished)
+        self.finished_bytes = self.total - sum(self.plan.units[shard][2] for shard in unfinished) - processed_bytes
 
     def update(self, progress: JobProgress) -> None:
         """Record the progress of a shard job."""
-        self.here[progress.shard] = progress
+        self.progress_by_shard[progress.shard] = progress
         self.show()
 
     def show(self) -> None:
         """Report, if it is time to."""
-        if self._due():
-            self.say(self._line())
+        if self._is_due():
+            self.log_message(self._format_line())
 
-    def waiting(self, units: int, holder: str) -> None:
+    def show_waiting(self, shards: int, holder: str) -> None:
         """Report, if it is time to, that other processes run the remaining shard jobs."""
-        if self._due():
-            what = "1 shard" if units == 1 else f"{units} shards"
-            self.say(f"waiting for {what} that other processes prepare, such as {holder}")
+        if self._is_due():
+            subject = "1 shard" if shards == 1 else f"{shards} shards"
+            self.log_message(f"waiting for {subject} that other processes prepare, such as {holder}")
 
-    def say(self, what: str) -> None:
+    def log_message(self, message: str) -> None:
         """Report a message now."""
         if self.progress:
-            self.progress(f"preparing {self.plan.name}: {what}")
+            self.progress(f"preparing {self.plan.name}: {message}")
 
-    def _due(self) -> bool:
-        now = time.monotonic()
-        due = now - self.shown >= 0.5
-        self.shown = now if due else self.shown
+    def _is_due(self) -> bool:
+        current = time.monotonic()
+        due = current - self.last_report >= 0.5
+        self.last_report = current if due else self.last_report
         return due
 
-    def _line(self) -> str:
-        seconds = max(self.shown - self.start, 1e-9)
-        done, tokens = (sum(getattr(job, name) for job in self.here.values()) for name in ("source", "tokens"))
-        left = (self.total - self.before - done) / (done / seconds) if done else 0
-        share = f"{min(1.0, (self.before + done) / self.total):.0%} of {size(self.total)}, " if self.total else ""
-        speed = f"{tokens / seconds:,.0f} tokens/s, {done / seconds / 1e6:.1f} MB/s"
-        return f"{share}{speed}" + (f", {_clock(max(0.0, left))} left" if self.total and done else "")
+    def _format_line(self) -> str:
+        seconds = max(self.last_report - self.start, 1e-9)
+        processed_bytes, tokens = (
+            sum(getattr(job, name) for job in self.progress_by_shard.values()) for name in ("source", "tokens")
+        )
+        seconds_left = (
+            (self.total - self.finished_bytes - processed_bytes) / (processed_bytes / seconds) if processed_bytes else 0
+        )
+        share = (
+            f"{min(1.0, (self.finished_bytes + processed_bytes) / self.total):.0%} of {format_bytes(self.total)}, "
+            if self.total
+            else ""
+        )
+        speed = f"{tokens / seconds:,.0f} tokens/s, {processed_bytes / seconds / 1e6:.1f} MB/s"
+        return f"{share}{speed}" + (
+            f", {_format_clock(max(0.0, seconds_left))} left" if self.total and processed_bytes else ""
+        )
 
 
-def _skipped(shards: Sequence[ShardManifest]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for about in shards:
-        for reason, (count, where) in about["skipped"].items():
-            entry = found.setdefault(reason, [0, where])
+def _sum_skipped(shard_manifests: Sequence[ShardManifest]) -> dict[str, list[Any]]:
+    skipped: dict[str, list[Any]] = {}
+    for shard_manifest in shard_manifests:
+        for reason, (count, location) in shard_manifest["skipped"].items():
+            entry = skipped.setdefault(reason, [0, location])
             entry[0] += count
-    return found
+    return skipped
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+def _format_clock(seconds: float) -> str:
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}" if minutes >= 60 else f"{minutes}:{remainder:02}"

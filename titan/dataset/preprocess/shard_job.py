@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from titan.console.text import safe
-from titan.dataset.documents import Document, Part, Skip, Source
-from titan.dataset.preprocess.encode import Content, Encoder, groups, read
-from titan.dataset.preprocess.plan import Plan
-from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, write_json
+from titan.dataset.documents import Document, Skip, Source, SourcePart
+from titan.dataset.preprocess.encode import Content, Encoder, group_documents, read_documents
+from titan.dataset.preprocess.plan import PreparationPlan
+from titan.dataset.preprocess.writer import HashedFile, SplitWriter, compute_checksum, read_json, write_json
 from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.files import leases
 from titan.files.atomic import sync_folder
-from titan.files.untrusted import check, file_name
+from titan.files.untrusted import check_file_name, check_type
 
 ShardManifest = dict[str, Any]
 """What `unit-NNNNN.json` holds: counts of each split, skipped documents, and the files with sizes and checksums."""
@@ -47,13 +47,13 @@ OnProgress = Callable[[JobProgress], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardJob:
     """The input of all shard jobs of a preparation; it is pickled for the worker processes.
 
     Attributes:
         source: the source of documents.
         parts: the source's parts.
-        content: the digest of the source's content.
+        content_digest: the digest of the source's content.
         tokenizer: the argument of `load_tokenizer`; None for a source of tokens.
         folder: the prepared folder.
         plan: the plan.
@@ -61,21 +61,21 @@ class Job:
     """
 
     source: Source
-    parts: Sequence[Part]
-    content: str
+    parts: Sequence[SourcePart]
+    content_digest: str
     tokenizer: str | None
     folder: Path
-    plan: Plan
+    plan: PreparationPlan
     threads: int
 
-    def encoder(self) -> Encoder:
+    def build_encoder(self) -> Encoder:
         """Return the encoder of the documents."""
         tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if tokenizer is not None:
             tokenizer.threads = self.threads
         return Encoder(tokenizer, self.plan.dtype, self.plan.vocab_size, masked=self.plan.masked)
 
-    def shard_parts(self, shard: int) -> Sequence[Part]:
+    def list_parts(self, shard: int) -> Sequence[SourcePart]:
         """Return the parts of a shard."""
         first, end, _ = self.plan.units[shard]
         return self.parts[first:end]
@@ -98,16 +98,16 @@ def hashes_file(folder: Path, shard: int) -> Path:
 
 def read_shard_manifest(folder: Path, shard: int) -> ShardManifest | None:
     """Return a shard's manifest; None when it is missing or corrupt."""
-    about = read_json(shard_manifest_file(folder, shard))
+    shard_manifest = read_json(shard_manifest_file(folder, shard))
     try:
         for key, kind in _KINDS.items():
-            check(about[key], kind, key)
-        for name, (size, digest) in about["files"].items():
-            check(size, int, file_name(name))
-            check(digest, str, name)
+            check_type(shard_manifest[key], kind, key)
+        for name, (size, digest) in shard_manifest["files"].items():
+            check_type(size, int, check_file_name(name))
+            check_type(digest, str, name)
     except (ValueError, KeyError, TypeError):
         return None
-    return dict(about)
+    return dict(shard_manifest)
 
 
 _KINDS: dict[str, Any] = {
@@ -122,75 +122,79 @@ _KINDS: dict[str, Any] = {
 """The keys of a shard manifest and the types of their values."""
 
 
-def corruption(folder: Path, shard: int, *, verify: bool = False) -> str | None:
+def find_corruption(folder: Path, shard: int, *, verify: bool = False) -> str | None:
     """Return what is wrong with a shard's files, by their sizes or, with `verify`, their checksums; None if nothing."""
-    about = read_shard_manifest(folder, shard)
-    if about is None:
+    shard_manifest = read_shard_manifest(folder, shard)
+    if shard_manifest is None:
         return f"{shard_manifest_file(folder, shard).name} is missing or corrupt"
-    for name, expected in about["files"].items():
+    for name, expected in shard_manifest["files"].items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
             return f"{name} is missing"
         if size != expected[0]:
             return f"{name} has {size} bytes instead of {expected[0]}"
-        if verify and checksum(folder / name) != expected:
+        if verify and compute_checksum(folder / name) != expected:
             return f"{name} has another checksum than when it was written"
     return None
 
 
-def finished(folder: Path, shard: int) -> ShardManifest | None:
+def read_finished_manifest(folder: Path, shard: int) -> ShardManifest | None:
     """The about of a shard that needs no work; None when it does."""
-    if corruption(folder, shard):
+    if find_corruption(folder, shard):
         return None
-    about = read_shard_manifest(folder, shard)
-    if about is None or (folder / "manifest.json").is_file():
-        return about
+    shard_manifest = read_shard_manifest(folder, shard)
+    if shard_manifest is None or (folder / "manifest.json").is_file():
+        return shard_manifest
     try:
-        kept = hashes_file(folder, shard).stat().st_size
+        hashes_size = hashes_file(folder, shard).stat().st_size
     except FileNotFoundError:
-        kept = -1
-    return about if kept == 8 * about["documents"] or (folder / "manifest.json").is_file() else None
+        hashes_size = -1
+    return (
+        shard_manifest
+        if hashes_size == 8 * shard_manifest["documents"] or (folder / "manifest.json").is_file()
+        else None
+    )
 
 
-def make(job: Job, encoder: Encoder, shard: int, on_progress: OnProgress) -> None:
+def write_shard(job: ShardJob, encoder: Encoder, shard: int, on_progress: OnProgress) -> None:
     """Write a shard's files and move them to their names, calling `on_progress` meanwhile.
 
     Raises:
         ConfigError: when the source can't be read, or the result differs from the shard's existing manifest.
         OSError: when the folder can't be written.
     """
-    fresh = leases.temporary(job.folder / f"unit-{shard:05d}")
-    fresh.mkdir()
+    temporary_folder = leases.temporary_path(job.folder / f"unit-{shard:05d}")
+    temporary_folder.mkdir()
     try:
-        about = _Writer(job, encoder, shard, fresh, on_progress).write()
-        _publish(job, fresh, about)
+        shard_manifest = _ShardWriter(job, encoder, shard, temporary_folder, on_progress).write()
+        _publish_shard(job, temporary_folder, shard_manifest)
     except FileNotFoundError:
-        if fresh.exists():
+        if temporary_folder.exists():
             raise
         # after a pause of ten minutes or more another process removed the folder as a leftover and does the job
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
-class _Writer:
+class _ShardWriter:
     """Writes the files of one shard into a folder."""
 
-    def __init__(self, job: Job, encoder: Encoder, shard: int, folder: Path, on_progress: OnProgress) -> None:
+    def __init__(self, job: ShardJob, encoder: Encoder, shard: int, folder: Path, on_progress: OnProgress) -> None:
         self.job, self.encoder, self.shard, self.on_progress = job, encoder, shard, on_progress
-        new = partial(SplitWriter, folder, dtype=job.plan.dtype, masked=job.plan.masked)
-        self.splits = {s: new(f"{s}-{shard:05d}", seed=f"{job.content} {shard} {s}") for s in SPLITS}
+        new_writer = partial(SplitWriter, folder, dtype=job.plan.dtype, masked=job.plan.masked)
+        self.splits = {s: new_writer(f"{s}-{shard:05d}", seed=f"{job.content_digest} {shard} {s}") for s in SPLITS}
         self.hashes = HashedFile(folder / "hashes")
         self.documents, self.bytes, self.tokens = 0, 0, 0
         self.skipped: dict[str, list[Any]] = {}
-        self.place, self.before = 0, 0  # bytes of the source and of text before the current part
+        self.source_bytes, self.text_bytes_before = 0, 0  # bytes of the source and of text before the current part
 
     def write(self) -> ShardManifest:
         """Read, encode and write all documents; return the shard's manifest."""
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            for group in groups(self._read()):
-                self._add(group)
+            for group in group_documents(self._read_documents()):
+                self._add_group(group)
             closed = {name: writer.close() for name, writer in self.splits.items()}
             self.hashes.close()
         finally:
@@ -204,61 +208,61 @@ class _Writer:
             "bytes": self.bytes,
             "skipped": self.skipped,
             "files": {name: written for _, files in closed.values() for name, written in files.items()},
-            "seconds": round(time.monotonic() - began, 3),
+            "seconds": round(time.monotonic() - start, 3),
         }
 
-    def _read(self) -> Iterator[Document]:
-        for part in self.job.shard_parts(self.shard):
-            yield from read(self.job.source, part)
-            self.place, self.before = self.place + part.bytes, self.bytes
+    def _read_documents(self) -> Iterator[Document]:
+        for part in self.job.list_parts(self.shard):
+            yield from read_documents(self.job.source, part)
+            self.source_bytes, self.text_bytes_before = self.source_bytes + part.bytes, self.bytes
 
-    def _add(self, group: list[tuple[Content, Document] | Skip]) -> None:
+    def _add_group(self, group: list[tuple[Content, Document] | Skip]) -> None:
         for skip in group:
             if isinstance(skip, Skip):
-                self.skipped.setdefault(skip.reason, [0, safe(skip.where)])[0] += 1
+                self.skipped.setdefault(skip.reason, [0, safe(skip.location)])[0] += 1
         documents = [entry for entry in group if not isinstance(entry, Skip)]
         if not documents:
             return
         train, validation, limit = self.splits["train"], self.splits["validation"], self.job.plan.limit
         for document in self.encoder.encode(documents):
-            (validation if document.content.hash < limit else train).add(document.tokens, document.mask)
+            (validation if document.content.hash < limit else train).add_document(document.tokens, document.mask)
             self.tokens += document.tokens.size
-        self.hashes.write(np.array([known.hash for known, _ in documents], dtype="<u8"))
+        self.hashes.write(np.array([content.hash for content, _ in documents], dtype="<u8"))
         self.documents += len(documents)
-        self.bytes += sum(known.bytes for known, _ in documents)
-        source = min(self.job.plan.units[self.shard][2], self.place + self.bytes - self.before)
-        self.on_progress(JobProgress(self.shard, source, self.bytes, self.tokens))
+        self.bytes += sum(content.bytes for content, _ in documents)
+        source_bytes = min(self.job.plan.units[self.shard][2], self.source_bytes + self.bytes - self.text_bytes_before)
+        self.on_progress(JobProgress(self.shard, source_bytes, self.bytes, self.tokens))
 
 
-def _publish(job: Job, fresh: Path, about: ShardManifest) -> None:
-    """Move the files of `fresh` to the prepared folder, and write the manifest unless it exists already."""
-    folder, shard = job.folder, about["unit"]
-    known = read_shard_manifest(folder, shard)
-    _check_same(job, about, known)
-    for name in about["files"]:
-        (fresh / name).replace(folder / name)
+def _publish_shard(job: ShardJob, temporary_folder: Path, shard_manifest: ShardManifest) -> None:
+    """Move the files of `temporary_folder` to the prepared folder, and write the manifest unless it exists already."""
+    folder, shard = job.folder, shard_manifest["unit"]
+    existing = read_shard_manifest(folder, shard)
+    _check_same_content(job, shard_manifest, existing)
+    for name in shard_manifest["files"]:
+        (temporary_folder / name).replace(folder / name)
     if not (folder / "manifest.json").is_file():
-        _sort(fresh / "hashes")
+        _sort_hashes(temporary_folder / "hashes")
         hashes_file(folder, shard).parent.mkdir(exist_ok=True)
-        (fresh / "hashes").replace(hashes_file(folder, shard))
+        (temporary_folder / "hashes").replace(hashes_file(folder, shard))
     sync_folder(folder)
-    if known is None:
-        write_json(shard_manifest_file(folder, shard), about)
+    if existing is None:
+        write_json(shard_manifest_file(folder, shard), shard_manifest)
 
 
-def _check_same(job: Job, about: ShardManifest, known: ShardManifest | None) -> None:
+def _check_same_content(job: ShardJob, shard_manifest: ShardManifest, existing: ShardManifest | None) -> None:
     """Raise ConfigError when a rebuilt shard differs from the one before."""
     manifest = read_json(job.folder / "manifest.json")
-    counts = {split: [about[split]["tokens"], about[split]["documents"]] for split in SPLITS}
-    same = known is None or known["files"] == about["files"]
-    if not same or (manifest and manifest["units"][about["unit"]] != counts):
+    counts = {split: [shard_manifest[split]["tokens"], shard_manifest[split]["documents"]] for split in SPLITS}
+    is_same = existing is None or existing["files"] == shard_manifest["files"]
+    if not is_same or (manifest and manifest["units"][shard_manifest["unit"]] != counts):
         raise ConfigError(
-            f"dataset={job.plan.name}: shard {about['unit']} of {job.folder} differs from its former content "
+            f"dataset={job.plan.name}: shard {shard_manifest['unit']} of {job.folder} differs from its former content "
             f"(another version of the tokenizer's library?); delete that folder to prepare all of it again."
         )
 
 
-def _sort(file: Path) -> None:
+def _sort_hashes(file: Path) -> None:
     if file.stat().st_size:
         hashes = np.memmap(file, "<u8", mode="r+")
         hashes.sort()

@@ -16,7 +16,14 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from titan.dataset.preprocess.encode import Encoder
-from titan.dataset.preprocess.shard_job import Job, JobProgress, OnProgress, finished, lock_file, make
+from titan.dataset.preprocess.shard_job import (
+    JobProgress,
+    OnProgress,
+    ShardJob,
+    lock_file,
+    read_finished_manifest,
+    write_shard,
+)
 from titan.errors import ConfigError, RunError
 from titan.files import leases
 
@@ -25,12 +32,14 @@ WATCH_SECONDS = 0.25
 GRACE_SECONDS = 5.0
 
 
-def run(job: Job, units: Sequence[int], processes: int, on_progress: OnProgress, idle: Callable[[], None]) -> None:
-    """Run the shard jobs `units` that no other process runs: in this process, or in several others.
+def run_shard_jobs(
+    job: ShardJob, shards: Sequence[int], processes: int, on_progress: OnProgress, idle: Callable[[], None]
+) -> None:
+    """Run the shard jobs `shards` that no other process runs: in this process, or in several others.
 
     Args:
         job: the input of the shard jobs.
-        units: the numbers of the shards, the most urgent first.
+        shards: the numbers of the shards, the most urgent first.
         processes: the maximum number of processes; 1: this process.
         on_progress: called with the progress of each shard job.
         idle: called about every half a second while the processes work.
@@ -40,41 +49,41 @@ def run(job: Job, units: Sequence[int], processes: int, on_progress: OnProgress,
         RunError: when a process died.
     """
     if processes == 1:
-        work(job, units, on_progress)
+        work_on_shards(job, shards, on_progress)
         return
-    with _started(job, units, processes) as children:
+    with _start_workers(job, shards, processes) as children:
         while children:
             for ready in wait([*children, *(child.sentinel for child in children.values())], timeout=0.5):
                 if isinstance(ready, Connection):
-                    _receive(ready, children, on_progress)
+                    _receive_messages(ready, children, on_progress)
             for pipe in [pipe for pipe, child in children.items() if not child.is_alive()]:
-                _receive(pipe, children, on_progress)
+                _receive_messages(pipe, children, on_progress)
             idle()
 
 
-def work(job: Job, units: Sequence[int], on_progress: OnProgress) -> None:
-    """Run those shard jobs of `units` in this process that are neither finished nor locked.
+def work_on_shards(job: ShardJob, shards: Sequence[int], on_progress: OnProgress) -> None:
+    """Run those shard jobs of `shards` in this process that are neither finished nor locked.
 
     Raises:
         ConfigError: when the source can't be read or the folder can't be written.
     """
     encoder: Encoder | None = None
-    for shard in units:
+    for shard in shards:
         lock = lock_file(job.folder, shard)
-        with cache_errors(job.folder):
-            if finished(job.folder, shard) or not leases.acquire(lock):
+        with convert_cache_errors(job.folder):
+            if read_finished_manifest(job.folder, shard) or not leases.acquire(lock):
                 continue
             try:
-                if not finished(job.folder, shard):
-                    encoder = encoder or job.encoder()
-                    with _refreshed(lock):
-                        make(job, encoder, shard, on_progress)
+                if not read_finished_manifest(job.folder, shard):
+                    encoder = encoder or job.build_encoder()
+                    with _refresh_lock(lock):
+                        write_shard(job, encoder, shard, on_progress)
             finally:
                 leases.release(lock)
 
 
 @contextmanager
-def cache_errors(folder: Path) -> Iterator[None]:
+def convert_cache_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError into a ConfigError that names the cache's folder."""
     try:
         yield
@@ -86,15 +95,15 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _refreshed(lock: Path) -> Iterator[None]:
+def _refresh_lock(lock: Path) -> Iterator[None]:
     """Refresh `lock` every few seconds within the context."""
     ended = threading.Event()
 
-    def touch() -> None:
+    def refresh_until_ended() -> None:
         while not ended.wait(leases.TOUCH_SECONDS):
             leases.refresh(lock)
 
-    thread = threading.Thread(target=touch, daemon=True)
+    thread = threading.Thread(target=refresh_until_ended, daemon=True)
     thread.start()
     try:
         yield
@@ -104,39 +113,39 @@ def _refreshed(lock: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _started(job: Job, units: Sequence[int], processes: int) -> Iterator[dict[Connection, SpawnProcess]]:
+def _start_workers(job: ShardJob, shards: Sequence[int], processes: int) -> Iterator[dict[Connection, SpawnProcess]]:
     """Start worker processes, with the pipes of their progress; at the end, end them and remove their leftovers."""
     context, children = multiprocessing.get_context("spawn"), dict[Connection, SpawnProcess]()
     try:
         for _ in range(processes):
-            pipe, end = context.Pipe()
-            child = context.Process(target=_child, args=(os.getpid(), end), daemon=True)
+            pipe, child_pipe = context.Pipe()
+            child = context.Process(target=_run_worker, args=(os.getpid(), child_pipe), daemon=True)
             children[pipe] = child
             child.start()
-            end.close()
+            child_pipe.close()
         for pipe in children:  # not as arguments: `start` would block if a process dies before it has read them
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                pipe.send((job, units))
+                pipe.send((job, shards))
         yield children
     finally:
-        _end(list(children.values()))
+        _end_workers(list(children.values()))
         with contextlib.suppress(OSError):
             leases.remove_leftovers(job.folder)
 
 
-def _end(children: Sequence[SpawnProcess]) -> None:
+def _end_workers(children: Sequence[SpawnProcess]) -> None:
     alive = [child for child in children if child.pid is not None]
     for child in alive:
         child.terminate()
-    until = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     for child in alive:
-        child.join(max(0.0, until - time.monotonic()))
+        child.join(max(0.0, deadline - time.monotonic()))
         if child.is_alive():
             child.kill()
             child.join()
 
 
-def _receive(pipe: Connection, children: dict[Connection, SpawnProcess], on_progress: OnProgress) -> None:
+def _receive_messages(pipe: Connection, children: dict[Connection, SpawnProcess], on_progress: OnProgress) -> None:
     """Receive a process's messages; raise its error, and forget it once it has exited with code 0."""
     try:
         while pipe.poll():
@@ -149,54 +158,54 @@ def _receive(pipe: Connection, children: dict[Connection, SpawnProcess], on_prog
         child = children[pipe]
         child.join()
         if child.exitcode:
-            raise RunError(_death(child.exitcode)) from None
+            raise RunError(_describe_exit(child.exitcode)) from None
         del children[pipe]
 
 
-def _death(code: int) -> str:
-    what = "a process that prepares the data"
+def _describe_exit(code: int) -> str:
+    subject = "a process that prepares the data"
     if code < 0:
         memory = " (out of memory?)" if -code == signal.SIGKILL else ""
         name = signal.Signals(-code).name
         return (
-            f"{what} was killed by {name}{memory}; rerun the same command to continue, with fewer processes by "
+            f"{subject} was killed by {name}{memory}; rerun the same command to continue, with fewer processes by "
             f"dataset.workers=N."
         )
     return (
-        f"{what} exited with code {code}; a script that prepares data must do so under "
+        f"{subject} exited with code {code}; a script that prepares data must do so under "
         f'`if __name__ == "__main__":`, or with dataset.workers=1.'
     )
 
 
-def _child(parent: int, pipe: Connection) -> None:
+def _run_worker(parent_pid: int, pipe: Connection) -> None:
     """Run in a worker process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        job, units = pipe.recv()
-        work(job, units, _throttled(pipe))
+        job, shards = pipe.recv()
+        work_on_shards(job, shards, _throttle_progress(pipe))
     except (ConfigError, RunError) as error:
         pipe.send(type(error)(str(error)))
     except Exception:
         pipe.send(RuntimeError(f"in a process that prepares the data:\n{traceback.format_exc()}"))
 
 
-def _throttled(pipe: Connection) -> OnProgress:
+def _throttle_progress(pipe: Connection) -> OnProgress:
     """Send progress at most five times a second."""
-    sent = [0.0]
+    last_sent = [0.0]
 
     def on_progress(progress: JobProgress) -> None:
-        now = time.monotonic()
-        if now - sent[0] >= PROGRESS_SECONDS:
-            sent[0] = now
+        current = time.monotonic()
+        if current - last_sent[0] >= PROGRESS_SECONDS:
+            last_sent[0] = current
             pipe.send(progress)
 
     return on_progress
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(WATCH_SECONDS)
     os._exit(1)

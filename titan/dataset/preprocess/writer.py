@@ -66,7 +66,7 @@ class SplitWriter:
         self._files: dict[str, HashedFile] = {}
         self._buffer, self._masks, self._buffered_tokens = list[NDArray[Any]](), list[NDArray[np.uint8]](), 0
 
-    def add(self, tokens: NDArray[Any], mask: NDArray[np.uint8] | None = None) -> None:
+    def add_document(self, tokens: NDArray[Any], mask: NDArray[np.uint8] | None = None) -> None:
         """Append one document: ids and, in a masked split, 1 for each id that counts in the loss, else 0."""
         if not tokens.size:
             return
@@ -75,12 +75,12 @@ class SplitWriter:
             self._masks.append(np.ones(tokens.size, np.uint8) if mask is None else mask)
         self._buffered_tokens += tokens.size
         if self._buffered_tokens >= self.chunk_tokens:
-            self._flush()
+            self._flush_chunk()
 
     def close(self) -> tuple[dict[str, int], dict[str, list[Any]]]:
         """Write the last chunk; return the split's counts, and [bytes, hash] of each file."""
         if self._buffer:
-            self._flush()
+            self._flush_chunk()
         counts = {"tokens": self.tokens, "documents": self.documents, "max_token": self.max_token}
         return counts, {file.name: file.close() for file in self._files.values()}
 
@@ -89,31 +89,31 @@ class SplitWriter:
         for file in self._files.values():
             file.abandon()
 
-    def _flush(self) -> None:
+    def _flush_chunk(self) -> None:
         count = len(self._buffer)
-        order = Permutation(count, seed_of(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
+        order = Permutation(count, derive_seed(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
         sizes = np.array([self._buffer[d].size for d in order], dtype=np.uint64)
         tokens = np.concatenate([self._buffer[d] for d in order]).astype(self.dtype, copy=False)
-        self._write("tokens", tokens)
-        self._write("offsets", (self.tokens + np.cumsum(sizes) - sizes).astype("<u8"))
+        self._write_array("tokens", tokens)
+        self._write_array("offsets", (self.tokens + np.cumsum(sizes) - sizes).astype("<u8"))
         if self.masked:
-            self._write("mask", np.concatenate([self._masks[d] for d in order]))
+            self._write_array("mask", np.concatenate([self._masks[d] for d in order]))
         self.tokens, self.documents = self.tokens + tokens.size, self.documents + count
         self.max_token, self._chunks = max(self.max_token, int(tokens.max())), self._chunks + 1
         self._buffer, self._masks, self._buffered_tokens = [], [], 0
 
-    def _write(self, kind: str, data: NDArray[Any]) -> None:
+    def _write_array(self, kind: str, data: NDArray[Any]) -> None:
         if kind not in self._files:
             self._files[kind] = HashedFile(self.folder / f"{self.stem}.{kind}")
         self._files[kind].write(data)
 
 
-def seed_of(*values: Any) -> int:
+def derive_seed(*values: Any) -> int:
     """Return a 64-bit seed from plain values."""
     return int.from_bytes(blake2b(json.dumps(values).encode(), digest_size=8).digest(), "little")
 
 
-def checksum(path: Path) -> list[Any]:
+def compute_checksum(path: Path) -> list[Any]:
     """Return [bytes, hash] of a file, as `HashedFile` does."""
     digest, size = blake2b(digest_size=32), 0
     with open(path, "rb") as file:
@@ -137,7 +137,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def _write_shared(path: Path, content: bytes) -> None:
     """Write a file of a folder that several machines share; a killed process's temporary file is found by its name."""
-    write_atomic(path, content, sync=True, temporary=leases.temporary(path))
+    write_atomic(path, content, sync=True, temporary=leases.temporary_path(path))
 
 
 def read_json(path: Path) -> Any:

@@ -21,24 +21,24 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.console.text import as_line, redact
-from titan.dataset.documents import Part, Skip, content_digest
+from titan.dataset.documents import Skip, SourcePart, content_digest
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 
-LONGEST = 128 * 1024 * 1024
+MAX_DOCUMENT_BYTES = 128 * 1024 * 1024
 """The maximum bytes of a line or document: a few compressed bytes may expand to more than the memory."""
 PART_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
 _FRAME_CHUNK = 256  # their decompressed content is in memory: 4 bytes of zstd may become 128 KiB
 _MEMO_BYTES = 1024 * 1024
 _COMPRESSED = (".gz", ".zst")
-_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "checksum", "sha256")
-_TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
+_CHECKSUM_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "checksum", "sha256")
+_TIME_KEYS = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
 
 
-class BadDocument(Exception):
+class BadDocumentError(Exception):
     """A document or file that can't be used: `reason` in a word or two, `sentence` for the error message."""
 
     def __init__(self, reason: str, sentence: str) -> None:
@@ -46,25 +46,25 @@ class BadDocument(Exception):
         self.reason, self.sentence = reason, sentence
 
 
-def reject_or_skip(on_error: str, where: str, bad: BadDocument) -> Skip:
+def reject_or_skip(on_error: str, location: str, error: BadDocumentError) -> Skip:
     """Apply `dataset.on_error` to a bad document: return a Skip, or raise.
 
     Raises:
         ConfigError: unless bad documents are skipped.
     """
     if on_error == "skip":
-        return Skip(bad.reason, where)
-    raise ConfigError(f"{where}: {bad.sentence}") from bad
+        return Skip(error.reason, location)
+    raise ConfigError(f"{location}: {error.sentence}") from error
 
 
-def too_long(place: int, what: str, rest: str) -> BadDocument:
-    """Return the error of a line or document that is too long; `rest` says what skipping does."""
-    sentence = f"the {what} at byte {place} has more than {LONGEST:,} bytes; split it, or give dataset.on_error=skip"
-    return BadDocument("too long", f"{sentence} {rest}.")
+def build_too_long_error(position: int, kind: str, effect: str) -> BadDocumentError:
+    """Return the error of a line or document that is too long; `effect` says what skipping does."""
+    sentence = f"the {kind} at byte {position} has more than {MAX_DOCUMENT_BYTES:,} bytes; split it, or give dataset.on_error=skip"
+    return BadDocumentError("too long", f"{sentence} {effect}.")
 
 
 @dataclass(frozen=True)
-class File:
+class SourceFile:
     """A local file, or one at a URL.
 
     Attributes:
@@ -78,9 +78,9 @@ class File:
     mark: str | None = None
 
     @property
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Whether it is compressed, by its name."""
-        return suffix(self.path, whole=True).endswith(_COMPRESSED)
+        return get_suffix(self.path, full=True).endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
         """Open the file and decompress it; seekable unless compressed.
@@ -88,25 +88,25 @@ class File:
         Raises:
             ConfigError: when it can't be opened.
         """
-        raw = self.raw()
-        if not self.compressed:
+        raw = self.open_raw()
+        if not self.is_compressed:
             return raw
-        unpack = _gunzip if self.path.lower().endswith(".gz") else _unzstd
-        return cast(BinaryIO, io.BufferedReader(_Unpacked(self.path, raw, unpack(raw)), _CHUNK))
+        unpack = _decompress_gzip if self.path.lower().endswith(".gz") else _decompress_zstd
+        return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, raw, unpack(raw)), _CHUNK))
 
-    def raw(self) -> BinaryIO:
+    def open_raw(self) -> BinaryIO:
         """Open the file as it is stored."""
-        with readable(self.path):
+        with convert_read_errors(self.path):
             if self.mark is None:
                 return open(self.path, "rb")
-            file = _filesystem(self.path)[0].open(self.path, "rb")
+            file = _open_filesystem(self.path)[0].open(self.path, "rb")
             if file.seekable():
                 return cast(BinaryIO, io.BufferedReader(file, _CHUNK))
-            return cast(BinaryIO, io.BufferedReader(_Unpacked(self.path, file, _pieces(file)), _CHUNK))
+            return cast(BinaryIO, io.BufferedReader(_DecompressedStream(self.path, file, _read_chunks(file)), _CHUNK))
 
 
 @contextlib.contextmanager
-def readable(path: str) -> Iterator[None]:
+def convert_read_errors(path: str) -> Iterator[None]:
     """Turn errors of the system and the network into a ConfigError."""
     try:
         yield
@@ -118,65 +118,65 @@ def readable(path: str) -> Iterator[None]:
         raise ConfigError(f"{path}: can't be read ({reason}); make it readable, or choose other files.") from error
 
 
-def suffix(path: str, whole: bool = False) -> str:
-    """Return a file name's suffix in lower case: .jsonl for x.jsonl.gz, or with `whole` .jsonl.gz."""
+def get_suffix(path: str, full: bool = False) -> str:
+    """Return a file name's suffix in lower case: .jsonl for x.jsonl.gz, or with `full` .jsonl.gz."""
     name = PurePosixPath(path.lower())
     if name.suffix not in _COMPRESSED:
         return name.suffix
-    return PurePosixPath(name.stem).suffix + (name.suffix if whole else "")
+    return PurePosixPath(name.stem).suffix + (name.suffix if full else "")
 
 
-def parts(file: File, step: int = 1) -> list[Part]:
+def split_file(file: SourceFile, step: int = 1) -> list[SourcePart]:
     """Split a file into parts of PART_BYTES, rounded to a multiple of `step`; a compressed file is one part.
 
     A part's place is (file, first byte, last byte), with None for the end of the file.
     """
     size = max(PART_BYTES // step, 1) * step
-    if file.compressed or file.size <= size:
-        return [Part(file.path, file.size, (file, 0, None))]
+    if file.is_compressed or file.size <= size:
+        return [SourcePart(file.path, file.size, (file, 0, None))]
     starts = range(0, file.size, size)
     ends = [*starts[1:], None]
     return [
-        Part(f"{file.path} from byte {start}", min(size, file.size - start), (file, start, end))
+        SourcePart(f"{file.path} from byte {start}", min(size, file.size - start), (file, start, end))
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
-def span(file: BinaryIO, start: int, end: int | None, separator: bytes) -> tuple[int, int | None] | None:
+def find_span(file: BinaryIO, start: int, end: int | None, separator: bytes) -> tuple[int, int | None] | None:
     """Return the byte range of the documents of a part near bytes `start` and `end` (None: the end of the file).
 
     `separator` ends a document; the range includes the last one's. Returns None when the part has no documents.
     """
-    first = cut(file, start, separator) if start else 0
-    last = None if end is None else cut(file, end, separator)
+    first = find_separator_end(file, start, separator) if start else 0
+    last = None if end is None else find_separator_end(file, end, separator)
     if first is None or first == last:
         return None
     file.seek(first)
     return first, last
 
 
-def cut(file: BinaryIO, place: int, separator: bytes) -> int | None:
-    """Return the end of the first separator from byte `place` on; None when there is none.
+def find_separator_end(file: BinaryIO, position: int, separator: bytes) -> int | None:
+    """Return the end of the first separator from byte `position` on; None when there is none.
 
     Separators that overlap the one before ("aa" in "aaa") are skipped: whether they count depends on earlier text.
     """
-    length, last, base = len(separator), -len(separator), max(place - len(separator) + 1, 0)
+    length, last, base = len(separator), -len(separator), max(position - len(separator) + 1, 0)
     file.seek(base)
-    held = b""
+    buffer = b""
     while chunk := file.read(64 * 1024):
-        held += chunk
-        at = held.find(separator)
-        while at >= 0:
-            found = base + at
-            if found >= place and found - last >= length:
-                return found + length
-            last, at = found, held.find(separator, at + 1)
-        kept = min(length - 1, len(held))
-        base, held = base + len(held) - kept, held[len(held) - kept :]
+        buffer += chunk
+        index = buffer.find(separator)
+        while index >= 0:
+            separator_start = base + index
+            if separator_start >= position and separator_start - last >= length:
+                return separator_start + length
+            last, index = separator_start, buffer.find(separator, index + 1)
+        overlap = min(length - 1, len(buffer))
+        base, buffer = base + len(buffer) - overlap, buffer[len(buffer) - overlap :]
     return None
 
 
-def find(path: str, suffixes: Sequence[str], *, any_other: bool = False) -> tuple[File, ...]:
+def find_files(path: str, suffixes: Sequence[str], *, any_other: bool = False) -> tuple[SourceFile, ...]:
     """Return the non-empty files of `path`, sorted: a file, a folder, a glob, or a URL of these.
 
     In a folder: the files with one of the `suffixes`, compressed or not; if there are none and `any_other`, all files
@@ -186,28 +186,28 @@ def find(path: str, suffixes: Sequence[str], *, any_other: bool = False) -> tupl
         ConfigError: when there are no such files, or only empty ones.
     """
     path = path.removeprefix("file://")
-    found = _find_remote(path, suffixes, any_other) if "://" in path else _find_local(path, suffixes, any_other)
-    if not found:
+    matches = _find_remote(path, suffixes, any_other) if "://" in path else _find_local(path, suffixes, any_other)
+    if not matches:
         raise ConfigError(f"dataset.path={path}: no file matches; give a file, a glob, or a folder of *{suffixes[0]}.")
-    full = tuple(file for file in found if file.size)
-    if not full:
-        what = "the file is" if len(found) == 1 else f"all {len(found)} files are"
-        raise ConfigError(f"dataset.path={path}: {what} empty ({found[0].path}); name files with text in them.")
-    return full
+    nonempty = tuple(file for file in matches if file.size)
+    if not nonempty:
+        subject = "the file is" if len(matches) == 1 else f"all {len(matches)} files are"
+        raise ConfigError(f"dataset.path={path}: {subject} empty ({matches[0].path}); name files with text in them.")
+    return nonempty
 
 
-def local(path: Path) -> File:
+def build_local_file(path: Path) -> SourceFile:
     """A file of this machine."""
-    return File(str(path), path.stat().st_size)
+    return SourceFile(str(path), path.stat().st_size)
 
 
-def walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
+def walk_files(root: Path, skip: Callable[[str], bool]) -> list[Path]:
     """Return all regular files below `root`, sorted, without files and folders for whose name `skip` is true."""
-    found = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if not skip(name)]
-        found += [Path(folder, name) for name in names if not skip(name)]
-    return sorted(file for file in found if file.is_file())
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+        paths += [Path(folder, name) for name in names if not skip(name)]
+    return sorted(file for file in paths if file.is_file())
 
 
 def is_hidden(name: str) -> bool:
@@ -215,34 +215,34 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def digests(files: Sequence[File], memo: Path | None) -> list[str]:
+def compute_digests(files: Sequence[SourceFile], memo: Path | None) -> list[str]:
     """Return the digest of each file's content, in hexadecimal; files are hashed in parallel."""
     with ThreadPoolExecutor(max(1, min(4, len(files), os.cpu_count() or 1))) as threads:
-        return list(threads.map(lambda file: _digest(file, memo), files))
+        return list(threads.map(lambda file: _compute_digest(file, memo), files))
 
 
-def _digest(file: File, memo: Path | None) -> str:
-    return file_digest(Path(file.path), memo).hex() if file.mark is None else file.mark
+def _compute_digest(file: SourceFile, memo: Path | None) -> str:
+    return compute_file_digest(Path(file.path), memo).hex() if file.mark is None else file.mark
 
 
-def _find_local(path: str, suffixes: Sequence[str], any_other: bool) -> list[File]:
-    place = Path(path).expanduser()
-    if place.is_file():
-        found = [place]
-    elif place.is_dir():
-        every = walk(place, is_hidden)
-        found = [f for f in every if suffix(f.name) in suffixes] or (every if any_other else [])
+def _find_local(path: str, suffixes: Sequence[str], any_other: bool) -> list[SourceFile]:
+    location = Path(path).expanduser()
+    if location.is_file():
+        paths = [location]
+    elif location.is_dir():
+        all_paths = walk_files(location, is_hidden)
+        paths = [f for f in all_paths if get_suffix(f.name) in suffixes] or (all_paths if any_other else [])
     elif glob.has_magic(path):
-        found = sorted(f for f in map(Path, glob.glob(str(place), recursive=True)) if f.is_file())
+        paths = sorted(f for f in map(Path, glob.glob(str(location), recursive=True)) if f.is_file())
     else:
         raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the path.")
-    return [local(file) for file in found]
+    return [build_local_file(file) for file in paths]
 
 
-def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[File]:
+def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[SourceFile]:
     try:
-        files, place = _filesystem(path)
-        found = _listed(files, path, place, suffixes, any_other)
+        filesystem, remote_path = _open_filesystem(path)
+        infos = _list_remote(filesystem, path, remote_path, suffixes, any_other)
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # each file system raises errors of its own
@@ -250,108 +250,110 @@ def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[Fi
         raise ConfigError(
             f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in to its server."
         ) from error
-    return [_remote(files, info) for info in sorted(found, key=lambda info: str(info["name"]))]
+    return [_build_remote_file(filesystem, info) for info in sorted(infos, key=lambda info: str(info["name"]))]
 
 
-def _listed(files: Any, path: str, place: str, suffixes: Sequence[str], any_other: bool) -> list[dict[str, Any]]:
+def _list_remote(
+    filesystem: Any, path: str, remote_path: str, suffixes: Sequence[str], any_other: bool
+) -> list[dict[str, Any]]:
     """Return the file system's info of each file of `path`."""
-    web = path.startswith(("http://", "https://"))  # a question mark is not a wildcard in them
-    if "*" in place or (not web and glob.has_magic(place)):
-        found = files.glob(place, detail=True).values()
-        return [info for info in found if info["type"] == "file"]
-    if not files.exists(place):
+    is_web = path.startswith(("http://", "https://"))  # a question mark is not a wildcard in them
+    if "*" in remote_path or (not is_web and glob.has_magic(remote_path)):
+        matches = filesystem.glob(remote_path, detail=True).values()
+        return [info for info in matches if info["type"] == "file"]
+    if not filesystem.exists(remote_path):
         raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the URL.")
-    if not place.endswith("/") and files.isfile(place):
-        return [files.info(place)]
-    every = [info for info in files.find(place, detail=True).values() if info["type"] == "file"]
-    return [info for info in every if suffix(info["name"]) in suffixes] or (every if any_other else [])
+    if not remote_path.endswith("/") and filesystem.isfile(remote_path):
+        return [filesystem.info(remote_path)]
+    all_infos = [info for info in filesystem.find(remote_path, detail=True).values() if info["type"] == "file"]
+    return [info for info in all_infos if get_suffix(info["name"]) in suffixes] or (all_infos if any_other else [])
 
 
-def _filesystem(path: str) -> tuple[Any, str]:
+def _open_filesystem(path: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    fsspec = optional_package("fsspec.core", f"dataset.path={path}")
+    fsspec = import_optional("fsspec.core", f"dataset.path={path}")
     try:
-        files, place = fsspec.url_to_fs(path)
+        filesystem, remote_path = fsspec.url_to_fs(path)
     except ImportError as error:
         raise ConfigError(
             f"dataset.path={path}: needs another package: {as_line(error)}; install it with pip."
         ) from error
     except ValueError as error:
         raise ConfigError(f"dataset.path={path}: {as_line(error)}; give a path, or a URL such as s3://...") from error
-    return files, place
+    return filesystem, remote_path
 
 
-def _remote(files: Any, info: dict[str, Any]) -> File:
+def _build_remote_file(filesystem: Any, info: dict[str, Any]) -> SourceFile:
     size = info.get("size")
-    known = next((str(info[key]) for key in _MARKS if info.get(key)), None)
-    changed = next((str(info[key]) for key in _TIMES if info.get(key)), None)
+    checksum = next((str(info[key]) for key in _CHECKSUM_KEYS if info.get(key)), None)
+    modified = next((str(info[key]) for key in _TIME_KEYS if info.get(key)), None)
     name = str(info["name"])
-    named = files.ukey(name) if redact(name) == name else redact(name)  # a new password doesn't change the digest
-    key = known or changed or named
+    url = filesystem.ukey(name) if redact(name) == name else redact(name)  # a new password doesn't change the digest
+    key = checksum or modified or url
     mark = content_digest(size, key)
-    return File(files.unstrip_protocol(info["name"]), 1 if size is None else size, mark)
+    return SourceFile(filesystem.unstrip_protocol(info["name"]), 1 if size is None else size, mark)
 
 
-class _Unpacked(io.RawIOBase):
-    """A stream of chunks of bytes; errors of decompression are raised as `BadDocument`."""
+class _DecompressedStream(io.RawIOBase):
+    """A stream of chunks of bytes; errors of decompression are raised as `BadDocumentError`."""
 
-    def __init__(self, path: str, raw: Any, pieces: Iterator[bytes]) -> None:
-        self._path, self._raw, self._pieces = path, raw, pieces
-        self._held, self._given = memoryview(b""), 0
+    def __init__(self, path: str, raw: Any, chunks: Iterator[bytes]) -> None:
+        self._path, self._raw, self._chunks = path, raw, chunks
+        self._buffer, self._bytes_read = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._held:
-            self._held = memoryview(self._next())
-        size = min(len(buffer), len(self._held))
-        buffer[:size] = self._held[:size]
-        self._held = self._held[size:]
-        self._given += size
+        if not self._buffer:
+            self._buffer = memoryview(self._read_chunk())
+        size = min(len(buffer), len(self._buffer))
+        buffer[:size] = self._buffer[:size]
+        self._buffer = self._buffer[size:]
+        self._bytes_read += size
         return size
 
     def close(self) -> None:
         super().close()
         self._raw.close()
 
-    def _next(self) -> bytes:
+    def _read_chunk(self) -> bytes:
         way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
         try:
-            return next(self._pieces, b"")
+            return next(self._chunks, b"")
         except EOFError as error:
-            what = f"ends too early (truncated download?) after {self._given} bytes of content"
-            raise BadDocument("broken file", f"{what}; {way_out}") from error
-        except (gzip.BadGzipFile, zlib.error, _Broken) as error:
-            what = f"is broken after {self._given} bytes of content ({as_line(error)})"
-            raise BadDocument("broken file", f"{what}; {way_out}") from error
+            problem = f"ends too early (truncated download?) after {self._bytes_read} bytes of content"
+            raise BadDocumentError("broken file", f"{problem}; {way_out}") from error
+        except (gzip.BadGzipFile, zlib.error, _CorruptStreamError) as error:
+            problem = f"is broken after {self._bytes_read} bytes of content ({as_line(error)})"
+            raise BadDocumentError("broken file", f"{problem}; {way_out}") from error
 
 
-class _Broken(Exception):
+class _CorruptStreamError(Exception):
     pass
 
 
-def _pieces(file: Any) -> Iterator[bytes]:
+def _read_chunks(file: Any) -> Iterator[bytes]:
     while piece := file.read(_CHUNK):
         yield piece
 
 
-def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
+def _decompress_gzip(raw: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=raw) as file:
         while piece := file.read1(_CHUNK):  # read() would discard content before an error
             yield piece
 
 
-def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
+def _decompress_zstd(raw: BinaryIO) -> Iterator[bytes]:
     """Yield the content of all frames of a file; the library's reader doesn't detect a truncated last frame."""
-    zstandard = optional_package("zstandard", str(getattr(raw, "name", "*.zst")))
+    zstandard = import_optional("zstandard", str(getattr(raw, "name", "*.zst")))
     unpacker, frame, data = zstandard.ZstdDecompressor(max_window_size=2**31), None, b""
     while data or (data := raw.read(_FRAME_CHUNK)):
         frame = frame or unpacker.decompressobj()
         try:
             piece = frame.decompress(data)
         except zstandard.ZstdError as error:
-            raise _Broken(error) from error
+            raise _CorruptStreamError(error) from error
         data = frame.unused_data
         frame = None if frame.eof else frame
         if piece:
@@ -360,27 +362,27 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
-def file_digest(path: Path, memo: Path | None) -> bytes:
+def compute_file_digest(path: Path, memo: Path | None) -> bytes:
     """Return BLAKE2b of a file's content; for large files cached in `memo` by path, size and modification time."""
-    with readable(str(path)):
+    with convert_read_errors(str(path)):
         status = path.stat()
     # A file changed just now could change again within the clock's resolution and keep its size: not cached.
     if memo is None or status.st_size < _MEMO_BYTES or time.time_ns() - status.st_mtime_ns < 2 * 10**9:
-        return _read_digest(path)
+        return _hash_file(path)
     key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
     entry = memo / blake2b(os.fsencode(key), digest_size=20).hexdigest()
-    if entry.is_file() and len(known := entry.read_bytes()) == 32:
-        return known
-    digest = _read_digest(path)
+    if entry.is_file() and len(cached := entry.read_bytes()) == 32:
+        return cached
+    digest = _hash_file(path)
     with contextlib.suppress(OSError):  # a cache that can't be written can still be read
         memo.mkdir(parents=True, exist_ok=True)
         write_atomic(entry, digest)
     return digest
 
 
-def _read_digest(path: Path) -> bytes:
+def _hash_file(path: Path) -> bytes:
     digest = blake2b(digest_size=32)
-    with readable(str(path)), open(path, "rb") as file:
+    with convert_read_errors(str(path)), open(path, "rb") as file:
         while chunk := file.read(8 * _CHUNK):
             digest.update(chunk)
     return digest.digest()

@@ -16,12 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.optional import optional_package
+from titan.config.optional import import_optional
 from titan.console.text import as_line
-from titan.dataset.documents import Part, Source
+from titan.dataset.documents import Source, SourcePart
 from titan.dataset.sources import files
-from titan.dataset.sources.files import BadDocument
-from titan.dataset.sources.records import Field, Reader, Row, Rows, no_column, plain_rows
+from titan.dataset.sources.files import BadDocumentError
+from titan.dataset.sources.records import (
+    RowReader,
+    RowSource,
+    TableRow,
+    TextField,
+    convert_rows,
+    describe_missing_column,
+)
 from titan.errors import ConfigError
 
 _PART_ROWS = 16_384
@@ -30,7 +37,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
-def hub(
+def build_hub_source(
     name: str,
     subset: str | None = None,
     split: str = "train",
@@ -39,13 +46,13 @@ def hub(
     on_error: str = "refuse",
 ) -> Source:
     """Return the source of the texts in the column `field` of a dataset's split."""
-    reader = Hub(name, subset, split, revision, (field,))
-    word = "hub" if reader.folder else re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])
-    return Rows(word, reader, Field(field), on_error)
+    reader = HubReader(name, subset, split, revision, (field,))
+    source_name = "hub" if reader.folder else re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])
+    return RowSource(source_name, reader, TextField(field), on_error)
 
 
 @dataclass(frozen=True)
-class Hub(Reader):
+class HubReader(RowReader):
     """The rows of a dataset of the `datasets` library.
 
     Attributes:
@@ -77,61 +84,63 @@ class Hub(Reader):
         """
         if self.revision and _COMMIT.fullmatch(self.revision):
             return self.revision
-        api = optional_package("huggingface_hub", "dataset=hub").HfApi()
+        api = import_optional("huggingface_hub", "dataset=hub").HfApi()
         try:
             return str(api.dataset_info(self.name, revision=self.revision).sha)
         except Exception as error:
-            raise hub_error(error, f"dataset.name={self.name}", f"dataset.revision={self.revision}") from error
+            raise translate_hub_error(
+                error, f"dataset.name={self.name}", f"dataset.revision={self.revision}"
+            ) from error
 
-    def parts(self) -> list[Part]:
+    def list_parts(self) -> list[SourcePart]:
         """Return the data shards, or ranges of rows."""
         return self._parts
 
     @functools.cached_property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[SourcePart]:
         data, name = self._data, f"{self.name} {self.split}"
-        if not self._saved:
+        if not self._is_saved:
             count = data.num_shards if hasattr(data, "num_shards") else data.n_shards  # before datasets 3.1
-            return [Part(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
+            return [SourcePart(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
         if not len(data):
             raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
-        return [Part(f"{name} from row {i}", 0, (i, i + _PART_ROWS)) for i in range(0, len(data), _PART_ROWS)]
+        return [SourcePart(f"{name} from row {i}", 0, (i, i + _PART_ROWS)) for i in range(0, len(data), _PART_ROWS)]
 
-    def digests(self, memo: Path | None) -> list[str]:
+    def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the commit, or the folder's file names and digests; the subset, the split and the columns."""
-        about = [str(self.subset), self.split, *self.columns]
+        selection = [str(self.subset), self.split, *self.columns]
         if self.folder is None:
-            return [self.name, self.commit, *about]
-        found = files.walk(self.folder, files.is_hidden)
-        names = [file.relative_to(self.folder).as_posix() for file in found]
-        return [*names, *files.digests([files.local(file) for file in found], memo), *about]
+            return [self.name, self.commit, *selection]
+        paths = files.walk_files(self.folder, files.is_hidden)
+        names = [file.relative_to(self.folder).as_posix() for file in paths]
+        return [*names, *files.compute_digests([files.build_local_file(file) for file in paths], memo), *selection]
 
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the rows of a part."""
-        first, last = part.place
-        number = first if self._saved else 0
-        where = f"{self.name} {self.split}" if self._saved else part.name
+        first, last = part.location
+        number = first if self._is_saved else 0
+        location = f"{self.name} {self.split}" if self._is_saved else part.name
         try:
-            for table in self._tables(first, last):
-                for row in plain_rows(table):
-                    yield f"{where}, row {number}", row
+            for table in self._read_tables(first, last):
+                for row in convert_rows(table):
+                    yield f"{location}, row {number}", row
                     number += 1
         except Exception as error:
             if not _is_broken(error):
-                raise hub_error(error, f"dataset.name={self.name}", part.name) from error
+                raise translate_hub_error(error, f"dataset.name={self.name}", part.name) from error
             way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
             cause = as_line(error.__cause__ or error) or type(error).__name__
-            yield part.name, BadDocument("broken file", f"a file is broken or truncated ({cause}); {way_out}")
+            yield part.name, BadDocumentError("broken file", f"a file is broken or truncated ({cause}); {way_out}")
 
-    def _tables(self, first: int, last: int) -> Iterator[Any]:
+    def _read_tables(self, first: int, last: int) -> Iterator[Any]:
         """Yield the rows of a part as Arrow tables, which are much faster than the library's dictionaries."""
-        saved, data = self._saved, self._data
-        rows = data.select(range(first, min(last, len(data)))) if saved else data.shard(last, first)
+        is_saved, data = self._is_saved, self._data
+        rows = data.select(range(first, min(last, len(data)))) if is_saved else data.shard(last, first)
         tables: Iterator[Any] = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
         return tables
 
     @property
-    def _saved(self) -> bool:
+    def _is_saved(self) -> bool:
         folder = self.folder
         return bool(folder and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")))
 
@@ -141,66 +150,66 @@ class Hub(Reader):
     @functools.cached_property
     def _data(self) -> Any:
         """The dataset with only the columns to read; not pickled."""
-        datasets = optional_package("datasets", "dataset=hub")
+        datasets = import_optional("datasets", "dataset=hub")
         try:
-            data = self._disk(datasets) if self._saved else self._stream(datasets)
-            known = self._known(data)
+            data = self._load_from_disk(datasets) if self._is_saved else self._load_stream(datasets)
+            column_names = self._list_columns(data)
         except ConfigError:
             raise
         except Exception as error:
-            raise self._open_error(error) from error
-        if not known:
+            raise self._translate_open_error(error) from error
+        if not column_names:
             raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
         for column in self.columns:
-            if column not in known:
-                raise ConfigError(no_column(f"dataset.name={self.name}", column, known))
+            if column not in column_names:
+                raise ConfigError(describe_missing_column(f"dataset.name={self.name}", column, column_names))
         return data.select_columns(list(self.columns))
 
-    def _known(self, data: Any) -> list[str]:
+    def _list_columns(self, data: Any) -> list[str]:
         """Return the columns' names, from the first row if the dataset doesn't list them."""
         try:
             return data.column_names or list(next(iter(data), {}))
         except Exception as error:
-            if _is_broken(error):  # `rows` reports or skips it
+            if _is_broken(error):  # `read_rows` reports or skips it
                 return list(self.columns)
             raise
 
-    def _disk(self, datasets: Any) -> Any:
+    def _load_from_disk(self, datasets: Any) -> Any:
         folder = self.folder or Path()
         index = folder / "dataset_dict.json"
         if not index.is_file():
             return datasets.load_from_disk(str(folder))
         splits = json.loads(index.read_bytes())["splits"]
         if self.split not in splits:
-            raise ConfigError(self._no_split(", ".join(splits)))
+            raise ConfigError(self._describe_missing_split(", ".join(splits)))
         return datasets.load_from_disk(str(folder / self.split))  # only this split: empty ones can't be loaded
 
-    def _stream(self, datasets: Any) -> Any:
+    def _load_stream(self, datasets: Any) -> Any:
         name, revision = (self.name, self.commit) if self.folder is None else (str(self.folder), None)
         return datasets.load_dataset(name, self.subset, split=self.split, revision=revision, streaming=True)
 
-    def _no_split(self, known: str) -> str:
-        return f"dataset.split={self.split}: {self.name} has no such split (its splits: {known}); choose another."
+    def _describe_missing_split(self, splits: str) -> str:
+        return f"dataset.split={self.split}: {self.name} has no such split (its splits: {splits}); choose another."
 
-    def _open_error(self, error: Exception) -> ConfigError:
+    def _translate_open_error(self, error: Exception) -> ConfigError:
         """Translate the library's error of a dataset that can't be opened."""
         text = as_line(error)
         if isinstance(error, (StopIteration, IndexError)):  # the library raises them for an empty dataset
             return ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
-        known = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
-        choices = known[1].replace("'", "") if known else ""
+        match = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
+        choices = match[1].replace("'", "") if match else ""
         if "split" in text.lower() and ("Bad split" in text or "Unknown split" in text):
-            return ConfigError(self._no_split(choices or text))
+            return ConfigError(self._describe_missing_split(choices or text))
         if "BuilderConfig" in text or "Config name is missing" in text or "Please pick one among" in text:
             subset = "null" if self.subset is None else self.subset
             hint = f"its subsets: {choices}" if choices else text
             return ConfigError(f"dataset.subset={subset}: {self.name} has no such subset ({hint}); choose another.")
         if _is_broken(error):
             return ConfigError(f"dataset.name={self.name}: can't be read ({text}); fetch it again or choose another.")
-        return hub_error(error, f"dataset.name={self.name}", f"dataset.revision={self.revision}")
+        return translate_hub_error(error, f"dataset.name={self.name}", f"dataset.revision={self.revision}")
 
 
-def hub_error(error: Exception, setting: str, revision: str) -> ConfigError:
+def translate_hub_error(error: Exception, setting: str, revision: str) -> ConfigError:
     """Translate an error of the hub or of the network into a ConfigError.
 
     Args:
@@ -208,7 +217,7 @@ def hub_error(error: Exception, setting: str, revision: str) -> ConfigError:
         setting: the user's setting, such as `dataset.name=x`.
         revision: the same for the revision.
     """
-    kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+    kinds = {kind.__name__ for cause in _iterate_causes(error) for kind in type(cause).__mro__}
     name = setting.partition("=")[2].partition("@")[0]
     if "GatedRepoError" in kinds or "is a gated" in str(error):
         return ConfigError(f"{setting}: {name} is gated; ask for access on its page of the hub, then {LOG_IN}.")
@@ -224,14 +233,14 @@ def hub_error(error: Exception, setting: str, revision: str) -> ConfigError:
     if status in (401, 403):
         return ConfigError(f"{setting}: the hub denies access ({status}); {LOG_IN}.")
     if status is None and kinds & {"OSError", "HTTPError", "TimeoutError", "OfflineModeIsEnabled"}:
-        what = f"{type(error).__name__}: {as_line(error)}"
+        reason = f"{type(error).__name__}: {as_line(error)}"
         return ConfigError(
-            f"{setting}: the hub can't be reached ({what}); check the network, or fetch it on another machine."
+            f"{setting}: the hub can't be reached ({reason}); check the network, or fetch it on another machine."
         )
     return ConfigError(f"{setting}: {type(error).__name__}: {as_line(error)}; fix this, or choose another.")
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -246,7 +255,7 @@ def _is_broken(error: Exception) -> bool:
     )
 
 
-def fetch(name: str) -> Path:
+def fetch_tokenizer(name: str) -> Path:
     """Fetch the tokenizer.json of `name` (OWNER/NAME or OWNER/NAME@REVISION) and its tokenizer_config.json.
 
     Both are fetched with the user's login into the cache of `huggingface_hub`, which also works without a network.
@@ -254,7 +263,7 @@ def fetch(name: str) -> Path:
     Raises:
         ConfigError: when it can't be fetched.
     """
-    hub = optional_package("huggingface_hub", f"dataset.tokenizer={name}")
+    hub = import_optional("huggingface_hub", f"dataset.tokenizer={name}")
     repository, _, revision = name.partition("@")
     try:
         file = Path(hub.hf_hub_download(repository, "tokenizer.json", revision=revision or None))
@@ -265,7 +274,7 @@ def fetch(name: str) -> Path:
             raise ConfigError(
                 f"dataset.tokenizer={name}: it has no tokenizer.json; give a file, or another model's name."
             ) from error
-        raise hub_error(error, f"dataset.tokenizer={name}", f"dataset.tokenizer={name}") from error
+        raise translate_hub_error(error, f"dataset.tokenizer={name}", f"dataset.tokenizer={name}") from error
     return file
 
 

@@ -1,6 +1,6 @@
 """Records: documents in the columns of a table or under the keys of an object.
 
-A `Reader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a `Pick` (the text of a field, or a
+A `RowReader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a `RowFormat` (the text of a field, or a
 conversation of `titan.dataset.sources.chat`) makes a document of each row.
 """
 
@@ -15,33 +15,33 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan.config.optional import optional_package
-from titan.config.settings import show
+from titan.config.optional import import_optional
+from titan.config.settings import format_value
 from titan.console.text import as_line
-from titan.dataset.documents import Document, Part, Skip, Source, content_digest
+from titan.dataset.documents import Document, Skip, Source, SourcePart, content_digest
 from titan.dataset.sources import files
-from titan.dataset.sources.files import BadDocument, File, reject_or_skip
+from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_skip
 from titan.errors import ConfigError
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
 _PIECE = 1024 * 1024
 
 
-class Reader(ABC):
+class RowReader(ABC):
     """A reader of rows."""
 
     @abstractmethod
-    def parts(self) -> Sequence[Part]:
+    def list_parts(self) -> Sequence[SourcePart]:
         """Return the parts, in order."""
 
     @abstractmethod
-    def digests(self, memo: Path | None) -> list[str]:
+    def compute_digests(self, memo: Path | None) -> list[str]:
         """Return what identifies the content."""
 
     @abstractmethod
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the rows of a part, each with its location; a BadDocument for an unreadable one.
 
         Raises:
@@ -49,7 +49,7 @@ class Reader(ABC):
         """
 
 
-class Pick(ABC):
+class RowFormat(ABC):
     """Makes a document of a row.
 
     Attributes:
@@ -59,90 +59,91 @@ class Pick(ABC):
     masked: bool = False
 
     @abstractmethod
-    def parameters(self) -> list[Any]:
+    def list_parameters(self) -> list[Any]:
         """Return everything that determines the documents, besides the rows."""
 
     @abstractmethod
-    def document(self, row: Row) -> Document:
+    def extract_document(self, row: TableRow) -> Document:
         """Return the document of a row.
 
         Raises:
-            BadDocument: when the row has none.
+            BadDocumentError: when the row has none.
         """
 
 
 @dataclass
-class Rows(Source):
-    """A source of the documents that `pick` makes of the rows of `reader`."""
+class RowSource(Source):
+    """A source of the documents that `row_format` makes of the rows of `reader`."""
 
     name: str
-    reader: Reader
-    pick: Pick
+    reader: RowReader
+    row_format: RowFormat
     on_error: str = "refuse"
 
     @property
     def masked(self) -> bool:  # type: ignore[override]
         """Whether documents are turns."""
-        return self.pick.masked
+        return self.row_format.masked
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[SourcePart]:
         """Return the reader's parts."""
-        return self.reader.parts()
+        return self.reader.list_parts()
 
     def digest(self, memo: Path | None = None) -> str:
         """Return the digest of the rows and of the pick; names and paths of files don't count."""
-        return content_digest(self.name, *self.pick.parameters(), *self.reader.digests(memo))
+        return content_digest(self.name, *self.row_format.list_parameters(), *self.reader.compute_digests(memo))
 
-    def documents(self, part: Part) -> Iterator[Document]:
+    def documents(self, part: SourcePart) -> Iterator[Document]:
         """Yield the documents of a part."""
-        for where, row in self.reader.rows(part):
-            yield self._document(where, row)
+        for location, row in self.reader.read_rows(part):
+            yield self._extract_document(location, row)
 
-    def _document(self, where: str, row: Row | BadDocument) -> Document:
+    def _extract_document(self, location: str, row: TableRow | BadDocumentError) -> Document:
         try:
-            if isinstance(row, BadDocument):
+            if isinstance(row, BadDocumentError):
                 raise row
-            document = self.pick.document(row)
-        except BadDocument as bad:
-            return reject_or_skip(self.on_error, where, bad)
-        return Skip(document.reason, where) if isinstance(document, Skip) else document
+            document = self.row_format.extract_document(row)
+        except BadDocumentError as error:
+            return reject_or_skip(self.on_error, location, error)
+        return Skip(document.reason, location) if isinstance(document, Skip) else document
 
 
 @dataclass(frozen=True)
-class Field(Pick):
+class TextField(RowFormat):
     """Picks the text under a key or in a column."""
 
     field: str
 
-    def parameters(self) -> list[Any]:
+    def list_parameters(self) -> list[Any]:
         """Return the key."""
         return [self.field]
 
-    def document(self, row: Row) -> Document:
+    def extract_document(self, row: TableRow) -> Document:
         """Return the text, or Skip if it is null or blank."""
-        value = value_of(row, self.field, "dataset.field")
+        value = get_value(row, self.field, "dataset.field")
         if value is None:
             return Skip("empty")
         if not isinstance(value, str):
-            raise BadDocument(
-                "no text", f"{self.field!r} is {show(value)[:40]}, not text; give the text's key in dataset.field."
+            raise BadDocumentError(
+                "no text",
+                f"{self.field!r} is {format_value(value)[:40]}, not text; give the text's key in dataset.field.",
             )
-        return repaired(value) if value and not value.isspace() else Skip("empty")
+        return repair_surrogates(value) if value and not value.isspace() else Skip("empty")
 
 
-def value_of(row: Row, key: str, setting: str) -> Any:
+def get_value(row: TableRow, key: str, setting: str) -> Any:
     """Return the value of `key` in a row.
 
     Raises:
-        BadDocument: when the row has no such key.
+        BadDocumentError: when the row has no such key.
     """
     if key not in row:
         keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-        raise BadDocument("no text", f"no key {key!r} (its keys: {keys}); give the right key in {setting}.")
+        raise BadDocumentError("no text", f"no key {key!r} (its keys: {keys}); give the right key in {setting}.")
     return row[key]
 
 
-def repaired(document: str) -> str:
+def repair_surrogates(document: str) -> str:
     """Replace lone surrogates, which JSON can escape but which aren't text, by the replacement character."""
     try:
         document.encode("utf-8")
@@ -152,51 +153,54 @@ def repaired(document: str) -> str:
 
 
 @dataclass(frozen=True)
-class JsonLines(Reader):
+class JsonLinesReader(RowReader):
     """JSON Lines files: the objects of their lines."""
 
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
 
-    def parts(self) -> list[Part]:
+    def list_parts(self) -> list[SourcePart]:
         """Return ranges of each file that end at line ends."""
-        return [part for file in self.files for part in files.parts(file)]
+        return [part for file in self.files for part in files.split_file(file)]
 
-    def digests(self, memo: Path | None) -> list[str]:
+    def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the digests of the files."""
-        return files.digests(self.files, memo)
+        return files.compute_digests(self.files, memo)
 
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the objects of a part's lines; blank lines are ignored."""
-        file, start, end = part.place
-        with files.readable(file.path), file.open() as stream:
+        file, start, end = part.location
+        with files.convert_read_errors(file.path), file.open() as stream:
             try:
-                for number, place, line in _lines(stream, start, end):
-                    if isinstance(line, BadDocument) or line.strip():
-                        yield f"{file.path}, {f'byte {place}' if start else f'line {number}'}", _parsed(line, place)
-            except BadDocument as bad:
-                yield file.path, bad
+                for number, position, line in _read_lines(stream, start, end):
+                    if isinstance(line, BadDocumentError) or line.strip():
+                        yield (
+                            f"{file.path}, {f'byte {position}' if start else f'line {number}'}",
+                            _parse_line(line, position),
+                        )
+            except BadDocumentError as error:
+                yield file.path, error
 
 
-def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | BadDocument]]:
+def _read_lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | BadDocumentError]]:
     """Yield the lines of a part: number in the part, first byte, and content."""
-    bounds = files.span(file, start, end, b"\n") if start or end else (0, None)
+    bounds = files.find_span(file, start, end, b"\n") if start or end else (0, None)
     if bounds is None:
         return
-    place, last = bounds
+    position, last = bounds
     for number in count(1):
-        if not (line := file.readline(files.LONGEST + 1)):
+        if not (line := file.readline(files.MAX_DOCUMENT_BYTES + 1)):
             return
-        if len(line) > files.LONGEST:
-            yield number, place, files.too_long(place, "line", "to skip it")
-            place += _pass_over(file, line)
+        if len(line) > files.MAX_DOCUMENT_BYTES:
+            yield number, position, files.build_too_long_error(position, "line", "to skip it")
+            position += _skip_line(file, line)
         else:
-            yield number, place, line if place else line.removeprefix(_BOM)
-        place += len(line)
-        if last is not None and place >= last:
+            yield number, position, line if position else line.removeprefix(_BOM)
+        position += len(line)
+        if last is not None and position >= last:
             return
 
 
-def _pass_over(file: BinaryIO, line: bytes) -> int:
+def _skip_line(file: BinaryIO, line: bytes) -> int:
     """Read to the end of a line whose beginning is given; return the number of bytes read."""
     size = 0
     while line and not line.endswith(b"\n"):
@@ -205,105 +209,107 @@ def _pass_over(file: BinaryIO, line: bytes) -> int:
     return size
 
 
-def _parsed(line: bytes | BadDocument, place: int) -> Row | BadDocument:
-    if isinstance(line, BadDocument):
+def _parse_line(line: bytes | BadDocumentError, position: int) -> TableRow | BadDocumentError:
+    if isinstance(line, BadDocumentError):
         return line
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-        return BadDocument("not UTF-8", f"byte {place + error.start} is not UTF-8 ({error.reason}); {way_out}")
+        return BadDocumentError("not UTF-8", f"byte {position + error.start} is not UTF-8 ({error.reason}); {way_out}")
     except (ValueError, RecursionError) as error:
-        return BadDocument("not JSON", f"not JSON ({error}); correct it, or choose files with one object per line.")
+        return BadDocumentError(
+            "not JSON", f"not JSON ({error}); correct it, or choose files with one object per line."
+        )
     if not isinstance(entry, dict):
-        return BadDocument("not JSON", "not a JSON object; each line must be one, such as {'text': ...}.")
+        return BadDocumentError("not JSON", "not a JSON object; each line must be one, such as {'text': ...}.")
     return entry
 
 
 @dataclass(frozen=True)
-class Parquet(Reader):
+class ParquetReader(RowReader):
     """Parquet files: the rows of their row groups, with only the columns that are needed."""
 
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
     columns: tuple[str, ...]
 
-    def parts(self) -> list[Part]:
+    def list_parts(self) -> list[SourcePart]:
         """Return the row groups; a file that can't be opened is one part."""
         return self._parts
 
     @functools.cached_property
-    def _parts(self) -> list[Part]:
-        return [part for file in self.files for part in self._groups(file)]
+    def _parts(self) -> list[SourcePart]:
+        return [part for file in self.files for part in self._list_row_groups(file)]
 
-    def digests(self, memo: Path | None) -> list[str]:
+    def compute_digests(self, memo: Path | None) -> list[str]:
         """Return the digests of the files."""
-        return files.digests(self.files, memo)
+        return files.compute_digests(self.files, memo)
 
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+    def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
         """Yield the rows of a row group."""
-        pyarrow = optional_package("pyarrow", "dataset=parquet")
-        file, group = part.place
-        with files.readable(file.path), file.raw() as stream:
+        pyarrow = import_optional("pyarrow", "dataset=parquet")
+        file, group = part.location
+        with files.convert_read_errors(file.path), file.raw() as stream:
             try:
-                table, number = _opened(stream), 0
-                self._check(file, table)
+                table, number = _open_parquet(stream), 0
+                self._check_columns(file, table)
                 for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group or 0], columns=list(self.columns)):
-                    for row in plain_rows(batch):
+                    for row in convert_rows(batch):
                         yield f"{part.name}, row {number}", row
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
                 if getattr(error, "errno", None):  # an error of the system or the network, not of the file
                     raise
                 way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
-                what = f"not a Parquet file, or a broken or truncated one ({as_line(error)})"
-                yield part.name, BadDocument("broken file", f"{what}; {way_out}")
+                problem = f"not a Parquet file, or a broken or truncated one ({as_line(error)})"
+                yield part.name, BadDocumentError("broken file", f"{problem}; {way_out}")
 
-    def _groups(self, file: File) -> list[Part]:
-        pyarrow = optional_package("pyarrow", "dataset=parquet")
-        with files.readable(file.path), file.raw() as stream:
+    def _list_row_groups(self, file: SourceFile) -> list[SourcePart]:
+        pyarrow = import_optional("pyarrow", "dataset=parquet")
+        with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
-                about = _opened(stream).metadata
+                metadata = _open_parquet(stream).metadata
             except (pyarrow.ArrowException, OSError):
-                return [Part(file.path, file.size, (file, None))]  # `rows` reports the error
-            sizes = [self._bytes(about.row_group(group)) for group in range(about.num_row_groups)]
-        return [Part(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
+                return [SourcePart(file.path, file.size, (file, None))]  # `read_rows` reports the error
+            sizes = [self._count_column_bytes(metadata.row_group(group)) for group in range(metadata.num_row_groups)]
+        return [SourcePart(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
 
-    def _bytes(self, group: Any) -> int:
+    def _count_column_bytes(self, group: Any) -> int:
         columns = (group.column(i) for i in range(group.num_columns))
         return sum(c.total_compressed_size for c in columns if c.path_in_schema.split(".")[0] in self.columns)
 
-    def _check(self, file: File, table: Any) -> None:
-        known = table.schema_arrow.names
+    def _check_columns(self, file: SourceFile, table: Any) -> None:
+        column_names = table.schema_arrow.names
         for column in self.columns:
-            if column not in known:
-                raise ConfigError(no_column(file.path, column, known))
+            if column not in column_names:
+                raise ConfigError(describe_missing_column(file.path, column, column_names))
 
 
-def no_column(where: str, column: str, known: Sequence[str]) -> str:
+def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:
     """Return the message for a missing column."""
-    return f"{where}: there is no column {column!r} (its columns: {', '.join(known[:12]) or 'none'}); choose another."
+    return f"{location}: there is no column {column!r} (its columns: {', '.join(column_names[:12]) or 'none'}); choose another."
 
 
-def _opened(stream: BinaryIO) -> Any:
-    return optional_package("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
+def _open_parquet(stream: BinaryIO) -> Any:
+    return import_optional("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
 
 
-def plain_rows(batch: Any) -> Iterator[Row | BadDocument]:
-    """Yield the rows of an Arrow batch as dictionaries; `BadDocument` for text that is not UTF-8."""
+def convert_rows(batch: Any) -> Iterator[TableRow | BadDocumentError]:
+    """Yield the rows of an Arrow batch as dictionaries; `BadDocumentError` for text that is not UTF-8."""
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     try:
         values = {name: column.to_pylist() for name, column in columns.items()}
     except UnicodeDecodeError:
-        yield from _row_by_row(columns, batch.num_rows)
+        yield from _convert_row_by_row(columns, batch.num_rows)
         return
     for row in zip(*values.values(), strict=True):
         yield dict(zip(values, row, strict=True))
 
 
-def _row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[Row | BadDocument]:
+def _convert_row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[TableRow | BadDocumentError]:
     for i in range(count):
         try:
             yield {name: column[i].as_py() for name, column in columns.items()}
         except UnicodeDecodeError as error:
             way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-            yield BadDocument("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")
+            yield BadDocumentError("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.optional import optional_package
-from titan.dataset.tokenizers.tokenizer import END, Tokenizer, read
+from titan.config.optional import import_optional
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer_file
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
 
-_ENDS = (END, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
-_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
+_EOS_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
 
 
 class JsonTokenizer(Tokenizer):
@@ -46,8 +46,8 @@ class JsonTokenizer(Tokenizer):
         added = backend.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         self.vocab_size = max(self._vocab.values()) + 1
-        self.eos = self._named(config, "eos_token", _ENDS)
-        bos = self._named(config, "bos_token", _BEGINNINGS)
+        self.eos = self._find_special_id(config, "eos_token", _EOS_NAMES)
+        bos = self._find_special_id(config, "bos_token", _BOS_NAMES)
         self.bos = None if bos == self.eos else bos
         content = json.dumps([json.loads(backend.to_str()), self.eos, self.bos], sort_keys=True)
         self.fingerprint = blake2b(content.encode(), digest_size=32).hexdigest()
@@ -63,7 +63,7 @@ class JsonTokenizer(Tokenizer):
         ids: list[int] = self._markup.encode(text, add_special_tokens=False).ids
         return ids
 
-    def has(self, token: str) -> bool:
+    def has_special(self, token: str) -> bool:
         """Return whether there is a special token of this name."""
         return self._vocab.get(token) in self._special
 
@@ -77,16 +77,16 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with the names of special tokens, and U+FFFD for bytes that are not UTF-8."""
-        return self._backend.decode(self._check(ids), skip_special_tokens=False)
+        return self._backend.decode(self._check_ids(ids), skip_special_tokens=False)
 
-    def token_bytes(self) -> NDArray[np.uint16]:
+    def count_token_bytes(self) -> NDArray[np.uint16]:
         """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
         content = json.loads(self._backend.to_str())
         byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
         out = np.zeros(self.vocab_size, dtype=np.uint16)
         for token, i in self._vocab.items():
             if i not in self._special:
-                out[i] = len(token) if byte_level else _plain_bytes(token)
+                out[i] = len(token) if byte_level else _count_plain_bytes(token)
         return out
 
     @cached_property
@@ -96,10 +96,10 @@ class JsonTokenizer(Tokenizer):
 
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
-    def _gaps(self) -> list[int]:
+    def _list_unused_ids(self) -> list[int]:
         return sorted({*range(self.vocab_size)} - {*self._vocab.values()})
 
-    def _named(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
+    def _find_special_id(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
         if key not in config:
             return next((self._vocab[name] for name in usual if name in self._vocab), None)
         entry = config[key]
@@ -118,8 +118,8 @@ def load_json(path: Path, name: str) -> JsonTokenizer:
     Raises:
         ConfigError: when it is not a tokenizer.json.
     """
-    tokenizers = optional_package("tokenizers", f"dataset.tokenizer={name}")
-    text = read(path).decode("utf-8", "replace")
+    tokenizers = import_optional("tokenizers", f"dataset.tokenizer={name}")
+    text = read_tokenizer_file(path).decode("utf-8", "replace")
     try:
         backend = tokenizers.Tokenizer.from_str(text)
         if not backend.get_vocab_size():
@@ -135,13 +135,13 @@ def _load_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(read(path))
+        config = json.loads(read_tokenizer_file(path))
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON ({error}); correct it, or remove it.") from error
     return config if isinstance(config, dict) else {}
 
 
-def _plain_bytes(token: str) -> int:
+def _count_plain_bytes(token: str) -> int:
     """Return the bytes of a token of a vocabulary that isn't byte-level, as SentencePiece and WordPiece write it."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1

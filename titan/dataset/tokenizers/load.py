@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from titan.config.settings import nearest
-from titan.dataset.sources.hub import fetch
+from titan.config.settings import suggest_nearest
+from titan.dataset.sources.hub import fetch_tokenizer
 from titan.dataset.tokenizers.json_file import load_json
 from titan.dataset.tokenizers.rank_file import BUILT_IN, load_ranks
 from titan.dataset.tokenizers.tokenizer import Tokenizer
@@ -26,19 +26,19 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         ConfigError: when there is no such file or repository, it can't be fetched, or has another format.
     """
-    tokenizer = _load(name)
+    tokenizer = _load_by_name(name)
     tokenizer.name = name
     return tokenizer
 
 
-def _load(name: str) -> Tokenizer:
+def _load_by_name(name: str) -> Tokenizer:
     if name == BUILT_IN:
         return load_ranks(Path(__file__).with_name("titan4k.tiktoken"))
     path = Path(name).expanduser()
     if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
-        return load_json(fetch(name), name)
+        return load_json(fetch_tokenizer(name), name)
     if not path.is_file():
-        raise ConfigError(_missing(name, path))
+        raise ConfigError(_describe_missing(name, path))
     if path.suffix == ".json":
         return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
@@ -46,8 +46,8 @@ def _load(name: str) -> Tokenizer:
     raise ConfigError(f"dataset.tokenizer={name}: unknown file type; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
 
 
-def _missing(name: str, path: Path) -> str:
+def _describe_missing(name: str, path: Path) -> str:
     if path.is_dir():
         return f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
-    hint = nearest(name, [BUILT_IN]) or f"; give {BUILT_IN} or the path of a tokenizer's file."
+    hint = suggest_nearest(name, [BUILT_IN]) or f"; give {BUILT_IN} or the path of a tokenizer's file."
     return f"dataset.tokenizer={name}: there is no such tokenizer or file{hint}"

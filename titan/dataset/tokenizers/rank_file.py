@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.tokenizers.tokenizer import END, Tokenizer, read
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer_file
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class RankTokenizer(Tokenizer):
         self._ranks = ranks
         self._special = {name: len(ranks) + i for i, name in enumerate(special)}
         self.vocab_size = len(ranks) + len(special)
-        self.eos, self.bos = self._special.get(END), self._special.get("<|begin_of_text|>")
-        self.fingerprint = self._digest()
-        self._encoding = self._build()
+        self.eos, self.bos = self._special.get(END_OF_TEXT), self._special.get("<|begin_of_text|>")
+        self.fingerprint = self._compute_fingerprint()
+        self._encoding = self._build_encoding()
 
     @property
     def ranks(self) -> Mapping[bytes, int]:
@@ -75,11 +75,11 @@ class RankTokenizer(Tokenizer):
         """Return the ids of each text as an array, without Python lists of ids, which take half of the time."""
         threads = self.threads or min(8, os.cpu_count() or 1)
         if len(texts) < 4 or threads == 1:
-            return [self._array(text) for text in texts]
+            return [self._encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(self._array, texts))
+            return list(pool.map(self._encode_array, texts))
 
-    def _array(self, text: str) -> NDArray[np.uint32]:
+    def _encode_array(self, text: str) -> NDArray[np.uint32]:
         encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
         pieces = cut_spaces(text)
         return encode(text) if len(pieces) == 1 else np.concatenate([encode(piece) for piece in pieces])
@@ -88,7 +88,7 @@ class RankTokenizer(Tokenizer):
         """Return the ids of `text`; names of special tokens in it become special tokens."""
         return self._encoding.encode(text, allowed_special="all")
 
-    def has(self, token: str) -> bool:
+    def has_special(self, token: str) -> bool:
         """Return whether there is a special token of this name."""
         return token in self._special
 
@@ -102,21 +102,21 @@ class RankTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8."""
-        return self._encoding.decode(self._check(ids), errors="replace")
+        return self._encoding.decode(self._check_ids(ids), errors="replace")
 
-    def token_bytes(self) -> NDArray[np.uint16]:
+    def count_token_bytes(self) -> NDArray[np.uint16]:
         """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
         out = np.zeros(self.vocab_size, dtype=np.uint16)
         for token, rank in self._ranks.items():
             out[rank] = len(token)
         return out
 
-    def _build(self) -> tiktoken.Encoding:
+    def _build_encoding(self) -> tiktoken.Encoding:
         import tiktoken
 
         return tiktoken.Encoding("titan", pat_str=PATTERN, mergeable_ranks=self._ranks, special_tokens=self._special)
 
-    def _digest(self) -> str:
+    def _compute_fingerprint(self) -> str:
         digest = blake2b(PATTERN.encode(), digest_size=32)
         for token, _ in sorted(self._ranks.items(), key=lambda item: item[1]):
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -130,14 +130,14 @@ def load_ranks(path: Path) -> RankTokenizer:
     Raises:
         ConfigError: when the file can't be read or is malformed.
     """
-    data = read(path)
+    data = read_tokenizer_file(path)
     if path.suffix == ".model" and (b"<unk>" in data[:4096] or b"\0" in data[:4096]):
         raise ConfigError(
             f"dataset.tokenizer={path}: is a SentencePiece model (as of Llama 2), which titan doesn't read; "
             f"give the tokenizer.json of the same model."
         )
     ranks = _parse_ranks(path, data)
-    return RankTokenizer(ranks, llama3_special() if len(ranks) == LLAMA3_RANKS else [END])
+    return RankTokenizer(ranks, list_llama3_special() if len(ranks) == LLAMA3_RANKS else [END_OF_TEXT])
 
 
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
@@ -148,15 +148,15 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             if line.strip():
-                raise _malformed(path, f"line {number} is not `base64 rank`") from error
+                raise _build_format_error(path, f"line {number} is not `base64 rank`") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise _malformed(path, "its ranks are not 0 to n - 1, each once")
+        raise _build_format_error(path, "its ranks are not 0 to n - 1, each once")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise _malformed(path, "not every single byte has a rank")
+        raise _build_format_error(path, "not every single byte has a rank")
     return ranks
 
 
-def _malformed(path: Path, reason: str) -> ConfigError:
+def _build_format_error(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"dataset.tokenizer={path}: is not a tiktoken rank file ({reason}); give a complete one.")
 
 
@@ -175,9 +175,9 @@ def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
     path.write_text("".join(lines), encoding="ascii")
 
 
-def llama3_special() -> list[str]:
+def list_llama3_special() -> list[str]:
     """Return the names of Llama 3's 256 special tokens, in the order of their ids (as published with the model)."""
-    first = ["<|begin_of_text|>", END, *(f"<|reserved_special_token_{i}|>" for i in range(4))]
+    first = ["<|begin_of_text|>", END_OF_TEXT, *(f"<|reserved_special_token_{i}|>" for i in range(4))]
     turns = ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
-    rest = _LLAMA3_SPECIAL - len(first) - len(turns)
-    return [*first, *turns, *(f"<|reserved_special_token_{i}|>" for i in range(5, 5 + rest))]
+    reserved = _LLAMA3_SPECIAL - len(first) - len(turns)
+    return [*first, *turns, *(f"<|reserved_special_token_{i}|>" for i in range(5, 5 + reserved))]

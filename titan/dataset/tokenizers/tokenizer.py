@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from titan.dataset.documents import Turn
 from titan.errors import ConfigError
 
-END = "<|end_of_text|>"
+END_OF_TEXT = "<|end_of_text|>"
 
 
 class Tokenizer(ABC):
@@ -47,7 +47,7 @@ class Tokenizer(ABC):
         """Return the ids of `text`; names of special tokens in it become special tokens."""
 
     @abstractmethod
-    def has(self, token: str) -> bool:
+    def has_special(self, token: str) -> bool:
         """Return whether there is a special token of this name."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def token_bytes(self) -> NDArray[np.uint16]:
+    def count_token_bytes(self) -> NDArray[np.uint16]:
         """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
@@ -79,22 +79,22 @@ class Tokenizer(ABC):
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of `text` with bos and eos, if the tokenizer has them."""
-        return self.framed(self.encode(text))
+        return self.add_bos_eos(self.encode(text))
 
-    def framed(self, ids: list[int]) -> list[int]:
+    def add_bos_eos(self, ids: list[int]) -> list[int]:
         """Return `ids` with bos and eos added, if the tokenizer has them."""
         return [*([] if self.bos is None else [self.bos]), *ids, *([] if self.eos is None else [self.eos])]
 
     def encode_turns(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
         """Return the ids of a document made of turns, and for each whether it counts in the loss.
 
-        bos and eos are added as in `framed`, unless the turns have them; an added eos counts.
+        bos and eos are added as in `add_bos_eos`, unless the turns have them; an added eos counts.
         """
         ids, trained = list[int](), list[bool]()
         for turn in turns:
-            new = self.encode_markup(turn.text) if turn.special else self.encode(turn.text)
-            ids += new
-            trained += [turn.trained] * len(new)
+            turn_ids = self.encode_markup(turn.text) if turn.special else self.encode(turn.text)
+            ids += turn_ids
+            trained += [turn.trained] * len(turn_ids)
         if self.bos is not None and ids[:1] != [self.bos]:
             ids, trained = [self.bos, *ids], [False, *trained]
         if self.eos is not None and ids[-1:] != [self.eos]:
@@ -108,16 +108,16 @@ class Tokenizer(ABC):
         lines = [f"{self.name}: {self.vocab_size:,} ids; documents end {end}, begin {begin}"]
         if self.eos is None:
             lines.append(f"warning: {self.name} has no end-of-document token: documents are not separated")
-        gaps = self._gaps()
-        if gaps:
-            lines.append(f"warning: {self.name}: {len(gaps):,} ids are unused, the first is {gaps[0]}")
+        unused = self._list_unused_ids()
+        if unused:
+            lines.append(f"warning: {self.name}: {len(unused):,} ids are unused, the first is {unused[0]}")
         return lines
 
-    def _gaps(self) -> list[int]:
+    def _list_unused_ids(self) -> list[int]:
         """Return the unused ids below `vocab_size`."""
         return []
 
-    def _check(self, ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -125,7 +125,7 @@ class Tokenizer(ABC):
         return ids
 
 
-def read(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
     """Return the content of a tokenizer's file.
 
     Raises:

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from titan.config.arguments import version
+from titan.config.arguments import describe_version
 from titan.console import output
 from titan.console.text import one_line
 from titan.dataset.documents import Source
@@ -22,11 +22,11 @@ from titan.dataset.sources import local
 from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError
 
-MOST = 10**7
+MAX_RANKS = 10**7
 """The largest vocabulary."""
 
 
-def train(texts: Iterable[str], ranks: int) -> list[bytes]:
+def train_vocabulary(texts: Iterable[str], ranks: int) -> list[bytes]:
     """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic.
 
     Raises:
@@ -34,26 +34,26 @@ def train(texts: Iterable[str], ranks: int) -> list[bytes]:
     """
     if ranks < 256:
         raise ConfigError(f"--ranks {ranks}: the 256 single bytes are always included; give 256 or more.")
-    if ranks > MOST:
-        raise ConfigError(f"--ranks {ranks}: must be at most {MOST}.")
-    vocabulary = _merge(chain.from_iterable(map(cut_spaces, texts)), ranks)
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"--ranks {ranks}: must be at most {MAX_RANKS}.")
+    vocabulary = _learn_merges(chain.from_iterable(map(cut_spaces, texts)), ranks)
     if len(vocabulary) < ranks:
         raise ConfigError(
             f"--ranks {ranks}: the text yields only {len(vocabulary)} tokens; give more text or fewer ranks."
         )
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    byte_of = {character: byte for byte, character in enumerate(list_byte_characters())}
     ordered = sorted(vocabulary, key=lambda token: vocabulary[token])
     return [bytes(byte_of[character] for character in token) for token in ordered]
 
 
-def byte_characters() -> list[str]:
+def list_byte_characters() -> list[str]:
     """Return the character for each byte in byte-level BPE (GPT-2): the byte itself if printable, else from U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
 
 
-def _merge(texts: Iterable[str], ranks: int) -> dict[str, int]:
+def _learn_merges(texts: Iterable[str], ranks: int) -> dict[str, int]:
     """Return byte-level tokens and their ids from the `tokenizers` library's trainer."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -61,7 +61,7 @@ def _merge(texts: Iterable[str], ranks: int) -> dict[str, int]:
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
-    trainer = trainers.BpeTrainer(vocab_size=ranks, initial_alphabet=byte_characters(), show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=ranks, initial_alphabet=list_byte_characters(), show_progress=False)
     backend.train_from_iterator(texts, trainer)
     return backend.get_vocab()
 
@@ -72,31 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
     parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
     parser.add_argument("--ranks", type=int, default=4095, help="number of tokens (default: 4095)")
-    parser.add_argument("--version", action="version", version=version())
-    parser.error = _reject  # type: ignore[method-assign]
+    parser.add_argument("--version", action="version", version=describe_version())
+    parser.error = _reject_arguments  # type: ignore[method-assign]
     try:
         options = parser.parse_intermixed_args(arguments)
-        _run(options.out, options.paths, options.ranks)
+        _train_file(options.out, options.paths, options.ranks)
     except ConfigError as error:
         print(f"titan: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def _reject(message: str) -> NoReturn:
+def _reject_arguments(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
-def _texts(source: Source) -> Iterator[str]:
+def _read_texts(source: Source) -> Iterator[str]:
     documents = chain.from_iterable(map(source.documents, source.parts()))
     return (document for document in documents if isinstance(document, str))
 
 
-def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
+def _train_file(out: Path, paths: Sequence[str], ranks: int) -> None:
     if out.suffix != ".tiktoken":
         raise ConfigError(f"{out}: the name of a rank file must end in .tiktoken.")
-    found = [local.text(path) for path in paths] or [local.stdlib()]
-    tokens = train(chain.from_iterable(map(_texts, found)), ranks)
+    sources = [local.build_text_source(path) for path in paths] or [local.build_stdlib_source()]
+    tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), ranks)
     try:
         write_ranks(out, tokens)
     except OSError as error:

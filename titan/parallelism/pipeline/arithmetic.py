@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from titan.config.settings import show
+from titan.config.settings import format_value
 from titan.errors import ConfigError
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
@@ -129,7 +129,7 @@ def split_at(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     Raises:
         ConfigError: when these are not `stages` stages of one or more layers.
     """
-    setting_text = f"parallelism.starts={show(list(starts))}"
+    setting_text = f"parallelism.starts={format_value(list(starts))}"
     if len(starts) != stages - 1:
         raise ConfigError(
             f"{setting_text}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each stage but "

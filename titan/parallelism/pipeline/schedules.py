@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from titan.config.settings import nearest
+from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
 
 
@@ -125,7 +125,7 @@ def find_schedule(schedule: str) -> PipelineSchedule:
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"parallelism.schedule={schedule}: choose one of {', '.join(SCHEDULES)}, or a file whose name ends in .csv"
-            f"{nearest(schedule, SCHEDULES)}"
+            f"{suggest_nearest(schedule, SCHEDULES)}"
         )
     return SCHEDULES[schedule]
 

@@ -9,9 +9,9 @@ from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
-from titan.evaluation.items import Item
-from titan.evaluation.requests import Request, requests_of
-from titan.evaluation.scores import Figure, figures
+from titan.evaluation.items import TaskItem
+from titan.evaluation.requests import Request, build_requests
+from titan.evaluation.scores import TaskScore, compute_scores
 from titan.run.run import Run
 from titan.training.evaluation.averages import MovingAverage, use_evaluation_weights
 from titan.training.evaluation.likelihoods import compute_loglikelihoods
@@ -23,7 +23,7 @@ from titan.training.train_step import TrainStep
 class TaskRequests:
     """A task and what is asked of the model for it, one request for each choice."""
 
-    items: Sequence[Item]
+    items: Sequence[TaskItem]
     requests: Sequence[Request]
 
 
@@ -81,12 +81,12 @@ class Evaluator:
                 metrics |= {key: figure.value, f"{key}_low": figure.low, f"{key}_high": figure.high}
         return metrics
 
-    def measure_tasks(self) -> dict[str, dict[str, Figure]]:
+    def measure_tasks(self) -> dict[str, dict[str, TaskScore]]:
         """Return the figures of each task."""
         run = self.run
         tokens, compiled = run.microbatch_rows * run.training.seq_len, run.compile.scope != "off"
         return {
-            name: figures(
+            name: compute_scores(
                 task.items,
                 compute_loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
             )
@@ -132,6 +132,6 @@ def _build_tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequest
     for name, task in (run.evaluation.tasks or {}).items():
         setting_name = f"evaluation.tasks.{name}"
         items = task.build(setting_name)
-        requests = requests_of(items, tokenizer, run.training.seq_len, bos=task.bos, where=setting_name)
+        requests = build_requests(items, tokenizer, run.training.seq_len, bos=task.bos, prefix=setting_name)
         tasks[name] = TaskRequests(items, requests)
     return tasks

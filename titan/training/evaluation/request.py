@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
-from titan.config.settings import MISSING, plain, setting, show
+from titan.config.settings import MISSING, format_value, setting, to_plain
 from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
@@ -99,7 +99,7 @@ def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compo
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.data_digest(mix), lineage_parent.id)
+    science = identity.science_of(run, corpora.compute_data_digest(mix), lineage_parent.id)
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
     check_science(name, document, science, user_overrides)
     copy_path = document["config"].get("checkpoint", {}).get("path")
@@ -132,7 +132,7 @@ def _plan_weights(
     run = _disable_outputs(run, evaluation, scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    ids = identity.ids(run, identity.science_of(run, corpora.data_digest(mix), None))
+    ids = identity.ids(run, identity.science_of(run, corpora.compute_data_digest(mix), None))
     attempt = Attempt(1, "evaluate", ids, folders, None, 0, 0, "start", None, weights.path)
     return EvaluationJob(run, attempt, (), tokenizer)
 
@@ -154,7 +154,7 @@ def _build_command(weights: Weights) -> list[str]:
         raise ConfigError(f"from={weights.path}: is a model of another package; give from=RUN, the run that made it.")
     max_positions = int(getattr(weights, "config", {}).get("max_position_embeddings") or MAX_ROW_TOKENS)
     rows = min(MAX_ROW_TOKENS, max_positions)
-    model = [f"model.{key}={show(value)}" for key, value in plain(weights.model).items()]
+    model = [f"model.{key}={format_value(value)}" for key, value in to_plain(weights.model).items()]
     data = ["dataset=synthetic", "dataset.tokens=65536", "dataset.vocab=16", "checkpoint=off"]
     sizes = [f"training.seq_len={rows}", f"training.global_batch={rows * 8}", "training.steps=1", "schedule.warmup=0"]
     return [f"model={choices[type(weights.model)]}", *model, *data, *sizes]
@@ -186,7 +186,9 @@ def _check_evaluation(settings: Settings, evaluation: Evaluation) -> None:
     """Raise ConfigError for files that can't be read, and where there is nothing to measure."""
     for requested, measured in ((settings.tasks, evaluation.tasks), (settings.sets, evaluation.sets)):
         if requested is not None and len(requested) != len(measured or {}):
-            raise ConfigError(f"{show(requested)}: two files have the same name without their endings; rename one.")
+            raise ConfigError(
+                f"{format_value(requested)}: two files have the same name without their endings; rename one."
+            )
     evaluation.check()
     if not (evaluation.tokens or evaluation.sets or evaluation.tasks):
         raise ConfigError(f"from={settings.from_}: there is nothing to measure; give tasks, sets or tokens.")

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan.dataset.loader import IGNORED, TARGETS, Reader, fixed_rows
+from titan.dataset.loader import IGNORED, TARGETS, BatchBuilder, read_first_rows
 from titan.dataset.mixture import RowMixture
 from titan.dataset.mixture import TokenSequences as Source
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.evaluation.sets import read_set
+from titan.evaluation.sets import read_validation_set
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
@@ -63,7 +63,9 @@ def build_eval_sets(
     for source in mix.sources if count else ():
         _wait_for_rows(source, count, run.cluster.timeout, show, stopped)
         corpus = source.corpus
-        fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
+        fields = read_first_rows(
+            corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked
+        )
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
             sets[source.name] = _build_eval_set(run, world, fields, corpus.token_bytes)
@@ -85,10 +87,10 @@ def build_file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict
     if tokenizer is None:
         return sets
     for name, validation_set in (run.evaluation.sets or {}).items():
-        split = read_set(validation_set, tokenizer, f"evaluation.sets.{name}")
+        split = read_validation_set(validation_set, tokenizer, f"evaluation.sets.{name}")
         seq_len = run.training.seq_len
-        fields = fixed_rows(split, seq_len, split.rows(seq_len), run.dataset.mask_documents, masked=True)
-        sets[name] = _build_eval_set(run, world, fields, tokenizer.token_bytes())
+        fields = read_first_rows(split, seq_len, split.count_rows(seq_len), run.dataset.mask_documents, masked=True)
+        sets[name] = _build_eval_set(run, world, fields, tokenizer.count_token_bytes())
     return sets
 
 
@@ -153,12 +155,12 @@ def _wait_for_rows(
         polls += 1
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
-        source.corpus = source.corpus.reopened()
+        source.corpus = source.corpus.reopen()
 
 
 def _is_missing(source: Source, count: int) -> bool:
     corpus = source.corpus
-    return corpus.has_validation and not corpus.complete and corpus.validation.rows(source.seq_len) < count
+    return corpus.has_validation and not corpus.complete and corpus.validation.count_rows(source.seq_len) < count
 
 
 def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -166,7 +168,7 @@ def _select_local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDA
     total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
     rank_rows = shard.slice_rows(total)
     shape = (math.ceil(shard.count_slots(total) / size), size, run.training.seq_len)
-    reader = Reader(run.training.seq_len, run.dataset.mask_documents)
-    out = reader.blank(reader.room(shape))
+    reader = BatchBuilder(run.training.seq_len, run.dataset.mask_documents)
+    out = reader.fill_padding(reader.allocate(shape))
     out.reshape(len(out), -1, shape[-1])[:, : len(rank_rows)] = fields[:, rank_rows.start : rank_rows.stop]
     return out

@@ -119,7 +119,7 @@ def plan_replay(
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.data_digest(mix), lineage_parent.id)
+    science = identity.science_of(run, corpora.compute_data_digest(mix), lineage_parent.id)
     check_science(name, document, science, overrides)
     if settings.start == 0 or (settings.start is None and settings.step == 1):
         checkpoint = (

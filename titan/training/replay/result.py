@@ -127,8 +127,8 @@ def _join_samples(parts: Iterable[Samples]) -> Samples:
 
 def _build_token(token_loss: TokenLoss, mix: RowMixture, first: int) -> Token:
     """Return a token with its text."""
-    numbers = mix.numbers(np.array([first + token_loss.row]))
-    source_indices, rows = mix.locate(numbers)
+    numbers = mix.compute_row_numbers(np.array([first + token_loss.row]))
+    source_indices, rows = mix.locate_rows(numbers)
     source = mix.sources[int(source_indices[0])]
     row_ids = source.corpus.train.read(int(rows[0]) * source.seq_len, source.seq_len + 1)
     target_index = token_loss.position + 1

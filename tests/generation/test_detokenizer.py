@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from titan.dataset.tokenizers.json_file import JsonTokenizer
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import RankTokenizer
-from titan.dataset.tokenizers.tokenizer import END, Tokenizer
-from titan.generation.text import Text
+from titan.dataset.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from titan.generation.detokenizer import Detokenizer
 
-BYTES = RankTokenizer({bytes([i]): i for i in range(256)}, [END])
+BYTES = RankTokenizer({bytes([i]): i for i in range(256)}, [END_OF_TEXT])
 """A token a byte."""
 TITAN = load_tokenizer("titan4k")
 
@@ -30,14 +30,14 @@ def metaspace() -> Tokenizer:
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], prompt: list[int], stop: tuple[str, ...] = ()) -> list[str]:
     """What is shown after each token, and at the end."""
-    text = Text(tokenizer, prompt, stop)
+    text = Detokenizer(tokenizer, prompt, stop)
     shown = []
     for token in tokens:
-        shown.append(text.add(token))
+        shown.append(text.add_token(token))
         if text.stopped:
             break
-    shown.append(text.end())
-    assert "".join(shown) == text.given
+    shown.append(text.finish())
+    assert "".join(shown) == text.text
     return shown
 
 
@@ -87,12 +87,12 @@ def test_the_first_word_keeps_its_space() -> None:
     ],
 )
 def test_stop_texts(text: str, stop: tuple[str, ...], given: str, stopped: bool) -> None:
-    whole = Text(BYTES, [], stop)
+    whole = Detokenizer(BYTES, [], stop)
     for byte in text.encode():
         if not whole.stopped:
-            whole.add(byte)
-    whole.end()
-    assert (whole.given, whole.stopped) == (given, stopped)
+            whole.add_token(byte)
+    whole.finish()
+    assert (whole.text, whole.stopped) == (given, stopped)
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))

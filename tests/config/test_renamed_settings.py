@@ -14,8 +14,8 @@ import yaml
 
 from tests.support.runs import TINY
 from titan.config import settings
-from titan.config.arguments import arguments
-from titan.config.former import former_keys, present_config, rename_overrides
+from titan.config.arguments import parse_arguments
+from titan.config.renamed_settings import former_keys, rename_config, rename_overrides
 from titan.config.settings import setting
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
@@ -92,7 +92,7 @@ def test_overrides_get_the_present_key(override: str, wanted: str, capsys: pytes
 
 
 def test_a_file_may_have_the_former_key(capsys: pytest.CaptureFixture[str]) -> None:
-    built = settings.build(Axis, settings.defaults(Axis) | {"lr": 0.5, "two": [3, 4]}, "axis")
+    built = settings.build(Axis, settings.collect_defaults(Axis) | {"lr": 0.5, "two": [3, 4]}, "axis")
     assert built == Axis(0.5, (3, 4))
     assert capsys.readouterr().err.splitlines() == [
         "titan: warning: axis.lr=0.5: this setting is now called axis.rate; use that name.",
@@ -119,10 +119,10 @@ def test_ids_hash_the_former_key() -> None:
 
 
 def test_commands_without_configuration_files_accept_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert arguments(Part, ["length=7"]) == Part(7)
+    assert parse_arguments(Part, ["length=7"]) == Part(7)
     assert "length: this setting is now called size; use that name." in capsys.readouterr().err
     with pytest.raises(ConfigError, match="size is given twice"):
-        arguments(Part, ["length=7", "size=8"])
+        parse_arguments(Part, ["length=7", "size=8"])
 
 
 def test_a_run_is_composed_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,12 +146,12 @@ def test_a_run_is_composed_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_configuration_of_a_file_gets_present_keys() -> None:
     parts = {"mine": {"length": 3}, "other": {"size": 4}}
-    assert present_config({"axis": {"lr": 1, "parts": parts, "own": 2}, "name": None}, FORMER) == {
+    assert rename_config({"axis": {"lr": 1, "parts": parts, "own": 2}, "name": None}, FORMER) == {
         "axis": {"rate": 1, "parts": {"mine": {"size": 3}, "other": {"size": 4}}, "own": 2},
         "name": None,
     }
     moved = {"older": {"setting": 3, "kind": "a", "rest": 1}, "axis": {"lr": 1}}
-    assert present_config(moved, FORMER) == {"older": {"rest": 1}, "axis": {"rate": 1, "moved": 3}}
+    assert rename_config(moved, FORMER) == {"older": {"rest": 1}, "axis": {"rate": 1, "moved": 3}}
 
 
 def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.CaptureFixture[str]) -> None:
