@@ -312,7 +312,7 @@ class SavedRun:
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _columns(_records(read_records(self.directory / "metrics.jsonl"), history.limits(documents)))
+        return _columns(_records(read_records(self.directory / "metrics.jsonl"), history.find_step_limits(documents)))
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.

@@ -81,7 +81,7 @@ def _main(given: list[str]) -> int:
     from titan.report.render import table
 
     comparison = api.compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
-    print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
+    print(table.format_report(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
     _write_all(comparison, Path(directories[0]), settings.files(), given)
     return 0
 
@@ -141,27 +141,27 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
 
 
 def _html(comparison: Comparison, made: str) -> str:
-    from titan.report.render.html import page
+    from titan.report.render.html import render_page
 
-    return page(comparison, made)
+    return render_page(comparison, made)
 
 
 def _markdown(comparison: Comparison, made: str) -> str:
-    from titan.report.render.markdown import text
+    from titan.report.render.markdown import format_markdown
 
-    return f"{text(comparison)}\n`{made}`\n"
+    return f"{format_markdown(comparison)}\n`{made}`\n"
 
 
 def _csv(comparison: Comparison, made: str) -> str:
-    from titan.report.export import csv_text
+    from titan.report.export import format_csv
 
-    return csv_text(comparison)
+    return format_csv(comparison)
 
 
 def _json(comparison: Comparison, made: str) -> str:
-    from titan.report.export import json_text
+    from titan.report.export import format_json
 
-    return json_text(comparison)
+    return format_json(comparison)
 
 
 _WRITERS: dict[str, Callable[[Comparison, str], str]] = {

@@ -25,7 +25,7 @@ from titan.estimate import plan as estimate
 from titan.estimate.refine import UNCHANGED, Refinement
 from titan.files.atomic import write_atomic
 from titan.report.render import plan_text
-from titan.report.render.plan_data import Outcome
+from titan.report.render.plan_data import PlanOutcome
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str,
             run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts, factors=factors
         )
     traced = _trace(run, settings) if settings.trace else None
-    outcome = Outcome(run, planned, changes, found, given, traced, fitted)
-    print(plan_text.text(outcome), end="")
-    _write_all(files, {".json": lambda: plan_text.as_json(outcome), ".html": lambda: _page(outcome, made)})
+    outcome = PlanOutcome(run, planned, changes, found, given, traced, fitted)
+    print(plan_text.format_plan(outcome), end="")
+    _write_all(files, {".json": lambda: plan_text.build_plan_data(outcome), ".html": lambda: _page(outcome, made)})
     return 0
 
 
@@ -144,8 +144,8 @@ def _fit(run: Run, source: str) -> Refinement:
     from titan.report import own_runs  # only now: a plan without it need not wait for numpy
 
     runs = own_runs.read(source, run)
-    fitted = runs.refinement()
-    print(own_runs.text(runs, fitted))
+    fitted = runs.fit_refinement()
+    print(own_runs.format_fit(runs, fitted))
     return fitted
 
 
@@ -157,9 +157,10 @@ def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Pa
     if settings.fit is not None:
         plans = _refined(trials, plans, settings.fit)
     labels = [t.label for t in trials]
-    print(plan_text.grid_text(labels, plans), end="")
+    print(plan_text.format_grid(labels, plans), end="")
     _write_all(
-        files, {".json": lambda: plan_text.grid_json(labels, plans), ".html": lambda: _grid_page(labels, plans, made)}
+        files,
+        {".json": lambda: plan_text.build_grid_data(labels, plans), ".html": lambda: _grid_page(labels, plans, made)},
     )
     return [0] * len(trials)
 
@@ -195,8 +196,8 @@ def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
     if not planned:
         return ""
     if alone:
-        return plan_text.text(Outcome(planned[0][0].run, planned[0][1]))
-    return plan_text.grid_text([trial.label for trial, _ in planned], [plan for _, plan in planned])
+        return plan_text.format_plan(PlanOutcome(planned[0][0].run, planned[0][1]))
+    return plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
 def _trace(run: Run, settings: Settings) -> Traced:
@@ -207,19 +208,19 @@ def _trace(run: Run, settings: Settings) -> Traced:
     return trace_run(run, speeds, full=settings.whole)
 
 
-def _page(outcome: Outcome, made: str) -> str:
-    from titan.report.render.plan_html import page
+def _page(outcome: PlanOutcome, made: str) -> str:
+    from titan.report.render.plan_html import render_page
 
     run = outcome.run
     rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
     steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
-    return page(outcome, rank, steps, made)
+    return render_page(outcome, rank, steps, made)
 
 
 def _grid_page(labels: Sequence[str], plans: Sequence[estimate.Plan], made: str) -> str:
-    from titan.report.render.plan_html import grid_page
+    from titan.report.render.plan_html import render_grid_page
 
-    return grid_page(labels, plans, made)
+    return render_grid_page(labels, plans, made)
 
 
 def _accepted(run: Run, candidate: search.Candidate) -> bool:

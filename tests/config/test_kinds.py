@@ -27,7 +27,7 @@ from titan.cluster import devices
 from titan.config import kinds
 from titan.model.schema import Qwen3
 from titan.report import speed
-from titan.report.collect import collect
+from titan.report.collect import collect_runs
 from titan.run import identity
 from titan.run.compose import composed
 from titan.run.directory import read_attempts
@@ -144,7 +144,7 @@ def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) 
     directory = runs / "qwen3-muon"
     found = manifest.inspect(directory / "checkpoints" / "step-3")
     assert found and type(model_of(found, "it")) is Qwen3
-    assert type(speed.model_of(collect([directory]).runs[0])) is Qwen3
+    assert type(speed.build_model(collect_runs([directory]).runs[0])) is Qwen3
 
 
 @pytest.mark.parametrize("name", RUNS)

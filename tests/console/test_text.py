@@ -96,7 +96,7 @@ def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFix
     assert status.main([str(laptop / "grid"), "watch=false"]) == 1
     said = capsys.readouterr().out
     assert "a\\n\\x1b[2Jb" in said and "n\\x1b[1m" in said and "\x1b" not in said
-    (label,) = {run.label for run in collect.collect([laptop / "grid"]).failed}
+    (label,) = {run.label for run in collect.collect_runs([laptop / "grid"]).failed}
     assert label == "x=a\\n\\x1b[2Jb"
 
 

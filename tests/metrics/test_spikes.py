@@ -75,7 +75,7 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.png") for folder in (tmp_path, tmp_path / "run")]
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]
     assert plain != spiked
-    (raw,) = collect.collect([tmp_path / "run"]).runs
-    (found,) = divergence.spikes(History(raw))
+    (raw,) = collect.collect_runs([tmp_path / "run"]).runs
+    (found,) = divergence.find_spikes(History(raw))
     assert (found.step, found.usual, found.rows) == (30, 3.1, tuple(spike["rows"]))
-    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in outcomes._rows(found)
+    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in outcomes._format_rows(found)

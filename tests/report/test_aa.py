@@ -13,8 +13,8 @@ from tests.support.made_runs import Story, made
 from tests.support.tiers import full
 from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
-from titan.report.seeds import difference
-from titan.report.statistics import seeds_needed
+from titan.report.seeds import compare_seeds
+from titan.report.statistics import compute_seeds_needed
 
 SPREAD = 0.02
 """Standard deviation of the final loss over seeds."""
@@ -40,9 +40,9 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(2000):
         variant, baseline = random.normal(3, SPREAD, (2, 4))
-        seeds = difference(dict(enumerate(variant)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
+        seeds = compare_seeds(dict(enumerate(variant)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
         assert seeds is not None and seeds.paired == paired
-        found += (seeds.difference.p() or 0) < 0.05
+        found += (seeds.difference.compute_p_value() or 0) < 0.05
     assert 0.035 < found / 2000 < 0.06
 
 
@@ -63,12 +63,12 @@ def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path
 
 def test_the_seeds_told_find_it_as_often_as_promised() -> None:
     random, found = np.random.default_rng(1), 0
-    needed = seeds_needed(INJECTED, np.sqrt(2) * SPREAD)
+    needed = compute_seeds_needed(INJECTED, np.sqrt(2) * SPREAD)
     assert needed is not None
     for _ in range(1000):
         variant, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
-        seeds = difference(dict(enumerate(variant)), dict(enumerate(baseline)))
-        found += seeds is not None and (seeds.difference.p() or 0) < 0.05
+        seeds = compare_seeds(dict(enumerate(variant)), dict(enumerate(baseline)))
+        found += seeds is not None and (seeds.difference.compute_p_value() or 0) < 0.05
     assert found / 1000 > 0.77
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.made_runs import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
 from titan.errors import ConfigError
 from titan.report import columns
-from titan.report.collect import collect
+from titan.report.collect import collect_runs
 from titan.sweep.ledger import SweepSpec
 
 HALF = Story(attempts=(Attempt(0, 20),))
@@ -24,7 +24,7 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     for name in ("one", "deep/er/two"):
         made(tmp_path / name)
     made(tmp_path / "one/checkpoints/step-40/inner")  # below a run nothing is looked for
-    found = collect([tmp_path, tmp_path / "one"])
+    found = collect_runs([tmp_path, tmp_path / "one"])
     assert [raw.directory.name for raw in found.runs] == ["two", "one"]
 
 
@@ -32,7 +32,7 @@ def test_a_copy_of_checkpoints_is_no_run(tmp_path: Path) -> None:
     made(tmp_path / "run")
     (tmp_path / "copies").mkdir()
     (tmp_path / "copies/run.yaml").write_text((tmp_path / "run/run.yaml").read_text())
-    assert [raw.directory.name for raw in collect([tmp_path]).runs] == ["run"]
+    assert [raw.directory.name for raw in collect_runs([tmp_path]).runs] == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_a_copy_of_checkpoints_is_no_run(tmp_path: Path) -> None:
 def test_a_directory_without_runs_is_refused(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=words):
-        collect([tmp_path / name])
+        collect_runs([tmp_path / name])
 
 
 def test_a_run_whose_run_yaml_is_broken_is_listed_with_the_reason(tmp_path: Path) -> None:
     made(tmp_path / "good")
     made(tmp_path / "bad")
     (tmp_path / "bad/run.yaml").write_text("{")
-    found = collect([tmp_path])
+    found = collect_runs([tmp_path])
     assert [raw.directory.name for raw in found.runs] == ["good"]
     assert [(f.label, f.state) for f in found.failed] == [("bad", "failed")]
     assert "run.yaml can't be read" in found.failed[0].reason
@@ -93,7 +93,7 @@ STATES = [
 @pytest.mark.parametrize(("story", "then", "state", "reason"), STATES)
 def test_how_a_run_stands(story: Story, then: Any, state: str, reason: str | None, tmp_path: Path) -> None:
     then(made(tmp_path / "run", story))
-    (raw,) = collect([tmp_path]).runs
+    (raw,) = collect_runs([tmp_path]).runs
     assert raw.state == state
     assert raw.reason is None if reason is None else reason in (raw.reason or "")
 
@@ -102,8 +102,8 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
     made(tmp_path / "run", HALF)
     with (tmp_path / "run/.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert collect([tmp_path]).runs[0].state == "running"
-    assert collect([tmp_path]).runs[0].state == "stopped"
+        assert collect_runs([tmp_path]).runs[0].state == "running"
+    assert collect_runs([tmp_path]).runs[0].state == "stopped"
 
 
 def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         {"event": "unsent", "points": ["f"], "reason": "no such partition"},
     ]
     swept(tmp_path, SweepSpec(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events)
-    found = collect([tmp_path])
+    found = collect_runs([tmp_path])
     assert [(r.directory.name, r.state, r.reason) for r in found.runs] == [
         ("a", "finished", None),
         ("b", "failed", "node failure"),
@@ -134,7 +134,7 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
 
 def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path) -> None:
     swept(tmp_path, SweepSpec(), {"p": ("x=1",)})
-    assert len(collect([tmp_path]).failed) == 1
+    assert len(collect_runs([tmp_path]).failed) == 1
 
 
 def test_broken_lines_cost_only_themselves(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     for column, key in (("loss", "loss"), ("norm", "grad_norm"), ("seconds", "step_seconds"), ("time", "time")):
         assert np.array_equal(getattr(found.steps, column), [line[key] for line in lines]), key
     assert [f"{h:012x}" for h in found.steps.hash] == [line["batch_hash"] for line in lines]
-    assert found.stalled == 2.0 and found.last == {1: read_lines(tmp_path / "run")[-1]["time"]}
+    assert found.stall_seconds == 2.0 and found.last_times == {1: read_lines(tmp_path / "run")[-1]["time"]}
     assert found.steps.time[0] > BEGAN
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.made_runs import Attempt, Story, made
 from titan.report.comparison import Options, compare
-from titan.report.equivalence import WORDS
+from titan.report.equivalence import ANSWER_WORDS
 from titan.report.findings import Learning
 
 SINGLE, FSDP, BF16 = "parallelism=single", "parallelism=fsdp", "precision=bf16"
@@ -62,7 +62,7 @@ def test_whether_an_variant_learns_the_same(
     baseline: list[Story], variant: list[Story], answer: str, words: str, tmp_path: Path
 ) -> None:
     found = learning(tmp_path, baseline, variant)
-    assert found.answer == answer and found.text.startswith(f"{WORDS[answer]}: ") and words in found.text
+    assert found.answer == answer and found.text.startswith(f"{ANSWER_WORDS[answer]}: ") and words in found.text
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
 from titan.report import export, speed
-from titan.report.collect import Raw, collect
+from titan.report.collect import RawRun, collect_runs
 from titan.report.comparison import compare
 from titan.report.history import History
-from titan.report.render.table_data import columns
-from titan.report.runs import member
+from titan.report.render.table_data import build_columns
+from titan.report.runs import build_member
 
 SEVERAL = Story(
     attempts=(Attempt(0, 22), Attempt(15, 30, ("parallelism=fsdp",)), Attempt(30, 40, ("parallelism=fsdp",))), jitter=0
@@ -23,8 +23,8 @@ SEVERAL = Story(
 STEP, STALL = SEVERAL.seconds, SEVERAL.stall
 
 
-def read(directory: Path, story: Story, *overrides: str) -> Raw:
-    return collect([made(directory, story, *overrides)]).runs[0]
+def read(directory: Path, story: Story, *overrides: str) -> RawRun:
+    return collect_runs([made(directory, story, *overrides)]).runs[0]
 
 
 def test_each_step_counts_once_by_its_last_attempt(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_what_was_lost_and_not_done_again_does_not_count(tmp_path: Path) -> None
 
 
 def test_device_hours_are_of_all_lives_each_with_its_devices(tmp_path: Path) -> None:
-    cost = History(read(tmp_path / "run", SEVERAL)).cost()
+    cost = History(read(tmp_path / "run", SEVERAL)).compute_cost()
     attempts = [START + count * STEP + STALL for count in (22, 15, 10)]
     assert cost.device_hours == pytest.approx((attempts[0] + 2 * attempts[1] + 2 * attempts[2]) / 3600, rel=0.01)
     assert cost.goodput == pytest.approx(40 * STEP / sum(attempts), rel=0.01)
@@ -63,22 +63,22 @@ def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> No
 
 def test_lines_without_a_time_count_their_steps_seconds(tmp_path: Path) -> None:
     history = History(read(tmp_path / "run", Story(timed=False, jitter=0)))
-    assert history.cost().device_hours == pytest.approx(40 * STEP / 3600)
-    assert history.cost().goodput == pytest.approx(1)
+    assert history.compute_cost().device_hours == pytest.approx(40 * STEP / 3600)
+    assert history.compute_cost().goodput == pytest.approx(1)
     assert history.device_hours[9] == pytest.approx(10 * STEP / 3600)
 
 
 def test_a_run_that_did_nothing(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
     write_lines(raw.directory, [])
-    (raw,) = collect([tmp_path / "run"]).runs
-    found = member(raw, "it").run
+    (raw,) = collect_runs([tmp_path / "run"]).runs
+    found = build_member(raw, "it").run
     assert (found.step, found.tokens, found.loss, found.speed, found.cost.device_hours) == (0, 0, None, None, 0)
 
 
 def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story(sources={"web": 0.1, "code": -0.1}))
-    found, last = member(raw, "it").run, [x for x in read_lines(tmp_path / "run") if "validation_loss" in x][-1]
+    found, last = build_member(raw, "it").run, [x for x in read_lines(tmp_path / "run") if "validation_loss" in x][-1]
     assert (found.state, found.decayed, found.step, found.steps, found.tokens) == ("finished", True, 40, 40, 40 * 128)
     assert (found.validation, found.bits) == (last["validation_loss"], last["bits_per_byte"])
     assert found.bits_by_source == {"web": last["bits_per_byte/web"], "code": last["bits_per_byte/code"]}
@@ -88,15 +88,15 @@ def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
 def test_a_final_validation_that_metrics_lack_is_that_of_the_result(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
     write_lines(raw.directory, [x for x in read_lines(raw.directory) if "validation_loss" not in x])
-    (again,) = collect([raw.directory]).runs
-    assert member(again, "it").run.validation == raw.result["validation_loss"]
+    (again,) = collect_runs([raw.directory]).runs
+    assert build_member(again, "it").run.validation == raw.result["validation_loss"]
 
 
 def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
     made(tmp_path / "run", Story(attempts=(Attempt(0, 30),)))
     said = {"finished": False, "step": 30, "attempt": 1, "validation_loss": 3.0, "bits_per_byte": 1.0}
     (tmp_path / "run/result.json").write_text(json.dumps(said))
-    found = member(collect([tmp_path / "run"]).runs[0], "it").run
+    found = build_member(collect_runs([tmp_path / "run"]).runs[0], "it").run
     assert (found.state, found.decayed, found.validation, found.bits) == ("stopped", False, None, None)
     assert len(found.curves.validation) == 3
 
@@ -108,21 +108,21 @@ def test_warm_up_steps_of_each_life_are_not_timed(tmp_path: Path) -> None:
         for line in [x for x in lines if "loss" in x and x["attempt"] == attempt][:3]:
             line["step_seconds"] = 60.0
     write_lines(raw.directory, lines)
-    (raw,) = collect([raw.directory]).runs
-    found = speed.of_attempts(raw)
+    (raw,) = collect_runs([raw.directory]).runs
+    found = speed.measure_attempts(raw)
     assert [s.steps for s in found] == [19, 12, 7]
     assert all(s.step_seconds.p90 == pytest.approx(STEP) for s in found)
-    whole = speed.of_run(raw)
+    whole = speed.measure_run(raw)
     assert whole is not None and whole.steps == 19  # of the attempts with the last layout
 
 
 def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
-    assert speed.of_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
+    assert speed.measure_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
 
 
 def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
-    found, model = speed.of_run(raw), speed.model_of(raw)
+    found, model = speed.measure_run(raw), speed.build_model(raw)
     assert found and model and found.mfu and found.mfu_causal
     attention = 12 * model.layers * model.heads * model.head_size * 16
     full = model.flops_per_token(16)
@@ -137,15 +137,15 @@ def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     ],
 )
 def test_flops_are_of_the_models_own_class(overrides: tuple[str, ...], kind: str, tmp_path: Path) -> None:
-    model = speed.model_of(read(tmp_path / "run", Story(), *overrides))
+    model = speed.build_model(read(tmp_path / "run", Story(), *overrides))
     assert type(model).__name__ == kind
 
 
 def test_a_model_that_is_not_here_has_no_flops(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
-    raw.last["science"]["model"] = "experiments.gone.Model"
-    found = speed.of_run(raw)
-    assert speed.model_of(raw) is None and found is not None and found.mfu_causal is None
+    raw.last_document["science"]["model"] = "experiments.gone.Model"
+    found = speed.measure_run(raw)
+    assert speed.build_model(raw) is None and found is not None and found.mfu_causal is None
 
 
 def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
     found = compare([tmp_path])
     (variant,) = found.variants
     assert dict(variant.runs[1].figures) == {"evaluation/hs/acc": 0.6, "ema/validation_loss": 4.0}
-    shown = {(column.name, column.unit): column.cells[0].main for column in columns(found)}
+    shown = {(column.name, column.unit): column.cells[0].main for column in build_columns(found)}
     assert shown["hs", "acc"] == "0.5500" and shown["ema", "validation_loss"] == "3.5000"
-    assert "ema/validation_loss,evaluation/hs/acc" in export.csv_text(found).splitlines()[0]
+    assert "ema/validation_loss,evaluation/hs/acc" in export.format_csv(found).splitlines()[0]
 
 
 def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
@@ -178,6 +178,8 @@ def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
     assert [dict(run.experts) for run in found.variants[1].runs] == [
         {"expert_load_max": 2.0 + seed, "expert_entropy": pytest.approx(0.9), "expert_dropped": 0.0} for seed in (0, 1)
     ]
-    shown = {column.unit: [cell.main for cell in column.cells] for column in columns(found) if column.name == "experts"}
+    shown = {
+        column.unit: [cell.main for cell in column.cells] for column in build_columns(found) if column.name == "experts"
+    }
     assert shown == {"largest load": ["", "2.5"], "entropy": ["", "0.9"]}
-    assert "expert_load_max" in export.csv_text(found).splitlines()[0]
+    assert "expert_load_max" in export.format_csv(found).splitlines()[0]

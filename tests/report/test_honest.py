@@ -13,7 +13,7 @@ import yaml
 
 from tests.support import shown_report
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
-from titan.report.collect import collect, neat
+from titan.report.collect import collect_runs, format_setting
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
 from titan.report.render import sentences, svg, table
@@ -91,7 +91,9 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_after_such_a_step_says_so(tmp_path: Path) -> None:
     spoilt(made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20),))), 20, "grad_norm")
-    assert collect([tmp_path]).runs[0].reason == "it ended after step 20, whose loss or gradient norm is not finite"
+    assert (
+        collect_runs([tmp_path]).runs[0].reason == "it ended after step 20, whose loss or gradient norm is not finite"
+    )
 
 
 def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_variants_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
 def test_few_runs_are_neither_faster_nor_slower(tmp_path: Path) -> None:
     variant = held(tmp_path, [replace(S, seconds=0.2)] * 2, "optimizer.lr=0.1", against=[S] * 3)
     assert variant.few and variant.speed_ratio is not None and variant.speed_ratio.low is None
-    said = sentences.speed_sentence(variant.speed_ratio, variant.speed_doubt)
+    said = sentences.describe_speed(variant.speed_ratio, variant.speed_doubt)
     assert said.startswith("Speed is not ranked (fewer than 3 runs of a variant): 2.")
 
 
@@ -180,9 +182,9 @@ def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: P
 def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
     swept(tmp_path, SweepSpec("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
     found = compare([tmp_path])
-    assert sentences.lead(found) == ["No run has metrics.", "2 trials without metrics yet."]
+    assert sentences.format_lead(found) == ["No run has metrics.", "2 trials without metrics yet."]
     assert found.failed[0].label == "optimizer.lr=1e9"
-    assert "Trials without metrics yet\n- optimizer.lr=1e9" in table.text(found, 160)
+    assert "Trials without metrics yet\n- optimizer.lr=1e9" in table.format_report(found, 160)
 
 
 def test_a_run_of_another_version_of_titan_is_listed(tmp_path: Path) -> None:
@@ -222,7 +224,7 @@ def test_as_many_tokens_of_another_tokenizer_are_another_length_of_text(tmp_path
 
 def test_a_single_validation_is_seen() -> None:
     frame = svg.Frame(svg.Scale(0, 10, 0, 100), svg.Scale(0, 10, 100, 0), 100, 100)
-    assert 'points="38.0,50.0 50.0,50.0"' in svg.line(frame, [5], [5], "", "")
+    assert 'points="38.0,50.0 50.0,50.0"' in svg.draw_line(frame, [5], [5], "", "")
 
 
 def test_better_variants_were_not_compared_with_each_other() -> None:
@@ -232,7 +234,9 @@ def test_better_variants_were_not_compared_with_each_other() -> None:
         )
         for number, (by, measure) in enumerate([(-0.2, "bits per byte"), (-0.1, "bits per byte")])
     ]
-    told = " ".join(sentences.lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants)))
+    told = " ".join(
+        sentences.format_lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
+    )
     assert told.startswith("Best so far: x=0, bits per byte ")
     assert told.endswith("The better variants were not compared with each other.")
 
@@ -250,7 +254,7 @@ def test_better_variants_were_not_compared_with_each_other() -> None:
     ],
 )
 def test_values_in_short(value: Any, text: str) -> None:
-    assert neat(value) == text
+    assert format_setting(value) == text
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from titan.report import ranking
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Outcomes, Variant
 from titan.report.render import sentences, table
-from titan.report.render.table_data import answer, columns
-from titan.report.render.varied import settings
+from titan.report.render.sweep_chart import draw_settings
+from titan.report.render.table_data import build_columns, format_answer
 from titan.sweep.ledger import SweepSpec
 
 S = Story()
@@ -73,24 +73,24 @@ def test_divergence_is_an_outcome(
 ) -> None:
     found, judged = against(tmp_path, variant, baseline)
     assert (judged.quality[0].answer, judged.quality[0].pairs) == (verdict, len(variant))
-    shown = answer(judged)
+    shown = format_answer(judged)
     assert f"{shown.main}|{shown.detail}|{shown.mood}" == cell
-    assert sentences.lead(found)[0].startswith(f"Best so far: {first}")
+    assert sentences.format_lead(found)[0].startswith(f"Best so far: {first}")
 
 
 def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Path) -> None:
     found, judged = against(tmp_path, (-0.1, None, -0.101, -0.099, None, -0.098))
-    lead = " ".join(sentences.lead(found))
+    lead = " ".join(sentences.format_lead(found))
     assert lead.startswith(
         "Best so far: the baseline, weight_decay=0.1, validation loss 3.014. weight_decay=0.2: better "
     )
     assert "weight_decay=0.2: better on 4 of 6 seeds, 2 diverged (not significant, p 0.69)." in lead
-    cells = {column.name: column.cells[1] for column in columns(found)}
+    cells = {column.name: column.cells[1] for column in build_columns(found)}
     assert cells["validation"].detail.endswith("without 2 diverged") and "2 diverged at 52%" in cells["runs"].detail
     assert judged.outcomes == Outcomes(ended=4, diverged=2)
     base, other = (variant.validation for variant in found.variants)
     assert base and other and other.estimate < base.estimate
-    assert ranking.order(found.variants) == [0, 1], "a lower loss of the seeds that survived is no better place"
+    assert ranking.rank_variants(found.variants) == [0, 1], "a lower loss of the seeds that survived is no better place"
     assert "failed for other reasons" not in lead and "not finished" not in " ".join(judged.notes)
 
 
@@ -106,7 +106,7 @@ def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -
 def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
     found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(Attempt(0, 0),))], (WD,)))
     assert found.variants[1].outcomes == Outcomes(diverged=1)
-    assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.lead(found))
+    assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.format_lead(found))
 
 
 MISSING = [
@@ -139,7 +139,7 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
         "1 of its trials failed without metrics, 1 of its trials have no metrics yet" in n
         for n in found.variants[0].notes
     )
-    assert "1 failed for other reasons than divergence" in " ".join(sentences.lead(found))
+    assert "1 failed for other reasons than divergence" in " ".join(sentences.format_lead(found))
 
 
 def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: Path) -> None:
@@ -151,8 +151,13 @@ def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: 
     )
     assert found.variants[0].label == "optimizer=adamw lr=0.001"
     (lost,) = [variant for variant in found.variants if variant.label == "optimizer=adamw lr=0.003"]
-    assert (answer(lost).main, answer(lost).detail) == ("better on 4 of 6 seeds", "2 diverged, another lr is best")
-    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in " ".join(sentences.lead(found))
+    assert (format_answer(lost).main, format_answer(lost).detail) == (
+        "better on 4 of 6 seeds",
+        "2 diverged, another lr is best",
+    )
+    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in " ".join(
+        sentences.format_lead(found)
+    )
 
 
 OUTLIERS = [
@@ -172,7 +177,7 @@ def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bo
     assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.variants[1].notes) == any(
         far
     )
-    assert ("1 outlier" in table.text(found, 200)) == any(far)
+    assert ("1 outlier" in table.format_report(found, 200)) == any(far)
 
 
 SPIKES = [
@@ -203,13 +208,15 @@ ADAMWS = rated(ADAMW, "1e-3", 6.9, 6.9), rated(ADAMW, "1e-2", 6.8, 6.88)
 
 def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
     found = grid(tmp_path, *ADAMWS, rated(MUON, "1e-2", 6.40, 6.60))
-    lead = sentences.lead(found)
+    lead = sentences.format_lead(found)
     assert lead[0].startswith(
         "Best so far: optimizer=muon lr=0.01, validation loss 6.513, 0.340 below the baseline's (optimizer=adamw "
         "lr=0.01, best of 2 learning rates); not significant with 2 seeds (p 0.11; about "
     )
     assert re.search(r"about 3 needed, 95% range \d to \d+\)\.$", lead[0])
-    rows = [line.split("  ")[0] for line in table.text(found, 250).splitlines() if line.startswith("optimizer=")]
+    rows = [
+        line.split("  ")[0] for line in table.format_report(found, 250).splitlines() if line.startswith("optimizer=")
+    ]
     assert rows[:3] == ["optimizer=muon lr=0.01", "optimizer=adamw lr=0.01", "optimizer=adamw lr=0.001"]
     assert [variant.label for variant in found.variants if variant.baseline] == ["optimizer=adamw lr=0.01"]
 
@@ -223,33 +230,35 @@ def batches(folder: Path, every: int = 10, **options: Any) -> Comparison:
 
 def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> None:
     found = batches(tmp_path)
-    lead = sentences.lead(found)
+    lead = sentences.format_lead(found)
     assert lead[0].startswith(
         "The variants saw different numbers of tokens (5,120, 10,240), so their final losses are not ranked"
     )
     assert "compared at equal tokens" in lead[0] and lead[1] == "global_batch=256 compared with the baseline: worse."
-    assert "5,120" in table.text(found, 200) and answer(found.variants[1]).detail == "at equal tokens"
+    assert "5,120" in table.format_report(found, 200) and format_answer(found.variants[1]).detail == "at equal tokens"
 
 
 def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
     found = batches(tmp_path, every=0)
-    lead = " ".join(sentences.lead(found))
+    lead = " ".join(sentences.format_lead(found))
     assert "can't be compared at equal tokens: the runs have no validation at the same number of tokens" in lead
-    assert answer(found.variants[1]).main == "inconclusive" and "Best" not in lead
+    assert format_answer(found.variants[1]).main == "inconclusive" and "Best" not in lead
 
 
 def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
     found = batches(tmp_path, target=3.3)
-    lead = " ".join(sentences.lead(found))
+    lead = " ".join(sentences.format_lead(found))
     assert "not ranked. They are ranked by the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
     told = found.variants[1].quality[0]
-    assert (told.at, told.answer, answer(found.variants[1]).main) == ("the target", "yes", "worse")
+    assert (told.at, told.answer, format_answer(found.variants[1]).main) == ("the target", "yes", "worse")
     assert "times the baseline's tokens to reach the loss 3.3" in told.text
 
 
 def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
     found = batches(tmp_path, target=9.0)
-    assert "Runs had reached the target at their first validation: set a lower" in " ".join(sentences.lead(found))
+    assert "Runs had reached the target at their first validation: set a lower" in " ".join(
+        sentences.format_lead(found)
+    )
     assert found.variants[1].quality[0].answer == "undecided" and found.variants[1].quality[0].p is None
 
 
@@ -279,8 +288,10 @@ def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     found = grid(tmp_path, (variants[0], ()), (variants[1], ("memory=full",)))
     variant = found.variants[1]
     assert (variant.speed_doubt == "trials ran on one machine at the same time") == shared
-    said = " ".join(sentence for _, told in sentences.answers(found) for sentence in told)
-    assert ("Faster: 1.25" in said) != shared and ("Speed is not ranked" in " ".join(sentences.lead(found))) == shared
+    said = " ".join(sentence for _, told in sentences.format_answers(found) for sentence in told)
+    assert ("Faster: 1.25" in said) != shared and (
+        "Speed is not ranked" in " ".join(sentences.format_lead(found))
+    ) == shared
     assert variant.speed_ratio is not None and (variant.speed_ratio.low is None) == shared
 
 
@@ -289,7 +300,7 @@ def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
         rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))
     ]
     found = grid(tmp_path, *variants, (seeds((0.1, None)), (MUON, "optimizer.lr=1e-2")))
-    chart = settings(found)
+    chart = draw_settings(found)
     assert chart is not None and chart.title == "Validation loss over lr" and "optimizer.lr (log scale)" in chart.html
     (points,) = re.findall(r'class="family" points="([^"]*)"', chart.html)
     xs = [float(point.split(",")[0]) for point in points.split()]
@@ -298,11 +309,11 @@ def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
 
 
 def test_no_chart_where_no_number_was_varied(tmp_path: Path) -> None:
-    assert settings(grid(tmp_path, (seeds((0.0,)), (ADAMW,)), (seeds((0.1,)), (MUON,)))) is None
+    assert draw_settings(grid(tmp_path, (seeds((0.0,)), (ADAMW,)), (seeds((0.1,)), (MUON,)))) is None
 
 
 def test_the_chart_shows_losses_after_equal_tokens(tmp_path: Path) -> None:
-    chart = settings(batches(tmp_path))
+    chart = draw_settings(batches(tmp_path))
     assert chart is not None and "After 5,120 tokens, the fewest that a variant saw." in chart.caption
     heights = [float(y) for y in re.findall(r'cy="([^"]*)"', chart.html)]
     assert max(heights[:3]) > min(heights[:3]) > max(heights[3:])  # larger losses lie higher, where cy is less

@@ -20,7 +20,7 @@ from titan.errors import ConfigError
 from titan.estimate import plan as planning
 from titan.estimate.causes import COMMUNICATION, grouped
 from titan.report import own_runs
-from titan.report.collect import collect
+from titan.report.collect import collect_runs
 from titan.run.run import Run
 
 HARDWARE = (
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_determine_the_factors(folder: Path) -> None:
     assert step("fsdp")[COMMUNICATION] > 0.2 * step("fsdp")["computation"]
     runs = own_runs.read(str(folder), planned_run())
-    found = runs.refinement()
+    found = runs.fit_refinement()
     assert (len(runs.samples), found.devices, runs.unused) == (5, 2, ())
     assert found.factors.computation == pytest.approx(2.0, rel=1e-3)
     assert found.factors.communication == pytest.approx(0.5, rel=1e-2)
@@ -121,7 +121,7 @@ def test_runs_of_another_kind_are_listed_with_the_reason(tmp_path: Path) -> None
     assert unused.keys() == OTHERS.keys()
     for name, (_, _, reason) in OTHERS.items():
         assert unused[name].startswith(reason), name
-    assert "  not used   too short: has fewer than 3 timed steps" in own_runs.text(runs, runs.refinement())
+    assert "  not used   too short: has fewer than 3 timed steps" in own_runs.format_fit(runs, runs.fit_refinement())
 
 
 def test_runs_that_shared_a_machine_do_not_count(tmp_path: Path) -> None:
@@ -144,15 +144,15 @@ def test_without_a_usable_run_the_plan_is_rejected(
     if made_so is not None:
         made(tmp_path / "run", Story(**made_so))
     with pytest.raises(ConfigError, match=sentence):
-        own_runs.read(str(tmp_path), planned_run()).refinement()
+        own_runs.read(str(tmp_path), planned_run()).fit_refinement()
 
 
 def test_models_optimizers_and_masks_are_those_of_the_run(tmp_path: Path) -> None:
     overrides = ("model=qwen3_debug", "optimizer=muon", "dataset.mask_documents=true")
     made(tmp_path / "run", Story(device=device()), *overrides)
-    (raw,) = collect([tmp_path / "run"]).runs
+    (raw,) = collect_runs([tmp_path / "run"]).runs
     run = planned_run(*overrides)
-    recipe = own_runs.recipe_of(raw, run.cluster.hardware)
+    recipe = own_runs.rebuild_recipe(raw, run.cluster.hardware)
     for axis in ("model", "optimizer", "precision", "parallelism", "memory", "compile"):
         assert getattr(recipe, axis) == getattr(run, axis), axis
     assert recipe.dataset.mask_documents
@@ -162,7 +162,7 @@ def test_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     run = composed([*TINY, *HARDWARE, "training.steps=12", f"hydra.run.dir={tmp_path}/run"])
     train_ranks(run)
     runs = own_runs.read(str(tmp_path / "run"), run)
-    found = runs.refinement()
+    found = runs.fit_refinement()
     assert found.time.after == pytest.approx(0, abs=1e-6) and not found.time.left_out
     assert plan.main([*TINY, *HARDWARE, f"plan.fit={tmp_path}/run"]) == 0
     (sample,) = runs.samples

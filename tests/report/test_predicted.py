@@ -13,7 +13,7 @@ import pytest
 from tests.support.made_runs import Attempt, Story, made, read_lines, write_lines
 from titan.report import export
 from titan.report.comparison import compare
-from titan.report.findings import Comparison, Predicted, RunFound
+from titan.report.findings import Comparison, RunPrediction, RunResult
 from titan.report.render import html, markdown, predicted, table
 
 STILL: dict[str, Any] = {"jitter": 0.0}
@@ -29,11 +29,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare([folder / name for name in ("single", "fsdp", "ddp")])
 
 
-def runs(comparison: Comparison) -> dict[str, RunFound]:
+def runs(comparison: Comparison) -> dict[str, RunResult]:
     return {Path(run.directory).name: run for variant in comparison.variants for run in variant.runs}
 
 
-def prediction(comparison: Comparison, name: str) -> Predicted:
+def prediction(comparison: Comparison, name: str) -> RunPrediction:
     of_run = runs(comparison)[name].predicted
     assert of_run is not None
     return of_run
@@ -74,10 +74,10 @@ def test_the_last_attempt_is_compared(tmp_path: Path) -> None:
 
 
 def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None:
-    labels = [found.variants[i].label for i in predicted.variants(found)]
+    labels = [found.variants[i].label for i in predicted.list_variants(found)]
     assert sorted(labels) == ["parallelism=fsdp", "parallelism=single"]
     cells = {
-        label: {(column.name, column.unit): column.cells[k] for column in predicted.columns(found)}
+        label: {(column.name, column.unit): column.cells[k] for column in predicted.build_columns(found)}
         for k, label in enumerate(labels)
     }
     single, fsdp = cells["parallelism=single"], cells["parallelism=fsdp"]
@@ -86,12 +86,12 @@ def test_the_table_has_the_variants_with_a_prediction(found: Comparison) -> None
     assert (fsdp["error", "of the step"].main, fsdp["error", "of the step"].mood) == ("-50.0%", "bad")
     assert (fsdp["computation", "ms predicted"].main, fsdp["communication", "ms predicted"].main) == ("225", "25")
     assert ("idle", "ms predicted") not in single and single["checkpoints", "ms measured"].main == "50"
-    assert predicted.summary(found) == (
+    assert predicted.summarize_intervals(found) == (
         "Measured within the predicted interval: step time of 1 of 2 runs, memory of 0 of 2 runs."
     )
 
 
-SHOWN = {"text": lambda c: table.text(c, 300), "markdown": markdown.text, "html": html.page}
+SHOWN = {"text": lambda c: table.format_report(c, 300), "markdown": markdown.format_markdown, "html": html.render_page}
 
 
 @pytest.mark.parametrize("form", SHOWN)
@@ -103,13 +103,13 @@ def test_every_form_shows_the_table_if_a_run_has_a_prediction(form: str, found: 
 
 
 def test_csv_and_json(found: Comparison, tmp_path: Path) -> None:
-    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(export.csv_text(found)))}
+    by_name = {Path(row["directory"]).name: row for row in csv.DictReader(io.StringIO(export.format_csv(found)))}
     assert float(by_name["single"]["predicted/step_seconds"]) == 0.55
     assert float(by_name["single"]["predicted/step_error"]) == pytest.approx(0.1)
     assert float(by_name["single"]["predicted/matmuls"]) == pytest.approx(0.9 * 0.55)
     assert by_name["ddp"]["predicted/step_seconds"] == ""
-    variants = json.loads(export.json_text(found))["variants"]
+    variants = json.loads(export.format_json(found))["variants"]
     told = {Path(run["directory"]).name: run["predicted"] for variant in variants for run in variant["runs"]}
     assert told["single"]["step_seconds"]["estimate"] == 0.55 and told["ddp"] is None
     made(tmp_path / "run", Story())
-    assert "predicted" not in export.csv_text(compare([tmp_path / "run"]))
+    assert "predicted" not in export.format_csv(compare([tmp_path / "run"]))

@@ -15,7 +15,7 @@ from titan.console.numbers import tick
 from titan.report.findings import Comparison
 from titan.report.render import bars, charts, curves, svg
 from titan.report.render import pareto as front
-from titan.report.render.pareto import Spot
+from titan.report.render.pareto import ParetoSpot
 from titan.report.render.svg import Scale
 
 FINITE = st.floats(-1e6, 1e6)
@@ -36,33 +36,33 @@ def test_scale(scale: Scale, value: float, place: float) -> None:
 
 @given(low=FINITE, length=st.floats(1e-6, 1e6), wanted=st.integers(2, 12))
 def test_round_values_lie_within_and_are_even(low: float, length: float, wanted: int) -> None:
-    found = svg.round_values(low, low + length, wanted)
+    found = svg.compute_round_values(low, low + length, wanted)
     slack = 1e-6 * max(abs(low), length)
     assert len(found) <= wanted + 1 and all(low - slack <= value <= low + length + slack for value in found)
     assert len({f"{step:.4g}" for step in np.diff(found)}) <= 1 or length < 1e-3 * abs(low)
 
 
 def test_ticks() -> None:
-    assert Scale(0, 1.7e6, 0, 1).ticks(4) == [0, 5e5, 1e6, 1.5e6]
-    assert Scale(1e-7, 1, 0, 1, log=True).ticks(4) == pytest.approx([1e-7, 1e-5, 1e-3, 1e-1])
+    assert Scale(0, 1.7e6, 0, 1).compute_ticks(4) == [0, 5e5, 1e6, 1.5e6]
+    assert Scale(1e-7, 1, 0, 1, log=True).compute_ticks(4) == pytest.approx([1e-7, 1e-5, 1e-3, 1e-1])
     assert [tick(value) for value in (3.5966, 30_000, 0.1)] == ["3.5966", "30,000", "0.1"]
 
 
 @given(wanted=st.lists(st.floats(0, 300), min_size=1, max_size=8), height=st.floats(5, 30))
 def test_labels_do_not_overlap(wanted: list[float], height: float) -> None:
-    tops = svg.spread(sorted(wanted), [height] * len(wanted), 0, 300)
+    tops = svg.spread_boxes(sorted(wanted), [height] * len(wanted), 0, 300)
     assert all(after - before >= height - 1e-9 for before, after in pairwise(tops))
     assert tops[0] >= -1e-9 and tops[-1] + height <= 300 + 1e-9
 
 
 def test_a_lone_label_stands_at_its_line() -> None:
-    assert svg.spread([100.0], [20.0], 0, 300) == [90.0]
+    assert svg.spread_boxes([100.0], [20.0], 0, 300) == [90.0]
 
 
 @given(steps=st.integers(1, 3000), points=st.integers(2, 400), share=st.floats(0, 0.2))
 def test_thinning_keeps_a_straight_line(steps: int, points: int, share: float) -> None:
     x = np.arange(steps, dtype=float)
-    kept, values = curves.thinned(x, 3 - 0.5 * x, points, share)
+    kept, values = curves.thin_curve(x, 3 - 0.5 * x, points, share)
     assert 1 <= len(kept) <= points and kept[0] == 0 and kept[-1] >= (1 - share) * (steps - 1) - 1
     assert np.allclose(values, 3 - 0.5 * kept)
 
@@ -70,25 +70,25 @@ def test_thinning_keeps_a_straight_line(steps: int, points: int, share: float) -
 def test_thinning_leaves_out_what_is_not_finite_and_smooths() -> None:
     noisy = np.where(np.arange(1000) % 2, 1.0, -1.0)
     noisy[500] = np.nan
-    _, values = curves.thinned(np.arange(1000.0), noisy, 100, 0.1)
+    _, values = curves.thin_curve(np.arange(1000.0), noisy, 100, 0.1)
     assert np.isfinite(values).all() and np.abs(values[10:]).max() < 0.05
-    assert curves.thinned(np.arange(3.0), np.full(3, np.nan))[0].size == 0
+    assert curves.thin_curve(np.arange(3.0), np.full(3, np.nan))[0].size == 0
 
 
 def test_gap_is_of_steps_that_both_did() -> None:
     one, other = shown_report.run("a", 0), shown_report.run("b", 0)
     cut = replace(other.curves, **{name: getattr(other.curves, name)[100:200] for name in ("steps", "tokens")})
     moved = replace(other, curves=replace(cut, losses=other.curves.losses[100:200] + 0.25))
-    tokens, sizes = curves.gap(one, moved, 10)
+    tokens, sizes = curves.compute_median_gap(one, moved, 10)
     assert tokens.size == 10 and np.allclose(sizes, 0.25)
     assert tokens[0] > one.curves.tokens[100] and tokens[-1] < one.curves.tokens[200]
 
 
 def test_equal_runs_are_named_and_not_drawn() -> None:
     base = shown_report.variant("base", baseline=True)
-    chart = curves.differences(shown_report.comparison(base, replace(base, label="twin", baseline=False)))
+    chart = curves.draw_differences(shown_report.comparison(base, replace(base, label="twin", baseline=False)))
     assert chart is not None and "Equal at every step and not drawn: twin." in chart.caption and not chart.html
-    assert curves.differences(shown_report.comparison(base)) is None
+    assert curves.draw_differences(shown_report.comparison(base)) is None
 
 
 def test_a_few_steps_that_differ_are_not_called_equal() -> None:
@@ -96,7 +96,7 @@ def test_a_few_steps_that_differ_are_not_called_equal() -> None:
     moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
     runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
     tied_weights = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
-    chart = curves.differences(shown_report.comparison(base, *tied_weights))
+    chart = curves.draw_differences(shown_report.comparison(base, *tied_weights))
     assert chart is not None and "not drawn: twin2." in chart.caption
 
 
@@ -107,7 +107,7 @@ def test_repeats_are_held_against_the_same_repeat() -> None:
         runs = [replace(run, repeat=k, curves=moved[k]) for k, run in enumerate(variant.runs)]
         return replace(variant, runs=tuple(runs), baseline=label == "base")
 
-    chart = curves.differences(shown_report.comparison(again("base", 0.25), again("twin", 0.25)))
+    chart = curves.draw_differences(shown_report.comparison(again("base", 0.25), again("twin", 0.25)))
     assert chart is not None and "not drawn: twin" in chart.caption
 
 
@@ -121,16 +121,16 @@ def test_repeats_are_held_against_the_same_repeat() -> None:
     ],
 )
 def test_the_beginning_is_cut_off_where_it_takes_the_room(values: np.ndarray, cut: bool) -> None:
-    low, high, told = curves.loss_range([(np.arange(1.0, len(values) + 1), values)])
+    low, high, told = curves.compute_loss_range([(np.arange(1.0, len(values) + 1), values)])
     assert told == cut and low < values.min() and high > values[-1]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=20))
 def test_front_has_those_that_none_beats(drawn: list[tuple[int, int, bool]]) -> None:
-    spots = [Spot(i, x, y, out) for i, (x, y, out) in enumerate(drawn)]
-    fair = [spot for spot in spots if not spot.out]
+    spots = [ParetoSpot(i, x, y, out) for i, (x, y, out) in enumerate(drawn)]
+    fair = [spot for spot in spots if not spot.is_excluded]
     best = {(s.x, s.y) for s in fair if not any(o.x >= s.x and o.y <= s.y and (o.x, o.y) != (s.x, s.y) for o in fair)}
-    found = front.front(spots)
+    found = front.select_front(spots)
     assert {(spot.x, spot.y) for spot in found} == best and len(found) == len(best)
 
 
@@ -140,7 +140,7 @@ def test_an_variant_that_learns_something_else_is_hollow() -> None:
         shown_report.variant("fast", tokens=90_000, memory=0.1, learning=shown_report.learning("no")),
         shown_report.variant("good", tokens=40_000, memory=0.9, learning=shown_report.learning()),
     ]
-    chart = front.pareto(shown_report.comparison(*variants))
+    chart = front.draw_pareto(shown_report.comparison(*variants))
     assert chart is not None and chart.html.count('class="hollow"') == 1 and "Hollow" in chart.caption
 
 
@@ -153,7 +153,7 @@ def test_an_variant_that_learns_something_else_is_hollow() -> None:
     ],
 )
 def test_coloured(comparison: Comparison, wanted: list[int]) -> None:
-    found = charts.coloured(comparison)
+    found = charts.choose_coloured(comparison)
     if len(comparison.variants) > charts.COLOURS + 1:
         others = list(range(1, len(comparison.variants)))
         fast = sorted((i for i in others if comparison.variants[i].same_science), key=lambda i: -speed(comparison, i))[
@@ -179,9 +179,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = bars.throughput(shown_report.two())
+    chart = bars.draw_throughput(shown_report.two())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert bars.throughput(shown_report.comparison(shown_report.variant("base", tokens=None))) is None
+    assert bars.draw_throughput(shown_report.comparison(shown_report.variant("base", tokens=None))) is None

@@ -9,7 +9,7 @@ import pytest
 from tests.support import shown_report
 from tests.support.page_reader import Reader
 from titan.report.findings import Comparison
-from titan.report.render.html import page
+from titan.report.render.html import render_page
 from titan.report.render.template import POLICY
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
@@ -18,7 +18,7 @@ COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
-    text = page(comparison)
+    text = render_page(comparison)
     read = Reader(text)
     assert read.open == []
     assert (
@@ -35,7 +35,7 @@ def without_script(text: str) -> str:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_says_it_all(comparison: Comparison) -> None:
-    read = Reader(page(comparison, "made today"))
+    read = Reader(render_page(comparison, "made today"))
     for variant in comparison.variants:
         assert variant.label in read.text
         assert all(run.directory in read.text and run.label in read.text for run in variant.runs)
@@ -48,9 +48,9 @@ def test_it_says_it_all(comparison: Comparison) -> None:
 
 
 def test_labels_can_not_break_out() -> None:
-    assert shown_report.NASTY in Reader(page(shown_report.mixed())).text
+    assert shown_report.NASTY in Reader(render_page(shown_report.mixed())).text
     read = Reader(
-        page(
+        render_page(
             shown_report.comparison(*shown_report.mixed().variants, title=shown_report.NASTY, question='"><img src=x>')
         )
     )
@@ -66,25 +66,25 @@ KNOWN = {
 
 
 def test_sections_come_in_order() -> None:
-    read = page(shown_report.mixed())
+    read = render_page(shown_report.mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
     assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
     ]  # fmt: skip
-    assert re.findall(r"<h2>(.*?)</h2>", page(shown_report.failures_only())) == ["Failures", "Settings"]
+    assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.failures_only())) == ["Failures", "Settings"]
 
 
 def test_a_large_comparison_stays_small() -> None:
-    text = page(shown_report.many(64, 10_000))
+    text = render_page(shown_report.many(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
 
 
 def test_the_loss_is_never_out_of_sight() -> None:
-    heads = re.findall(r"<th title=[^>]*>(\w+)", page(shown_report.mixed()))
+    heads = re.findall(r"<th title=[^>]*>(\w+)", render_page(shown_report.mixed()))
     assert heads[:2] == ["answer", "validation"]
-    style = page(shown_report.mixed()).partition("<style>")[2].partition("</style>")[0]
+    style = render_page(shown_report.mixed()).partition("<style>")[2].partition("</style>")[0]
     assert int(re.findall(r"main { max-width: (\d+)px", style)[0]) > 1600
     assert ".scroll td small { white-space: normal; }" in style  # an interval widens no column
 
@@ -92,5 +92,5 @@ def test_the_loss_is_never_out_of_sight() -> None:
 def test_what_qualifies_an_answer_is_in_the_table() -> None:
     lost = shown_report.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
     variant = shown_report.variant("lr=3", quality=(lost,), same_science=False)
-    read = Reader(page(shown_report.comparison(shown_report.variant("base", baseline=True), variant)))
+    read = Reader(render_page(shown_report.comparison(shown_report.variant("base", baseline=True), variant)))
     assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

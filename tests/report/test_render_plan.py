@@ -16,8 +16,8 @@ from titan.console.numbers import rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, plan
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
-from titan.report.render.plan_data import Outcome, figures
-from titan.report.render.plan_memory import Steps
+from titan.report.render.plan_data import PlanOutcome, list_figures
+from titan.report.render.plan_memory import ActionPhases
 from titan.report.render.template import POLICY
 
 NASTY = '<script>alert("x")</script>'
@@ -42,29 +42,29 @@ RUNS = {
 
 
 @cache
-def made(name: str, *more: str) -> tuple[Outcome, int, Steps]:
+def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
     given = (*COMMON, *RUNS[name], *more)
     run = composed([*given], elsewhere=True)
     planned = plan(run, run.layout, run.microbatches, run.machine)
     changes = search.best_changes(run, run.layout, run.microbatches, run.machine)
     rank = planned.memory.index(planned.fullest)
     steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
-    return Outcome(run, planned, changes, None, given), rank, steps
+    return PlanOutcome(run, planned, changes, None, given), rank, steps
 
 
 @cache
-def searched() -> tuple[Outcome, int, Steps]:
+def searched() -> tuple[PlanOutcome, int, ActionPhases]:
     outcome, rank, steps = made("fsdp")
     found = search.search(outcome.run, 8, outcome.run.machine, keep=3)
     return replace(outcome, found=found), rank, steps
 
 
 def page(name: str) -> str:
-    return plan_html.page(*(searched() if name == "search" else made(name)), made="made today")
+    return plan_html.render_page(*(searched() if name == "search" else made(name)), footer="made today")
 
 
 def grid() -> str:
-    return plan_html.grid_page([*RUNS], [made(name)[0].plan for name in RUNS], "made today")
+    return plan_html.render_grid_page([*RUNS], [made(name)[0].plan for name in RUNS], "made today")
 
 
 PAGES = [*RUNS, "search", "grid"]
@@ -87,32 +87,32 @@ def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
 def test_a_page_has_the_figures_of_the_plan(name: str) -> None:
     outcome, _, _ = made(name)
     text = Reader(page(name)).text
-    for figure in figures(outcome.plan):
+    for figure in list_figures(outcome.plan):
         assert figure.value in text and figure.interval in text and figure.unit in text, figure
-    assert outcome.command() in text
-    assert all(" ".join(outcome.overrides(result)) in text for result in outcome.faster)
-    parts = re.findall(r">([\d.]+) GiB <small>\d+%", plan_memory.at_peak(outcome.plan).html)
+    assert outcome.format_command() in text
+    assert all(" ".join(outcome.build_overrides(result)) in text for result in outcome.faster)
+    parts = re.findall(r">([\d.]+) GiB <small>\d+%", plan_memory.draw_at_peak(outcome.plan).html)
     assert sum(map(float, parts[:-1])) == pytest.approx(outcome.plan.fullest.gib, rel=0.01)
 
 
 @pytest.mark.full
 def test_a_search_is_shown_with_its_command_lines_and_its_front() -> None:
     outcome, _, _ = searched()
-    assert outcome.found is not None
+    assert outcome.search_result is not None
     text = Reader(page("search")).text
-    for result in (*outcome.found.best, *outcome.found.front):
-        assert outcome.command(result) in text
+    for result in (*outcome.search_result.best, *outcome.search_result.front):
+        assert outcome.format_command(result) in text
     assert "as given" in text
-    chart = plan_memory.speed_and_memory(outcome)
-    assert chart is not None and chart.html.count('class="dot c1"') == len(outcome.found.front)
+    chart = plan_memory.draw_speed_and_memory(outcome)
+    assert chart is not None and chart.html.count('class="dot c1"') == len(outcome.search_result.front)
 
 
 def test_a_command_line_gives_each_setting_once() -> None:
     outcome, _, _ = made("fsdp")
-    (result,) = [r for r in outcome.changes if outcome.overrides(r) == ("parallelism.microbatches=1",)]
-    assert outcome.command().count("parallelism.microbatches=2") == 1
-    assert outcome.command(result).count("parallelism.microbatches=") == 1
-    assert outcome.command(result).endswith(" parallelism.microbatches=1")
+    (result,) = [r for r in outcome.changes if outcome.build_overrides(r) == ("parallelism.microbatches=1",)]
+    assert outcome.format_command().count("parallelism.microbatches=2") == 1
+    assert outcome.format_command(result).count("parallelism.microbatches=") == 1
+    assert outcome.format_command(result).endswith(" parallelism.microbatches=1")
 
 
 def bars(html: str) -> list[tuple[float, float]]:
@@ -125,7 +125,7 @@ def bars(html: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
 def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) -> None:
     planned = made(name)[0].plan
-    *falls, (start, total) = bars(plan_charts.waterfall(planned).html)
+    *falls, (start, total) = bars(plan_charts.draw_waterfall(planned).html)
     assert len(falls) == len(planned.step.parts)
     unit, at = total / planned.step.seconds, start
     for (left, width), seconds in zip(falls, planned.step.parts.values(), strict=True):
@@ -139,23 +139,23 @@ def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) 
 def test_the_timetable_has_every_action_and_what_is_idle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = made(name)[0].plan.step
     ranks, end = 1 + max(span.rank for span in step.spans), max(span.end for span in step.spans)
-    chart = plan_charts.timetable(step)
+    chart = plan_charts.draw_timetable(step)
     assert chart is not None and chart.html.count('class="bar idle"') == ranks
     assert len(bars(chart.html)) == len(step.spans) + ranks
     busy = sum(span.end - span.start for span in step.spans if span.rank == 0)
     assert f">{1 - busy / end:.0%} idle<" in chart.html
     monkeypatch.setattr(plan_charts, "MANY", 4)
-    few = plan_charts.timetable(step)
+    few = plan_charts.draw_timetable(step)
     assert few is not None and few.html.count("<path") <= 1 + ranks * len({span.action.kind for span in step.spans})
     assert len(re.findall(r"M[\d.]+ [\d.]+h", few.html)) == len(step.spans)
-    assert plan_charts.timetable(made("fsdp")[0].plan.step) is None
+    assert plan_charts.draw_timetable(made("fsdp")[0].plan.step) is None
 
 
 @pytest.mark.parametrize("name", ["fsdp", "1f1b", "zero-bubble"])
 def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     outcome, rank, steps = made(name)
     planned = replace(outcome.plan, memory_gib=1.5 * outcome.plan.fullest.gib)
-    html = plan_memory.over_step(planned, rank, steps).html
+    html = plan_memory.draw_over_step(planned, rank, steps).html
     (peak,) = re.findall(r'<circle class="peak"[^>]* cy="([\d.]+)"', html)
     (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
     assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
@@ -163,14 +163,14 @@ def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
     tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
     assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6
-    assert "beyond the scale" in plan_memory.over_step(replace(planned, memory_gib=1e3), rank, steps).caption
+    assert "beyond the scale" in plan_memory.draw_over_step(replace(planned, memory_gib=1e3), rank, steps).caption
 
 
 def test_a_long_step_stays_small() -> None:
     outcome, rank, steps = made("1f1b")
-    few = plan_memory.over_step(outcome.plan, rank, steps)
+    few = plan_memory.draw_over_step(outcome.plan, rank, steps)
     in_order = replace(outcome.plan, step=replace(outcome.plan.step, spans=()))
-    many = plan_memory.over_step(in_order, 0, [*steps] * 60)
+    many = plan_memory.draw_over_step(in_order, 0, [*steps] * 60)
     assert len(many.html) < 250_000
     assert re.findall(r"peak [\d.]+", many.html) == re.findall(r"peak [\d.]+", few.html)
 
@@ -178,8 +178,11 @@ def test_a_long_step_stays_small() -> None:
 def test_names_can_not_break_out() -> None:
     outcome, rank, steps = made("fsdp")
     run = replace(outcome.run, machine=replace(outcome.run.machine, name=NASTY), choices={"model": NASTY})
-    hostile = replace(outcome, run=run, given=(*outcome.given, f"name={NASTY}"))
-    for text in (plan_html.page(hostile, rank, steps, NASTY), plan_html.grid_page([NASTY], [outcome.plan], NASTY)):
+    hostile = replace(outcome, run=run, given=(*outcome.arguments, f"name={NASTY}"))
+    for text in (
+        plan_html.render_page(hostile, rank, steps, NASTY),
+        plan_html.render_grid_page([NASTY], [outcome.plan], NASTY),
+    ):
         read = Reader(text)
         assert "script" not in read.tags and NASTY in read.text
 
@@ -189,7 +192,7 @@ def test_a_grid_has_every_trial() -> None:
     for name in RUNS:
         planned: Plan = made(name)[0].plan
         assert text.count(name) >= 3  # in the table and both charts
-        assert all(figure.interval in text for figure in figures(planned)[:2])
+        assert all(figure.interval in text for figure in list_figures(planned)[:2])
     assert f"Plan of {len(RUNS)} trials" in text
 
 
@@ -205,4 +208,4 @@ def test_a_grid_has_every_trial() -> None:
     ],
 )  # fmt: skip
 def test_the_text_in_words(name: str, more: tuple[str, ...], words: str) -> None:
-    assert re.search(words, plan_text.text(made(name, *more)[0]))
+    assert re.search(words, plan_text.format_plan(made(name, *more)[0]))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import shown_report
 from titan.report import export
-from titan.report.findings import Comparison, Failed, Interval, Variant
+from titan.report.findings import Comparison, FailedRun, Interval, Variant
 from titan.report.render import markdown, sentences, table, table_data
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
@@ -27,23 +27,23 @@ def packed(text: str) -> str:
 @pytest.mark.parametrize("width", [40, 80, 100, 160])
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_terminal_keeps_to_its_width(comparison: Comparison, width: int) -> None:
-    assert max(map(len, table.text(comparison, width).splitlines())) <= width
+    assert max(map(len, table.format_report(comparison, width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [40, 100, 300])
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
-    text = packed(table.text(comparison, width))
+    text = packed(table.format_report(comparison, width))
     for failed in comparison.failed:
         assert packed(failed.label) in text and packed(failed.reason) in text and failed.directory in text
     for variant in comparison.variants:
         assert all(part in text for part in variant.label.split() if len(part) < 20)
-    assert all(packed(note) in text for note in sentences.notes(comparison))
-    assert all(packed(said) in text for _, told in sentences.answers(comparison) for said in told)
+    assert all(packed(note) in text for note in sentences.format_notes(comparison))
+    assert all(packed(said) in text for _, told in sentences.format_answers(comparison) for said in told)
 
 
 def test_terminal_in_one_line_an_variant() -> None:
-    lines = table.text(shown_report.two(), 200).splitlines()
+    lines = table.format_report(shown_report.two(), 200).splitlines()
     (single,) = [line for line in lines if line.startswith("parallelism=single")]
     (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
     assert re.split(r"\s{2,}", single)[1:6] == ["baseline", "2.6531 [2.6431, 2.6631]", "2", "1", "30,000"]
@@ -51,20 +51,20 @@ def test_terminal_in_one_line_an_variant() -> None:
 
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
-    text = table.text(shown_report.two(), 100)
+    text = table.format_report(shown_report.two(), 100)
     assert "terminal is too narrow: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
     assert "goodput" not in text.partition("Columns left out")[0]
 
 
 def test_terminal_without_room_for_a_table_has_a_block_an_variant() -> None:
-    lines = table.text(shown_report.two(), 40).splitlines()
+    lines = table.format_report(shown_report.two(), 40).splitlines()
     at = lines.index("parallelism=fsdp")
     assert lines[at + 1 : at + 4] == ["  answer: same", "  validation nats: 2.6531 [2.6431,", "    2.6631]"]
 
 
 @pytest.mark.parametrize("width", [40, 100, 160])
 def test_colours_change_nothing_else(width: int) -> None:
-    plain, coloured = (table.text(shown_report.mixed(), width, colour=colour) for colour in (False, True))
+    plain, coloured = (table.format_report(shown_report.mixed(), width, colour=colour) for colour in (False, True))
     assert ("\x1b" not in plain and "\x1b[32msame\x1b[0m" in coloured) or width == 40
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
@@ -134,43 +134,45 @@ LEADS = [
 
 @pytest.mark.parametrize(("variants", "said"), LEADS)
 def test_lead(variants: list[Variant], said: str) -> None:
-    told = " ".join(sentences.lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants)))
+    told = " ".join(
+        sentences.format_lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
+    )
     assert said in told
 
 
 def test_lead_of_failures_and_of_one_variant() -> None:
-    assert sentences.lead(shown_report.failures_only()) == [
+    assert sentences.format_lead(shown_report.failures_only()) == [
         "No run has metrics.",
         "3 failed for other reasons than divergence, listed below.",
     ]
-    assert sentences.lead(shown_report.one()) == ["There is only one variant, so nothing is compared."]
+    assert sentences.format_lead(shown_report.one()) == ["There is only one variant, so nothing is compared."]
 
 
 def test_a_note_of_many_variants_is_said_once() -> None:
     variants = [shown_report.variant(f"lr={i}", notes=("not tuned",)) for i in range(9)]
-    told = sentences.notes(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
+    told = sentences.format_notes(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
     assert told[1:] == ["lr=0 | lr=1 | lr=2 | lr=3 | lr=4 | lr=5 | and 3 more: not tuned."]
-    assert sentences.notes(shown_report.comparison(*variants))[1:] == ["All variants: not tuned."]
+    assert sentences.format_notes(shown_report.comparison(*variants))[1:] == ["All variants: not tuned."]
 
 
 def test_equal_verdicts_are_said_once_with_their_points() -> None:
     ends = [shown_report.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
     hours = shown_report.quality("undecided", at="equal device-hours", text="inconclusive: by 0.01 nats")
     variant = shown_report.variant("lr=3", quality=(*ends, hours), same_science=False)
-    ((_, told),) = sentences.answers(shown_report.comparison(variant))
+    ((_, told),) = sentences.format_answers(shown_report.comparison(variant))
     assert told[:2] == [
         "At the end and at equal tokens: yes: by 0.05 nats.",
         "At equal device-hours: inconclusive: by 0.01 nats.",
     ]
-    ((_, told),) = sentences.answers(shown_report.comparison(replace(variant, quality=(hours,))))
+    ((_, told),) = sentences.format_answers(shown_report.comparison(replace(variant, quality=(hours,))))
     assert told[0] == "Inconclusive: by 0.01 nats."
 
 
 def test_only_columns_with_figures() -> None:
     bare = shown_report.variant("base", tokens=None, baseline=True, validation=None, bits=None)
-    names = [column.name for column in table_data.columns(shown_report.comparison(bare, bare))]
+    names = [column.name for column in table_data.build_columns(shown_report.comparison(bare, bare))]
     assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
-    assert "speed" not in [column.name for column in table_data.columns(shown_report.one())]
+    assert "speed" not in [column.name for column in table_data.build_columns(shown_report.one())]
 
 
 @pytest.mark.parametrize(
@@ -185,14 +187,14 @@ def test_only_columns_with_figures() -> None:
 def test_runs(changes: dict[str, Any], told: str) -> None:
     columns = {
         column.name: column
-        for column in table_data.columns(shown_report.comparison(shown_report.variant("base", **changes)))
+        for column in table_data.build_columns(shown_report.comparison(shown_report.variant("base", **changes)))
     }
-    assert columns["runs"].cells[0].line() == told
+    assert columns["runs"].cells[0].format_line() == told
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_markdown_tables_are_whole(comparison: Comparison) -> None:
-    text = markdown.text(comparison)
+    text = markdown.format_markdown(comparison)
     assert "<" not in text and ">" not in text
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
         bars = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
@@ -201,7 +203,13 @@ def test_markdown_tables_are_whole(comparison: Comparison) -> None:
 
 def test_markdown_says_it_all() -> None:
     comparison = shown_report.mixed()
-    text = markdown.text(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    text = (
+        markdown.format_markdown(comparison)
+        .replace("\\", "")
+        .replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&amp;", "&")
+    )
     assert all(variant.label in text for variant in comparison.variants)
     assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
     assert "| optimizer=muon | validation loss at the end | -0.0100 | -0.0200 [-0.0300, -0.0100] |" in text
@@ -219,13 +227,15 @@ def test_markdown_says_it_all() -> None:
     ],
 )
 def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
-    failed = Failed(label, "/data", "failed", "killed")
-    assert f"\n| {told} | failed | killed | /data |\n" in markdown.text(shown_report.comparison(failed=[failed]))
+    failed = FailedRun(label, "/data", "failed", "killed")
+    assert f"\n| {told} | failed | killed | /data |\n" in markdown.format_markdown(
+        shown_report.comparison(failed=[failed])
+    )
 
 
 def test_csv_has_a_row_a_run() -> None:
     comparison = shown_report.mixed()
-    rows = list(csv.DictReader(io.StringIO(export.csv_text(comparison))))
+    rows = list(csv.DictReader(io.StringIO(export.format_csv(comparison))))
     runs = [(variant, run) for variant in comparison.variants for run in variant.runs]
     assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
     assert len(rows) == len(runs) + len(comparison.failed)
@@ -240,15 +250,15 @@ def test_csv_has_a_row_a_run() -> None:
 
 def test_csv_has_a_failed_run_with_figures_once() -> None:
     variant = shown_report.variant("base", (0,), state="failed", reason="killed")
-    failed = Failed("base", variant.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(variant, failed=[failed]))))
+    failed = FailedRun("base", variant.runs[0].directory, "failed", "killed")
+    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.comparison(variant, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
     variant = shown_report.variant("base")
     variant = replace(variant, runs=(shown_report.run("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(variant))))
+    (row,) = csv.DictReader(io.StringIO(export.format_csv(shown_report.comparison(variant))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
@@ -258,7 +268,7 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_json_is_strict_and_full(comparison: Comparison) -> None:
-    found = json.loads(export.json_text(comparison), parse_constant=refuse)
+    found = json.loads(export.format_json(comparison), parse_constant=refuse)
     assert found["format"] == 2 and found["title"] == comparison.title
     assert [variant["label"] for variant in found["variants"]] == [variant.label for variant in comparison.variants]
     assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
@@ -271,7 +281,7 @@ def test_json_has_null_for_what_is_not_finite() -> None:
     variant = replace(
         shown_report.variant("base"), runs=(shown_report.run("base", loss=float("nan"), validation=float("inf")),)
     )
-    (run,) = json.loads(export.json_text(shown_report.comparison(variant)), parse_constant=refuse)["variants"][0][
+    (run,) = json.loads(export.format_json(shown_report.comparison(variant)), parse_constant=refuse)["variants"][0][
         "runs"
     ]
     assert run["loss"] is None and run["validation"] is None

@@ -331,7 +331,7 @@ ESTIMATES = (
         "compare: Holm's correction is Bonferroni's of the last",
         "titan/report/statistics.py",
         "min(1.0, (len(order) - rank) * p)",
-        "min(1.0, p)",
+        "min(1.0, compute_p_value)",
         "report/test_statistics.py::test_holm_is_what_its_definition_says",
     ),
     fault(

@@ -12,16 +12,16 @@ import numpy as np
 
 from titan.report.findings import (
     Comparison,
-    Cost,
     Curves,
-    Failed,
+    FailedRun,
     Interval,
     Learning,
+    MeasuredSpeed,
     Quality,
-    Reached,
-    RunFound,
-    Speed,
-    Spread,
+    RunCost,
+    RunResult,
+    StepPercentiles,
+    TimeToTarget,
     Variant,
 )
 
@@ -49,10 +49,10 @@ def curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0) -> C
     )
 
 
-def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) -> Speed:
+def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) -> MeasuredSpeed:
     step = TOKENS / tokens
-    return Speed(
-        step_seconds=Spread(step, 0.96 * step, 1.09 * step),
+    return MeasuredSpeed(
+        step_seconds=StepPercentiles(step, 0.96 * step, 1.09 * step),
         tokens_per_second_per_device=tokens,
         tflops_per_device=12.5,
         mfu=mfu,
@@ -62,11 +62,11 @@ def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) 
     )
 
 
-def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 0.0, **changes: Any) -> RunFound:
+def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 0.0, **changes: Any) -> RunResult:
     steps = changes.pop("steps_done", 400)
     drawn = curves(steps, seed, gain, changes.pop("rounding", 0.0)) if steps else curves(1, seed)
     timed = None if tokens is None else speed(tokens, changes.pop("memory", 1.5), changes.pop("mfu", 0.412))
-    found = RunFound(
+    found = RunResult(
         label=f"{label} seed={seed}",
         directory=f"/data/runs/grid/{label.replace(' ', ',')}-{seed}",
         science_id="5c1e9ce5",
@@ -88,7 +88,7 @@ def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 
         bits_by_source={"code": 0.9, "books": 1.1},
         speed=timed,
         speed_by_attempt=() if timed is None else (timed, timed),
-        cost=Cost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
+        cost=RunCost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
         curves=drawn,
     )
     return replace(found, **changes)
@@ -132,7 +132,7 @@ def quality(answer: str = "yes", difference: float = -0.05, at: str = "the end",
     return replace(found, **changes)
 
 
-def comparison(*variants: Variant, failed: Sequence[Failed] = (), **changes: Any) -> Comparison:
+def comparison(*variants: Variant, failed: Sequence[FailedRun] = (), **changes: Any) -> Comparison:
     made = Comparison(
         title="layouts",
         question="Which layout of two devices is fastest, and do all learn the same?",
@@ -161,7 +161,7 @@ def mixed() -> Comparison:
     long = "parallelism=fsdp memory=full compile=block precision=bf16 optimizer.lr=0.003"
     undecided = learning("undecided", "Undecided: 3 pairs more would decide.")
     return comparison(
-        variant("parallelism=single", (0, 1, 2), baseline=True, reached=Reached(3, 3, 1.1e6, 0.4)),
+        variant("parallelism=single", (0, 1, 2), baseline=True, reached=TimeToTarget(3, 3, 1.1e6, 0.4)),
         variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
         variant(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
         variant("parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=learning("no", "Not the same.")),
@@ -175,13 +175,13 @@ def mixed() -> Comparison:
                 quality(by_source={"code": interval(-0.02, 0.01), "books": interval(-0.01)}),
                 quality(at="equal tokens"),
             ),
-            reached=Reached(2, 2, 0.8e6, 0.3),
+            reached=TimeToTarget(2, 2, 0.8e6, 0.3),
             notes=("The learning rate was not tuned for this variant.",),
         ),
         variant(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
         failed=[
-            Failed("parallelism=pp", "/data/runs/grid/pp", "failed", "out of memory on rank 3: 150 GiB were wanted"),
-            Failed(NASTY, "/data/runs/grid/nasty", "failed", NASTY),
+            FailedRun("parallelism=pp", "/data/runs/grid/pp", "failed", "out of memory on rank 3: 150 GiB were wanted"),
+            FailedRun(NASTY, "/data/runs/grid/nasty", "failed", NASTY),
         ],
         target=2.6,
     )
@@ -208,7 +208,7 @@ def one() -> Comparison:
 
 def failures_only() -> Comparison:
     """Nothing but failures."""
-    failed = [Failed(f"lr={i}", f"/data/runs/bad/{i}", "failed", "the loss was not finite") for i in range(3)]
+    failed = [FailedRun(f"lr={i}", f"/data/runs/bad/{i}", "failed", "the loss was not finite") for i in range(3)]
     return comparison(failed=failed, title="bad", notes=())
 
 
@@ -217,11 +217,11 @@ ALL = {"two": two, "mixed": mixed, "many": many, "one": one, "failures": failure
 
 def main(folder: Path) -> None:
     """Write a page of each."""
-    from titan.report.render.html import page
+    from titan.report.render.html import render_page
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in ALL.items():
-        (folder / f"{name}.html").write_text(page(make()), encoding="utf-8")
+        (folder / f"{name}.html").write_text(render_page(make()), encoding="utf-8")
 
 
 if __name__ == "__main__":

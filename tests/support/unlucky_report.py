@@ -17,10 +17,10 @@ import numpy as np
 
 from tests.support.made_runs import Story, made
 from titan.report import superiority, verdicts
-from titan.report.collect import collect
+from titan.report.collect import collect_runs
 from titan.report.findings import Numbers
-from titan.report.runs import Member, member
-from titan.report.statistics import ALPHA, paired
+from titan.report.runs import Member, build_member
+from titan.report.statistics import ALPHA, estimate_mean_difference
 
 MARGIN, SPREAD = 0.02, 0.02
 
@@ -55,7 +55,7 @@ class Rates:
 def templates(folder: Path, seeds: int) -> list[Member]:
     """Finished runs, one a seed, whose results are to be replaced."""
     runs = [made(folder / str(seed), Story(seed=seed, steps=4, every=0, device={})) for seed in range(seeds)]
-    return [member(raw, "") for raw in collect(runs).runs]
+    return [build_member(raw, "") for raw in collect_runs(runs).runs]
 
 
 def simulated(members: Sequence[Member], scene: Scene, repetitions: int, seed: int = 0) -> Rates:
@@ -66,7 +66,7 @@ def simulated(members: Sequence[Member], scene: Scene, repetitions: int, seed: i
         variant, baseline = (
             _drawn(members, d, at) for d, at in zip(draws, (scene.variant, scene.baseline), strict=True)
         )
-        ((told, *_),) = verdicts.corrected([superiority.compared(variant, baseline)], MARGIN)
+        ((told, *_),) = verdicts.correct_comparisons([superiority.compare_variant(variant, baseline)], MARGIN)
         found.append((*_said(told.answer, told.text), _survivors(variant, baseline)))
     return Rates(*(float(share) for share in np.mean(found, axis=0)))
 
@@ -88,8 +88,8 @@ def _survivors(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Whether a paired t-test of the pairs that are left finds the variant better."""
     ends = [(a.run.validation, b.run.validation) for a, b in zip(variant, baseline, strict=True)]
     left = [a - b for a, b in ends if a is not None and b is not None]
-    found = paired(left) if len(left) > 1 else None
-    return found is not None and found.estimate < 0 and (found.p() or 0) < ALPHA
+    found = estimate_mean_difference(left) if len(left) > 1 else None
+    return found is not None and found.estimate < 0 and (found.compute_p_value() or 0) < ALPHA
 
 
 def main(repetitions: int = 2000) -> None:

@@ -7,52 +7,57 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.report import divergence, lr_tuning, outcomes, sharing, variants
-from titan.report.collect import Collected
-from titan.report.findings import Failed
-from titan.report.lr_tuning import Tuned
-from titan.report.runs import Member, member
-from titan.report.variants import Group
+from titan.report.collect import CollectedRuns
+from titan.report.findings import FailedRun
+from titan.report.lr_tuning import RateTuning
+from titan.report.runs import Member, build_member
+from titan.report.variants import RunGroup
 from titan.sweep.ledger import SweepSpec
 
 
 @dataclass(frozen=True)
-class Candidate:
+class VariantCandidate:
     """A variant before it is compared.
 
     Attributes:
         group: its runs' files, and the settings that distinguish it.
         members: its runs.
-        tuned: whether it has the best of its learning rates.
+        tuning: whether it has the best of its learning rates.
         missing: its trials without metrics.
     """
 
-    group: Group
+    group: RunGroup
     members: Sequence[Member]
-    tuned: Tuned
-    missing: tuple[Failed, ...] = ()
+    tuning: RateTuning
+    missing: tuple[FailedRun, ...] = ()
 
 
-def find_candidates(found: Collected, asked: SweepSpec, baseline: str | None) -> list[Candidate]:
+def find_candidates(collected: CollectedRuns, spec: SweepSpec, baseline: str | None) -> list[VariantCandidate]:
     """Return all variants, the baseline first; of several learning rates of the baseline, the best one."""
-    begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
-    groups, alongside = variants.grouped(begun), sharing.shared(found.runs)
-    members = outcomes.marked([_members(group, groups, alongside) for group in groups], asked.margin)
-    tuned = lr_tuning.tuned(groups, members)
-    missing = [_missing(group, found.failed) for group in groups]
-    made = [Candidate(*each) for each in zip(groups, members, tuned, missing, strict=True)]
-    if not made:
+    started_runs = [raw for raw in collected.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
+    groups, shared_directories = variants.group_runs(started_runs), sharing.find_shared_runs(collected.runs)
+    members = outcomes.mark_outliers(
+        [_build_members(group, groups, shared_directories) for group in groups], spec.margin
+    )
+    tunings = lr_tuning.find_best_rates(groups, members)
+    missing = [_find_missing_trials(group, collected.failed) for group in groups]
+    candidates = [VariantCandidate(*parts) for parts in zip(groups, members, tunings, missing, strict=True)]
+    if not candidates:
         return []
-    possible = variants.baselines(groups, baseline, asked.baseline)
-    first = next((i for i in possible if tuned[i].chosen), possible[0])
-    return [made[first], *made[:first], *made[first + 1 :]]
+    possible_baselines = variants.find_baselines(groups, baseline, spec.baseline)
+    baseline_index = next((i for i in possible_baselines if tunings[i].is_best), possible_baselines[0])
+    return [candidates[baseline_index], *candidates[:baseline_index], *candidates[baseline_index + 1 :]]
 
 
-def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
+def _find_missing_trials(group: RunGroup, failed: Sequence[FailedRun]) -> tuple[FailedRun, ...]:
     """Return the trials without metrics that differ from a variant's runs in their seed only."""
-    recipes = {outcomes.recipe(raw.overrides) for raw in group.runs}
-    return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
+    recipes = {outcomes.select_recipe(raw.overrides) for raw in group.runs}
+    return tuple(trial for trial in failed if trial.overrides and outcomes.select_recipe(trial.overrides) in recipes)
 
 
-def _members(group: Group, groups: Sequence[Group], alongside: Collection[Path]) -> list[Member]:
-    labels = variants.labels(group, groups)
-    return [member(raw, label, raw.directory in alongside) for raw, label in zip(group.runs, labels, strict=True)]
+def _build_members(group: RunGroup, groups: Sequence[RunGroup], shared_directories: Collection[Path]) -> list[Member]:
+    labels = variants.label_runs(group, groups)
+    return [
+        build_member(raw, label, raw.directory in shared_directories)
+        for raw, label in zip(group.runs, labels, strict=True)
+    ]

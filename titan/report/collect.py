@@ -22,14 +22,14 @@ from titan.console.text import safe
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
 from titan.report import columns
-from titan.report.columns import Metrics, Steps
-from titan.report.findings import Failed, State
+from titan.report.columns import MetricsFile, StepColumns
+from titan.report.findings import FailedRun, State
 from titan.run import axes
 from titan.run.directory import ended_by, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
-ESSENTIAL = (
+ESSENTIAL_KEYS = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
@@ -37,7 +37,7 @@ ESSENTIAL = (
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawRun:
     """A run as its files describe it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Raw:
 
     directory: Path
     documents: tuple[Mapping[str, Any], ...]
-    metrics: Metrics
+    metrics: MetricsFile
     result: Mapping[str, Any]
     device: Mapping[str, Any]
     state: State
@@ -64,14 +64,14 @@ class Raw:
     corruption: tuple[str, ...] = ()
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last_document(self) -> Mapping[str, Any]:
         """Return the document of the last attempt."""
         return self.documents[-1]
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Return the resolved configuration of the last attempt."""
-        return dict(self.last["config"])
+        return dict(self.last_document["config"])
 
     @cached_property
     def seed(self) -> int:
@@ -84,23 +84,23 @@ class Raw:
         return int(self.config["training"].get("repeat", 0))
 
     @property
-    def continued(self) -> tuple[int, ...]:
+    def earlier_planned_steps(self) -> tuple[int, ...]:
         """Return the planned steps of earlier attempts where they differ from the last one's, in order.
 
         The learning rate followed their schedules first, so such a run differs from one with the same number of steps.
         """
         steps = dict.fromkeys(int(d["config"]["training"]["steps"]) for d in self.documents)
-        return tuple(number for number in steps if number != self.wanted)
+        return tuple(number for number in steps if number != self.planned_steps)
 
     @property
-    def wanted(self) -> int:
+    def planned_steps(self) -> int:
         """Return the planned number of steps."""
         return int(self.config["training"]["steps"])
 
     @property
     def devices(self) -> int:
         """Return the number of devices of the last attempt."""
-        return devices(self.last)
+        return count_devices(self.last_document)
 
     @cached_property
     def hardware(self) -> str:
@@ -109,7 +109,7 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedRuns:
     """The runs and sweeps in the directories.
 
     Attributes:
@@ -119,73 +119,76 @@ class Collected:
         corruption: what is wrong with the sweeps' own files.
     """
 
-    runs: tuple[Raw, ...]
-    failed: tuple[Failed, ...]
+    runs: tuple[RawRun, ...]
+    failed: tuple[FailedRun, ...]
     sweeps: tuple[tuple[Path, SweepSpec], ...]
     corruption: tuple[str, ...] = ()
 
 
 @dataclass
-class _Found:
-    runs: dict[Path, Raw] = field(default_factory=dict)
-    failed: dict[Path, Failed] = field(default_factory=dict)
+class _RunCollection:
+    runs: dict[Path, RawRun] = field(default_factory=dict)
+    failed: dict[Path, FailedRun] = field(default_factory=dict)
     sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
     corruption: list[str] = field(default_factory=list)
 
-    def known(self, directory: Path) -> bool:
+    def has_run(self, directory: Path) -> bool:
         return directory in self.runs or directory in self.failed
 
 
-def devices(document: Mapping[str, Any]) -> int:
+def count_devices(document: Mapping[str, Any]) -> int:
     """Return the number of devices of the attempt that a document in run.yaml describes."""
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
-def collect(directories: Sequence[Path]) -> Collected:
+def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
     """Read all runs in directories and their subdirectories.
 
     Raises:
         ConfigError: for a directory that does not exist or contains no run.
     """
-    found = _Found()
+    collection = _RunCollection()
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"{directory}: there is no such directory; give the directory of a run or a sweep.")
-        before = len(found.runs) + len(found.failed)
-        at = directory.resolve()
-        _enter(at, found, given=True)
-        if len(found.runs) + len(found.failed) == before and not found.known(at):
+        count_before = len(collection.runs) + len(collection.failed)
+        resolved = directory.resolve()
+        _add_directory(resolved, collection, named_by_user=True)
+        if len(collection.runs) + len(collection.failed) == count_before and not collection.has_run(resolved):
             raise ConfigError(
                 f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
-    return Collected(
-        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.corruption)
+    return CollectedRuns(
+        tuple(collection.runs.values()),
+        tuple(collection.failed.values()),
+        tuple(collection.sweeps.items()),
+        tuple(collection.corruption),
     )
 
 
-def _enter(directory: Path, found: _Found, given: bool = False) -> None:
+def _add_directory(directory: Path, collection: _RunCollection, named_by_user: bool = False) -> None:
     """Add a run or a sweep, else search the subdirectories."""
     if (directory / "run.yaml").is_file():
-        if given or _began(directory):
-            _take(directory, found, None)
+        if named_by_user or _is_run_directory(directory):
+            _add_run(directory, collection, None)
         return
     sweep = ledger.read(directory)
     if sweep is not None:
-        found.sweeps[directory] = sweep.spec
-        found.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
-        for point in sweep.trials:
-            _take(Path(point.directory), found, point)
+        collection.sweeps[directory] = sweep.spec
+        collection.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
+        for trial in sweep.trials:
+            _add_run(Path(trial.directory), collection, trial)
         return
-    for child in _children(directory):
-        _enter(child, found)
+    for child in _list_subdirectories(directory):
+        _add_directory(child, collection)
 
 
-def _began(directory: Path) -> bool:
+def _is_run_directory(directory: Path) -> bool:
     """Return whether it is a run's directory: a remote directory of its checkpoints has a run.yaml too."""
     return any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log"))
 
 
-def _children(directory: Path) -> Iterator[Path]:
+def _list_subdirectories(directory: Path) -> Iterator[Path]:
     try:
         with os.scandir(directory) as entries:
             names = sorted(e.name for e in entries if e.is_dir() and not e.is_symlink() and not e.name.startswith("."))
@@ -194,68 +197,72 @@ def _children(directory: Path) -> Iterator[Path]:
     yield from (directory / name for name in names)
 
 
-def _take(directory: Path, found: _Found, point: TrialState | None) -> None:
-    if found.known(directory):
+def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | None) -> None:
+    if collection.has_run(directory):
         return
-    run = _read(directory, point)
-    if isinstance(run, Raw):
-        found.runs[directory] = run
+    run = _read_run(directory, trial)
+    if isinstance(run, RawRun):
+        collection.runs[directory] = run
     else:
-        found.failed[directory] = run
+        collection.failed[directory] = run
 
 
-def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
+def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
     """Return a run, or why there is none."""
-    label = safe(" ".join(map(_typed, point.overrides)) if point else directory.name)
+    label = safe(" ".join(map(_shorten_float, trial.overrides)) if trial else directory.name)
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
-    except ConfigError as refusal:
-        return Failed(label, str(directory), "failed", str(refusal), _overrides(point))
+    except ConfigError as error:
+        return FailedRun(label, str(directory), "failed", str(error), _list_overrides(trial))
     if not documents:
-        state: State = point.state if point else "failed"
-        why = _reason(point) or _nothing(state, point)
-        return Failed(label, str(directory), state, why, _overrides(point))
-    if lacking := _lacking(documents):
-        return Failed(
-            label, str(directory), "failed", f"its run.yaml has no {lacking}: another version of titan wrote it"
+        state: State = trial.state if trial else "failed"
+        missing_reason = _find_ledger_reason(trial) or _explain_missing_run(state, trial)
+        return FailedRun(label, str(directory), state, missing_reason, _list_overrides(trial))
+    if missing_key := _find_missing_key(documents):
+        return FailedRun(
+            label, str(directory), "failed", f"its run.yaml has no {missing_key}: another version of titan wrote it"
         )
     metrics = columns.read(directory / "metrics.jsonl")
-    result, wrong = read_result(directory, {d["ids"]["science"] for d in documents})
-    corruption = [wrong] if wrong else []
-    if metrics.broken:
-        lines = "1 line" if metrics.broken == 1 else f"{metrics.broken} lines"
+    result, result_corruption = read_result(directory, {d["ids"]["science"] for d in documents})
+    corruption = [result_corruption] if result_corruption else []
+    if metrics.corrupt_lines:
+        lines = "1 line" if metrics.corrupt_lines == 1 else f"{metrics.corrupt_lines} lines"
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
-    state, reason = _state(directory, documents[-1], result, point, metrics.steps)
-    typed = point.overrides if point else documents[-1].get("overrides") or ()
-    overrides = tuple(axes.present(typed, warn=False))
-    machine = _json(directory / "env.json")
-    device, host = machine.get("device"), machine.get("host")
-    about = device if isinstance(device, dict) else {}
-    damaged, named = tuple(corruption), host if isinstance(host, str) else ""
-    return Raw(directory, documents, metrics, result, about, state, reason, overrides, named, damaged)
+    state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
+    typed_overrides = trial.overrides if trial else documents[-1].get("overrides") or ()
+    overrides = tuple(axes.present(typed_overrides, warn=False))
+    environment = _read_json(directory / "env.json")
+    device, host = environment.get("device"), environment.get("host")
+    device_info = device if isinstance(device, dict) else {}
+    corruption_notes, host_name = tuple(corruption), host if isinstance(host, str) else ""
+    return RawRun(
+        directory, documents, metrics, result, device_info, state, reason, overrides, host_name, corruption_notes
+    )
 
 
-def _overrides(point: TrialState | None) -> tuple[str, ...]:
-    return point.overrides if point else ()
+def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
+    return trial.overrides if trial else ()
 
 
-def neat(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
     return (shortest(value) if isinstance(value, float) else "") or format_value(value)
 
 
-def _typed(override: str) -> str:
+def _shorten_float(override: str) -> str:
     """Return an override with a float in its shortest form."""
     name, equals, value = override.partition("=")
     return (
-        f"{name}={neat(float(value))}" if re.fullmatch(r"-?\d+(\.\d*e.*|\.\d*|e.*)", value) else name + equals + value
+        f"{name}={format_setting(float(value))}"
+        if re.fullmatch(r"-?\d+(\.\d*e.*|\.\d*|e.*)", value)
+        else name + equals + value
     )
 
 
-def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first key of `ESSENTIAL` that a document lacks; else empty."""
+def _find_missing_key(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first key of `ESSENTIAL_KEYS` that a document lacks; else empty."""
     for document in documents:
-        for name in ESSENTIAL:
+        for name in ESSENTIAL_KEYS:
             value: Any = document
             for key in name.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
@@ -264,60 +271,70 @@ def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _reason(point: TrialState | None) -> str | None:
+def _find_ledger_reason(trial: TrialState | None) -> str | None:
     """Return the reason of a trial's end in the ledger."""
-    return job_exit.strip_timestamp(point.reason) if point and point.reason else None
+    return job_exit.strip_timestamp(trial.reason) if trial and trial.reason else None
 
 
-def _nothing(state: State, point: TrialState | None) -> str:
+def _explain_missing_run(state: State, trial: TrialState | None) -> str:
     if state == "queued":
-        return f"queued as job {point.job}" if point and point.job else "queued"
+        return f"queued as job {trial.job}" if trial and trial.job else "queued"
     return {"planned": "not started", "running": "its first attempt has not started"}.get(state, "it wrote no run.yaml")
 
 
-def _state(
-    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: TrialState | None, steps: Steps
+def _determine_state(
+    directory: Path,
+    document: Mapping[str, Any],
+    result: Mapping[str, Any],
+    trial: TrialState | None,
+    steps: StepColumns,
 ) -> tuple[State, str | None]:
     """Return a run's state and reason: by its files first, then by the ledger."""
-    wanted = int(last["config"]["training"]["steps"])
-    if result.get("finished") and int(result.get("step") or 0) >= wanted:
+    planned_steps = int(document["config"]["training"]["steps"])
+    if result.get("finished") and int(result.get("step") or 0) >= planned_steps:
         return "finished", None
     if is_locked(directory):
         return "running", None
-    own = _ended(directory, last, result, steps)
-    if point and point.state in ("failed", "stopped", "queued", "running"):
-        return point.state, _reason(point) or (None if point.state == "running" else own[1])
-    return own
+    end = _classify_end(directory, document, result, steps)
+    if trial and trial.state in ("failed", "stopped", "queued", "running"):
+        return trial.state, _find_ledger_reason(trial) or (None if trial.state == "running" else end[1])
+    return end
 
 
-def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
+def _classify_end(
+    directory: Path, document: Mapping[str, Any], result: Mapping[str, Any], steps: StepColumns
+) -> tuple[State, str]:
     """Return how the last attempt of an unfinished run ended."""
-    if result.get("attempt") == last["attempt"] and result.get("finished") is False:
+    if result.get("attempt") == document["attempt"] and result.get("finished") is False:
         if hook := ended_by(result):
             return "stopped", f"ended at step {result.get('step')} by {hook}"
         return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
-    if message := _launcher_message(directory / "log" / "launcher.log", str(last.get("began") or "")):
+    if message := _read_launcher_message(directory / "log" / "launcher.log", str(document.get("began") or "")):
         return "failed", message
-    if len(steps) and steps.odd()[-1]:
+    if len(steps) and steps.is_nonfinite()[-1]:
         return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
     return "stopped", "it ended without an error message; the same command resumes it"
 
 
-def _launcher_message(log: Path, began: str) -> str | None:
+def _read_launcher_message(log: Path, attempt_start: str) -> str | None:
     """Return the launcher's last message since the attempt began; the first and last line of a traceback."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return None
-    starts = [i for i, line in enumerate(lines) if (_seconds(line.partition(" ")[0]) or 0) >= (_seconds(began) or 0)]
-    starts = [i for i in starts if _seconds(lines[i].partition(" ")[0]) is not None]
+    starts = [
+        i
+        for i, line in enumerate(lines)
+        if (_parse_timestamp(line.partition(" ")[0]) or 0) >= (_parse_timestamp(attempt_start) or 0)
+    ]
+    starts = [i for i in starts if _parse_timestamp(lines[i].partition(" ")[0]) is not None]
     if not starts:
         return None
-    first, *more = [line for line in lines[starts[-1] :] if line.strip()]
-    return " ".join([first.partition(" ")[2], *more[-1:]])
+    first_line, *later_lines = [line for line in lines[starts[-1] :] if line.strip()]
+    return " ".join([first_line.partition(" ")[2], *later_lines[-1:]])
 
 
-def _seconds(text: str) -> float | None:
+def _parse_timestamp(text: str) -> float | None:
     """Return a date in ISO format in seconds since 1970; None where it is none."""
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -325,12 +342,12 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def began(document: Mapping[str, Any]) -> float | None:
+def parse_start_time(document: Mapping[str, Any]) -> float | None:
     """Return when an attempt began, in seconds since 1970; None where its document has no date."""
-    return _seconds(str(document.get("began") or ""))
+    return _parse_timestamp(str(document.get("began") or ""))
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         return parse_object(read_regular_file(file))
     except (OSError, ValueError):

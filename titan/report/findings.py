@@ -31,7 +31,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Spread:
+class StepPercentiles:
     """Median, 10th and 90th percentile of the steps."""
 
     median: float
@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Speed:
+class MeasuredSpeed:
     """Speed of an attempt, or of all attempts of a run, without the warm-up steps of each attempt.
 
     Attributes:
@@ -53,7 +53,7 @@ class Speed:
         steps: how many steps were timed.
     """
 
-    step_seconds: Spread
+    step_seconds: StepPercentiles
     tokens_per_second_per_device: float
     tflops_per_device: float | None
     mfu: float | None
@@ -63,7 +63,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Cost of a run over all its attempts.
 
     Attributes:
@@ -107,7 +107,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class RunPrediction:
     """What the last attempt of a run was predicted to take, beside what was measured.
 
     Attributes:
@@ -146,7 +146,7 @@ class Spike:
 
 
 @dataclass(frozen=True)
-class RunFound:
+class RunResult:
     """One run.
 
     Attributes:
@@ -197,23 +197,23 @@ class RunFound:
     validation: float | None
     bits: float | None
     bits_by_source: Mapping[str, float]
-    speed: Speed | None
-    speed_by_attempt: tuple[Speed, ...]
-    cost: Cost
+    speed: MeasuredSpeed | None
+    speed_by_attempt: tuple[MeasuredSpeed, ...]
+    cost: RunCost
     curves: Curves
     repeat: int = 0
     diverged: bool = False
     outlier: bool = False
     spikes: tuple[Spike, ...] = ()
     shared: bool = False
-    predicted: Predicted | None = None
+    predicted: RunPrediction | None = None
     own: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Needed:
+class RepeatsNeeded:
     """Repeats needed for an answer, by an estimated spread.
 
     Attributes:
@@ -254,7 +254,7 @@ class Learning:
     margin: float
     pairs: int
     needed: int | None
-    needed_range: Needed | None = None
+    needed_range: RepeatsNeeded | None = None
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Quality:
     by_source: Mapping[str, Interval]
     pairs: int
     needed: int | None
-    needed_range: Needed | None = None
+    needed_range: RepeatsNeeded | None = None
     better: int = 0
     worse: int = 0
     diverged: int = 0
@@ -316,7 +316,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True)
-class Reached:
+class TimeToTarget:
     """When a variant reached the target loss: `reached` of `runs` runs did; the others are censored.
 
     Attributes:
@@ -359,14 +359,14 @@ class Variant:
     settings: Mapping[str, str]
     baseline: bool
     same_science: bool
-    runs: tuple[RunFound, ...]
+    runs: tuple[RunResult, ...]
     speed: Interval | None
     speed_ratio: Interval | None
     validation: Interval | None
     bits: Interval | None
     learning: Learning | None = None
     quality: tuple[Quality, ...] = ()
-    reached: Reached | None = None
+    reached: TimeToTarget | None = None
     notes: tuple[str, ...] = ()
     few: bool = False
     speed_doubt: str = ""
@@ -377,7 +377,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedRun:
     """A trial without metrics, perhaps not yet started, or a run that failed or stopped, with the reason."""
 
     label: str
@@ -408,7 +408,7 @@ class Comparison:
     common: Mapping[str, str]
     differs: Mapping[str, tuple[str, ...]]
     variants: tuple[Variant, ...]
-    failed: tuple[Failed, ...]
+    failed: tuple[FailedRun, ...]
     target: float | None
     margin: float
     notes: tuple[str, ...] = field(default=())

@@ -13,29 +13,29 @@ import numpy as np
 
 from titan.config.settings import format_value
 from titan.report import seeds
-from titan.report.collect import neat
+from titan.report.collect import format_setting
 from titan.report.runs import Member
-from titan.report.variants import RATE, Group
+from titan.report.variants import LEARNING_RATE, RunGroup
 
 
 @dataclass(frozen=True)
-class Tuned:
+class RateTuning:
     """How the learning rate of a variant was tuned.
 
     Attributes:
-        chosen: whether it is the best among the variants that differ from it in the learning rate only.
+        is_best: whether it is the best among the variants that differ from it in the learning rate only.
         note: as text; None without one.
-        tried: the number of rates.
-        against: how a rate at which runs diverged compares with the best one; empty for others.
+        rate_count: the number of rates.
+        against_best: how a rate at which runs diverged compares with the best one; empty for others.
     """
 
-    chosen: bool
+    is_best: bool
     note: str | None
-    tried: int = 0
-    against: str = ""
+    rate_count: int = 0
+    against_best: str = ""
 
 
-def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[Tuned]:
+def find_best_rates(groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]) -> list[RateTuning]:
     """Return for each variant whether it has the best of several learning rates.
 
     Args:
@@ -44,62 +44,73 @@ def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[
     """
     families: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
-        families.setdefault(group.rest, []).append(index)
-    found = [Tuned(True, None)] * len(groups)
-    if len({_recipe(group) for group in groups}) < 2:
-        return found  # one recipe: its learning rate may be the question
+        families.setdefault(group.other_settings, []).append(index)
+    tunings = [RateTuning(True, None)] * len(groups)
+    if len({_format_recipe(group) for group in groups}) < 2:
+        return tunings  # one recipe: its learning rate may be the question
     for family in families.values():
-        for index, each in zip(family, _family([(_rate(groups[i]), members[i]) for i in family]), strict=True):
-            found[index] = each
-    return found
+        for index, tuning in zip(
+            family, _tune_family([(_read_rate(groups[i]), members[i]) for i in family]), strict=True
+        ):
+            tunings[index] = tuning
+    return tunings
 
 
-def _recipe(group: Group) -> str:
+def _format_recipe(group: RunGroup) -> str:
     """Return the hyperparameters without learning rate and seed as one text."""
-    science = group.runs[0].last["science"]
+    science = group.runs[0].last_document["science"]
     return repr(
-        sorted((name, format_value(value)) for name, value in science.items() if name not in (RATE, "training.seed"))
+        sorted(
+            (name, format_value(value))
+            for name, value in science.items()
+            if name not in (LEARNING_RATE, "training.seed")
+        )
     )
 
 
-def _rate(group: Group) -> float:
-    return float(group.facts.values.get(RATE) or 0.0)
+def _read_rate(group: RunGroup) -> float:
+    return float(group.facts.values.get(LEARNING_RATE) or 0.0)
 
 
-def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
+def _tune_family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[RateTuning]:
     if len(family) == 1:
-        return [Tuned(True, "learning rate not tuned", 1)]
-    ends = [seeds.outcomes(members, lambda m: m.run.validation) for _, members in family]
-    means = [merit(found.values()) for found in ends]
+        return [RateTuning(True, "learning rate not tuned", 1)]
+    final_losses = [seeds.collect_outcomes(members, lambda m: m.run.validation) for _, members in family]
+    means = [compute_merit(results.values()) for results in final_losses]
     if not any(np.isfinite(mean) for _, mean in means):
-        return [Tuned(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
+        return [RateTuning(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
     best = means.index(min(means))
     rate, rates = family[best][0], sorted(rate for rate, _ in family)
-    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), selected by these same runs"
+    note = (
+        f"best of {len(family)} learning rates ({', '.join(map(format_setting, rates))}), selected by these same runs"
+    )
     note += (
         "; it is the lowest or highest one, so a better one may lie outside" if rate in (rates[0], rates[-1]) else ""
     )
-    lost = f"not ranked: the best of its learning rates is {neat(rate)}"
-    found = [Tuned(False, lost, len(family), _against(end, ends[best])) for end in ends]
-    found[best] = Tuned(True, note, len(family))
-    return found
+    rejection = f"not ranked: the best of its learning rates is {format_setting(rate)}"
+    results = [
+        RateTuning(False, rejection, len(family), _compare_with_best(losses, final_losses[best]))
+        for losses in final_losses
+    ]
+    results[best] = RateTuning(True, note, len(family))
+    return results
 
 
-def merit(ends: Iterable[float]) -> tuple[float, float]:
+def compute_merit(final_losses: Iterable[float]) -> tuple[float, float]:
     """Return the sort key of a variant, the best first: the share of diverged seeds, and the mean of the others.
 
     Args:
-        ends: the final loss of each seed, infinite where it diverged; without seeds the variant comes last.
+        final_losses: the final loss of each seed, infinite where it diverged; without seeds the variant comes last.
     """
-    values = np.array([*ends])
-    known = values[np.isfinite(values)]
-    share = 1 - len(known) / len(values) if len(values) else 0.0
-    return share, float(known.mean()) if len(known) else np.inf
+    values = np.array([*final_losses])
+    finite = values[np.isfinite(values)]
+    share = 1 - len(finite) / len(values) if len(values) else 0.0
+    return share, float(finite.mean()) if len(finite) else np.inf
 
 
-def _against(ends: Mapping[int, float], best: Mapping[int, float]) -> str:
+def _compare_with_best(final_losses: Mapping[int, float], best: Mapping[int, float]) -> str:
     """Return how a rate at which runs diverged compares with the best one; empty where none did."""
-    found = seeds.difference(ends, best)
-    if found is None or found.signs is None or not found.lost:
+    comparison = seeds.compare_seeds(final_losses, best)
+    if comparison is None or comparison.signs is None or not comparison.lost_seeds:
         return ""
-    return f"better on {found.signs.wins} of {found.signs.count} seeds, {found.lost} diverged"
+    return f"better on {comparison.signs.wins} of {comparison.signs.count} seeds, {comparison.lost_seeds} diverged"

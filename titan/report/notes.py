@@ -6,152 +6,173 @@ import math
 from collections.abc import Sequence
 
 from titan.report import outcomes, speed, statistics, variants
-from titan.report.candidates import Candidate
-from titan.report.collect import Collected
-from titan.report.measure import measure_of
+from titan.report.candidates import VariantCandidate
+from titan.report.collect import CollectedRuns
+from titan.report.measure import choose_measure
 from titan.report.runs import Member
-from titan.report.seeds import by_seed
+from titan.report.seeds import average_by_seed
 from titan.sweep.ledger import SweepSpec
 
 
-def of_variant(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
+def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
     """Return the notes on a variant."""
-    own, baseline = candidate.members, first.members
-    notes = [candidate.tuned.note] if candidate.tuned.note else []
-    notes += [*_unfinished(own), *outcomes.notes(own)]
-    if counts := outcomes.missing(candidate.missing):
+    members, baseline = candidate.members, baseline_candidate.members
+    notes = [candidate.tuning.note] if candidate.tuning.note else []
+    notes += [*_note_unfinished(members), *outcomes.list_notes(members)]
+    if counts := outcomes.describe_missing(candidate.missing):
         notes.append(f"{counts}: not counted as outcomes of the recipe")
-    if own[0].raw.continued:
-        steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
+    if members[0].raw.earlier_planned_steps:
+        steps = ", then ".join(f"{number:,}" for number in members[0].raw.earlier_planned_steps)
         notes.append(
             f"continued: its schedule had {steps} steps before, so it counts as a variant with other hyperparameters"
         )
-    if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
+    if any(len({speed.format_speed_settings(d) for d in m.raw.documents}) > 1 for m in members):
         notes.append(
             "its layout, micro-batches, memory or compile settings changed between attempts: its speed is that of the "
             "last attempt's settings"
         )
-    if shared := [m.run.label for m in own if m.run.shared]:
+    if shared := [m.run.label for m in members if m.run.shared]:
         notes.append(
-            f"{len(shared)} of {len(own)} runs ran on one machine at the same time as another run: their times, "
+            f"{len(shared)} of {len(members)} runs ran on one machine at the same time as another run: their times, "
             "speeds and device-hours are unreliable"
         )
-    if own is not baseline:
-        notes += [*_other(own, baseline), *_texts(own, baseline)]
+    if members is not baseline:
+        notes += [*_note_hardware_and_code(members, baseline), *_note_text_amounts(members, baseline)]
     return tuple(notes)
 
 
-def _unfinished(own: Sequence[Member]) -> list[str]:
+def _note_unfinished(members: Sequence[Member]) -> list[str]:
     """Return a note on runs that are unfinished for another reason than divergence."""
-    lacking = [m.run for m in own if not m.run.decayed and not m.run.diverged]
-    if not lacking:
+    unfinished = [m.run for m in members if not m.run.decayed and not m.run.diverged]
+    if not unfinished:
         return []
-    lost = sum(run.state == "failed" for run in lacking)
-    failed = f" ({lost} failed)" if lost else ""
-    rest = "; the final results are those of the other runs" if len(lacking) < len(own) else ""
+    failed_count = sum(run.state == "failed" for run in unfinished)
+    failed = f" ({failed_count} failed)" if failed_count else ""
+    rest = "; the final results are those of the other runs" if len(unfinished) < len(members) else ""
     return [
-        f"{len(lacking)} of {len(own)} runs not finished{failed}: their learning rate schedule is incomplete, so they "
+        f"{len(unfinished)} of {len(members)} runs not finished{failed}: their learning rate schedule is incomplete, so they "
         f"are not ranked{rest}"
     ]
 
 
-def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
+def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
-    one, two = (_bytes_a_token(side[0]) for side in (own, baseline))
-    measure = measure_of(own[0], baseline[0])
-    if one is None or two is None or measure is None or measure.name != "bits per byte" or abs(one / two - 1) < 0.02:
+    variant_bytes, baseline_bytes = (_compute_bytes_per_token(side[0]) for side in (members, baseline))
+    measure = choose_measure(members[0], baseline[0])
+    if (
+        variant_bytes is None
+        or baseline_bytes is None
+        or measure is None
+        or measure.name != "bits per byte"
+        or abs(variant_bytes / baseline_bytes - 1) < 0.02
+    ):
         return []
     return [
-        f"its validation set has {one / two:.2f} times the baseline's text, so bits per byte are measured on different "
+        f"its validation set has {variant_bytes / baseline_bytes:.2f} times the baseline's text, so bits per byte are measured on different "
         "amounts of text"
     ]
 
 
-def _bytes_a_token(member: Member) -> float | None:
+def _compute_bytes_per_token(member: Member) -> float | None:
     nats, bits = member.run.validation, member.run.bits
     return nats / math.log(2) / bits if nats and bits else None
 
 
-def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
+def _note_hardware_and_code(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Return notes on differences to the baseline other than settings."""
     notes = []
-    mine, theirs = ({m.run.hardware or "unknown" for m in side} for side in (own, baseline))
-    if mine != theirs:
-        notes.append(f"different hardware: {', '.join(sorted(mine))}; the baseline: {', '.join(sorted(theirs))}")
-    codes = [_codes(side) for side in (own, baseline)]
+    hardware, baseline_hardware = ({m.run.hardware or "unknown" for m in side} for side in (members, baseline))
+    if hardware != baseline_hardware:
+        notes.append(
+            f"different hardware: {', '.join(sorted(hardware))}; the baseline: {', '.join(sorted(baseline_hardware))}"
+        )
+    codes = [_collect_code_ids(side) for side in (members, baseline)]
     if codes[0] != codes[1]:
         notes.append(f"different code: {', '.join(sorted(codes[0]))}; the baseline: {', '.join(sorted(codes[1]))}")
     return notes
 
 
-def _codes(members: Sequence[Member]) -> set[str]:
+def _collect_code_ids(members: Sequence[Member]) -> set[str]:
     return {str(document["ids"]["code"]) for m in members for document in m.raw.documents}
 
 
-def of_whole(
-    candidates: Sequence[Candidate], found: Collected, asked: SweepSpec, named: str | None, margin: float | None
+def list_comparison_notes(
+    candidates: Sequence[VariantCandidate],
+    collected: CollectedRuns,
+    spec: SweepSpec,
+    named_baseline: str | None,
+    margin: float | None,
 ) -> tuple[str, ...]:
     """Return the notes on the whole comparison.
 
     Args:
         candidates: the variants, the baseline first.
-        found: the files.
-        asked: the question, baseline, margin and target in effect.
-        named: the baseline that the user named.
+        collected: the files.
+        spec: the question, baseline, margin and target in effect.
+        named_baseline: the baseline that the user named.
         margin: the margin that the user gave.
     """
-    groups, every = [v.group for v in candidates], [m for v in candidates for m in v.members]
-    notes = [*found.corruption, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.corruption)]
-    if len(codes := _codes(every)) > 1:
+    groups, all_members = [v.group for v in candidates], [m for v in candidates for m in v.members]
+    notes = [
+        *collected.corruption,
+        *(f"{raw.directory.name}: {corruption}" for raw in collected.runs for corruption in raw.corruption),
+    ]
+    if len(codes := _collect_code_ids(all_members)) > 1:
         notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
-    if len(hardware := {m.run.hardware for m in every}) > 1:
+    if len(hardware := {m.run.hardware for m in all_members}) > 1:
         notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it")
-    if len(found.sweeps) > 1 and margin is None:
+    if len(collected.sweeps) > 1 and margin is None:
         notes.append("several sweeps are given: their questions, margins and targets are ignored")
-    if not found.sweeps and margin is None:
+    if not collected.sweeps and margin is None:
         notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
-    notes += _of_baseline(candidates, named, asked) if candidates else []
-    emulated = [m for m in every if _emulated(m)]
+    notes += _note_baseline_choice(candidates, named_baseline, spec) if candidates else []
+    emulated = [m for m in all_members if _is_emulated(m)]
     notes += [
         "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
     ] * bool(emulated)
-    return (*notes, *(_seeds(candidates[0].members, asked.margin) if groups else []))
+    return (*notes, *(_note_seeds_needed(candidates[0].members, spec.margin) if groups else []))
 
 
-def _of_baseline(candidates: Sequence[Candidate], named: str | None, asked: SweepSpec) -> list[str]:
+def _note_baseline_choice(
+    candidates: Sequence[VariantCandidate], named_baseline: str | None, spec: SweepSpec
+) -> list[str]:
     """Return notes on how the baseline was chosen, where that is not obvious."""
-    first, groups = candidates[0], [v.group for v in candidates]
+    baseline, groups = candidates[0], [v.group for v in candidates]
     notes = []
-    wanted = {} if named is not None else asked.baseline
-    if wanted and not variants.fits(first.group, wanted):
-        settings = " ".join(f"{name}={value}" for name, value in wanted.items())
-        notes.append(f"the sweep's baseline ({settings}) has no metrics: {first.group.label} is the baseline instead")
-    fitting = [groups[i] for i in variants.fitting(groups, wanted)]
-    if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
+    wanted_settings = {} if named_baseline is not None else spec.baseline
+    if wanted_settings and not variants.has_settings(baseline.group, wanted_settings):
+        settings = " ".join(f"{name}={value}" for name, value in wanted_settings.items())
         notes.append(
-            f"the sweep's baseline matches {len(fitting)} variants: the first one found, {first.group.label}, is used"
+            f"the sweep's baseline ({settings}) has no metrics: {baseline.group.label} is the baseline instead"
         )
-    if first.tuned.chosen and first.tuned.tried > 1:
-        notes.append(f"the baseline is {first.group.label}: the best of its {first.tuned.tried} learning rates")
+    fitting = [groups[i] for i in variants.find_fitting(groups, wanted_settings)]
+    if len({group.other_settings for group in fitting}) > 1 or (len(fitting) > 1 and baseline.tuning.rate_count < 2):
+        notes.append(
+            f"the sweep's baseline matches {len(fitting)} variants: the first one found, {baseline.group.label}, is used"
+        )
+    if baseline.tuning.is_best and baseline.tuning.rate_count > 1:
+        notes.append(
+            f"the baseline is {baseline.group.label}: the best of its {baseline.tuning.rate_count} learning rates"
+        )
     return notes
 
 
-def _emulated(member: Member) -> bool:
+def _is_emulated(member: Member) -> bool:
     """Return whether a run emulated 8-bit matmuls."""
     precision = member.raw.config.get("precision") or {}
     return bool(precision.get("emulate")) and precision.get("matmuls", "compute") != "compute"
 
 
-def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:
+def _note_seeds_needed(baseline: Sequence[Member], margin: float) -> list[str]:
     """Return a note on the seeds that show a difference of one margin, by the spread of the baseline's seeds."""
-    losses = list(by_seed(baseline, lambda m: m.run.validation).values())
-    if len(losses) < 2 or not (spread := statistics.paired(losses).spread):
+    losses = list(average_by_seed(baseline, lambda m: m.run.validation).values())
+    if len(losses) < 2 or not (spread := statistics.estimate_mean_difference(losses).spread):
         return []
-    needed = statistics.with_range(
-        lambda s: statistics.seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
+    needed = statistics.estimate_repeats_needed(
+        lambda s: statistics.compute_seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
     )
     return [
         f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
-        f"to show a difference of {margin:g} takes {statistics.about(needed, 'seeds per variant')}, fewer where the "
+        f"to show a difference of {margin:g} takes {statistics.format_repeats_needed(needed, 'seeds per variant')}, fewer where the "
         "losses of paired seeds are correlated"
     ]

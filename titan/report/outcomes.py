@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from titan.console.numbers import plural
-from titan.report.findings import Failed, Outcomes, RunFound, Spike, State
+from titan.report.findings import FailedRun, Outcomes, RunResult, Spike, State
 from titan.report.runs import Member
 
-FAR = 10.0
+OUTLIER_DEVIATIONS = 10.0
 """An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
 FEWEST = 3
 """Seeds of a variant from which its outliers can be found."""
@@ -23,32 +23,36 @@ NAMED = 6
 SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
-def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
+def mark_outliers(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
     """Return the members of all variants, with outliers of the final loss marked.
 
-    An outlier is further from its variant's median than the margin, and than `FAR` times the lower median of all such
+    An outlier is further from its variant's median than the margin, and than `OUTLIER_DEVIATIONS` times the lower median of all such
     distances in all variants: three seeds alone hardly show a spread, all seeds of a sweep do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
-    middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
-    away = [d for values, c in zip(finals, middles, strict=True) if c is not None for d in _distances(values, c)]
-    limit = max(margin, FAR * float(np.quantile(away, 0.5, method="lower"))) if away else np.inf
-    return [[_marked(m, middle, limit) for m in members] for members, middle in zip(groups, middles, strict=True)]
+    medians = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
+    distances = [
+        d for values, c in zip(finals, medians, strict=True) if c is not None for d in _compute_distances(values, c)
+    ]
+    limit = (
+        max(margin, OUTLIER_DEVIATIONS * float(np.quantile(distances, 0.5, method="lower"))) if distances else np.inf
+    )
+    return [[_mark_outlier(m, median, limit) for m in members] for members, median in zip(groups, medians, strict=True)]
 
 
-def _distances(values: Sequence[float], middle: float) -> list[float]:
+def _compute_distances(values: Sequence[float], median: float) -> list[float]:
     """Return the distances; of an odd number of values without the median's own, which is always 0."""
-    return sorted(abs(value - middle) for value in values)[len(values) % 2 :]
+    return sorted(abs(value - median) for value in values)[len(values) % 2 :]
 
 
-def _marked(member: Member, middle: float | None, limit: float) -> Member:
+def _mark_outlier(member: Member, median: float | None, limit: float) -> Member:
     value = member.run.validation
-    if value is None or middle is None or abs(value - middle) <= limit:
+    if value is None or median is None or abs(value - median) <= limit:
         return member
     return replace(member, run=replace(member.run, outlier=True))
 
 
-def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
+def count_outcomes(members: Sequence[Member], missing: Iterable[FailedRun] = ()) -> Outcomes:
     """Return the number of seeds with each outcome.
 
     Args:
@@ -57,84 +61,88 @@ def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Out
     """
     seeds: dict[Any, list[str]] = {}
     for m in members:
-        seeds.setdefault(m.raw.seed, []).append(_outcome(m.run))
+        seeds.setdefault(m.raw.seed, []).append(_classify_run(m.run))
     for index, trial in enumerate(missing):
-        seeds[_seed(trial.overrides, f"missing {index}")] = [_without(trial.state)]
-    found = [next(kind for kind in KINDS if kind in kinds) for kinds in seeds.values()]
-    return Outcomes(**{kind: found.count(kind) for kind in KINDS})
+        seeds[_parse_seed(trial.overrides, f"missing {index}")] = [_classify_unfinished(trial.state)]
+    seed_outcomes = [next(kind for kind in KINDS if kind in kinds) for kinds in seeds.values()]
+    return Outcomes(**{kind: seed_outcomes.count(kind) for kind in KINDS})
 
 
 KINDS = ("diverged", "ended", "failed", "waiting")
 """Of several repeats of a seed, the first of these outcomes counts."""
 
 
-def _outcome(run: RunFound) -> str:
+def _classify_run(run: RunResult) -> str:
     if run.diverged:
         return "diverged"
-    return "ended" if run.state == "finished" else _without(run.state)
+    return "ended" if run.state == "finished" else _classify_unfinished(run.state)
 
 
-def _without(state: State) -> str:
+def _classify_unfinished(state: State) -> str:
     return "failed" if state in ("failed", "stopped") else "waiting"
 
 
-def _seed(overrides: Sequence[str], otherwise: str) -> Any:
+def _parse_seed(overrides: Sequence[str], default: str) -> Any:
     seeds = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
-    return int(seeds[-1]) if seeds and seeds[-1].isdecimal() else otherwise
+    return int(seeds[-1]) if seeds and seeds[-1].isdecimal() else default
 
 
-def recipe(overrides: Sequence[str]) -> frozenset[str]:
+def select_recipe(overrides: Sequence[str]) -> frozenset[str]:
     """Return the overrides of a trial that all seeds of its variant share."""
     return frozenset(override for override in overrides if not SEED.fullmatch(override))
 
 
-def notes(members: Sequence[Member]) -> list[str]:
+def list_notes(members: Sequence[Member]) -> list[str]:
     """Return notes on divergence, outliers, spikes and steps that were not finite."""
     runs = [m.run for m in members]
-    return [*_of_diverged(runs), *_of_outliers(runs), *_of_spikes(runs), *_odd(members)]
+    return [*_note_diverged(runs), *_note_outliers(runs), *_note_spikes(runs), *_note_nonfinite(members)]
 
 
-def missing(trials: Sequence[Failed]) -> str:
+def describe_missing(trials: Sequence[FailedRun]) -> str:
     """Return how many trials have no metrics, and why; empty where there are none."""
-    kinds = Counter(_without(trial.state) for trial in trials)
+    kinds = Counter(_classify_unfinished(trial.state) for trial in trials)
     by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
     return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
 
 
-def _of_diverged(runs: Sequence[RunFound]) -> list[str]:
-    lost = [run for run in runs if run.diverged]
-    where = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in lost[:NAMED])
-    more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
-    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): the mean loss does not include them"
-    return [what] if lost else []
+def _note_diverged(runs: Sequence[RunResult]) -> list[str]:
+    diverged = [run for run in runs if run.diverged]
+    examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED])
+    remainder = f" and {len(diverged) - NAMED} more" if len(diverged) > NAMED else ""
+    note = f"{len(diverged)} of {len(runs)} runs diverged ({examples}{remainder}): the mean loss does not include them"
+    return [note] if diverged else []
 
 
-def _of_outliers(runs: Sequence[RunFound]) -> list[str]:
-    known = [run.validation for run in runs if run.validation is not None]
-    far = [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]
-    return [f"outlier: {', '.join(far)}; the median of its {len(known)} runs is {np.median(known):.4f}"] if far else []
+def _note_outliers(runs: Sequence[RunResult]) -> list[str]:
+    losses = [run.validation for run in runs if run.validation is not None]
+    outliers = [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]
+    return (
+        [f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}"]
+        if outliers
+        else []
+    )
 
 
-def _of_spikes(runs: Sequence[RunFound]) -> list[str]:
+def _note_spikes(runs: Sequence[RunResult]) -> list[str]:
     spiked = [run for run in runs if run.spikes]
     if not spiked:
         return []
     count = sum(len(run.spikes) for run in spiked)
-    rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda each: each[0])
+    rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda entry: entry[0])
     return [
         f"loss spikes in {len(spiked)} of {len(runs)} runs: {count} in all, the highest by {rise:.2f} nats to "
-        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}{_rows(top)}"
+        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}{_format_rows(top)}"
     ]
 
 
-def _rows(spike: Spike) -> str:
+def _format_rows(spike: Spike) -> str:
     return "" if spike.rows is None else f" (rows {spike.rows[0]} to {spike.rows[1]})"
 
 
-def _odd(members: Sequence[Member]) -> list[str]:
+def _note_nonfinite(members: Sequence[Member]) -> list[str]:
     """Return a note on steps that were not finite."""
-    counts = [int(m.history.steps.odd().sum()) for m in members]
+    counts = [int(m.history.steps.is_nonfinite().sum()) for m in members]
     if not any(counts):
         return []
-    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", plural(sum(counts), "step")
-    return [f"loss or gradient norm not finite in {of}: {steps}, which did not update the weights"]
+    runs_text, steps_text = f"{sum(map(bool, counts))} of {len(members)} runs", plural(sum(counts), "step")
+    return [f"loss or gradient norm not finite in {runs_text}: {steps_text}, which did not update the weights"]

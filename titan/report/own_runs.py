@@ -20,7 +20,7 @@ from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import Errors, Refinement, Sample
 from titan.parallelism.schema import Layout
 from titan.report import sharing, speed
-from titan.report.collect import Raw, collect
+from titan.report.collect import RawRun, collect_runs
 from titan.run.prediction import measured_bytes
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -47,7 +47,7 @@ class OwnRuns:
     samples: tuple[Sample, ...]
     unused: tuple[tuple[str, str], ...]
 
-    def refinement(self) -> Refinement:
+    def fit_refinement(self) -> Refinement:
         """Return what the runs ask for.
 
         Raises:
@@ -55,10 +55,10 @@ class OwnRuns:
         """
         if self.samples:
             return refine.fit(self.samples)
-        why = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
-        more = f"; and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
+        remainder = f"; and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
         raise ConfigError(
-            f"plan.fit={self.source}: no run can be used ({why}{more}); give a folder with finished runs on the same "
+            f"plan.fit={self.source}: no run can be used ({reasons}{remainder}); give a folder with finished runs on the same "
             "device in the same compute type, or leave it out."
         )
 
@@ -70,79 +70,82 @@ def read(source: str, run: Run) -> OwnRuns:
         ConfigError: when the folder holds no run, or a figure of the plan's hardware is missing.
     """
     try:
-        found = collect([Path(source).expanduser()])
+        collected = collect_runs([Path(source).expanduser()])
     except ConfigError as error:
         raise ConfigError(f"plan.fit={source}: {error}") from error
-    hardware, shared = hardware_of(run.cluster, run.machine), sharing.shared(found.runs)
-    samples, unused = list[Sample](), [(_name(failed.directory, source), failed.reason) for failed in found.failed]
-    for raw in found.runs:
+    hardware, shared = hardware_of(run.cluster, run.machine), sharing.find_shared_runs(collected.runs)
+    samples, unused = (
+        list[Sample](),
+        [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed],
+    )
+    for raw in collected.runs:
         try:
             if raw.directory in shared:
-                raise _Unusable("another run used its machine at the same time")
-            samples.append(_sample(raw, run, hardware))
-        except _Unusable as error:
-            unused.append((_name(raw.directory, source), str(error)))
+                raise _UnusableRunError("another run used its machine at the same time")
+            samples.append(_build_sample(raw, run, hardware))
+        except _UnusableRunError as error:
+            unused.append((_format_directory(raw.directory, source), str(error)))
     return OwnRuns(source, tuple(samples), tuple(unused))
 
 
-def _name(directory: Path | str, source: str) -> str:
+def _format_directory(directory: Path | str, source: str) -> str:
     """Return a run's directory as seen from the folder that was given."""
     name = os.path.relpath(directory, Path(source).expanduser().resolve())
     return Path(directory).name if name == "." else name
 
 
-class _Unusable(Exception):
+class _UnusableRunError(Exception):
     """A run does not count; the message says why."""
 
 
-def _sample(raw: Raw, run: Run, hardware: Hardware) -> Sample:
+def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> Sample:
     """Return a run's sample.
 
     Raises:
-        _Unusable: when it is of another kind, not finished, or can't be planned.
+        _UnusableRunError: when it is of another kind, not finished, or can't be planned.
     """
     _check_kind(raw, run)
-    measured = speed.of_run(raw)
+    measured = speed.measure_run(raw)
     if measured is None or measured.steps < LEAST_STEPS:
-        raise _Unusable(f"has fewer than {LEAST_STEPS} timed steps")
-    machine = _machine(raw.device, run.machine)
+        raise _UnusableRunError(f"has fewer than {LEAST_STEPS} timed steps")
+    machine = _build_machine(raw.device, run.machine)
     try:
-        recipe = recipe_of(raw, hardware, run.cluster.peak_tflops)
-        layout = Layout(**{name: int(degree) for name, degree in raw.last["layout"].items()})
-        planned = plan(recipe, layout, int(raw.last["microbatches"]), machine)
+        recipe = rebuild_recipe(raw, hardware, run.cluster.peak_tflops)
+        layout = Layout(**{name: int(degree) for name, degree in raw.last_document["layout"].items()})
+        planned = plan(recipe, layout, int(raw.last_document["microbatches"]), machine)
     except (ConfigError, KeyError, TypeError, ValueError) as error:
-        raise _Unusable(f"can't be planned: {error}") from error
+        raise _UnusableRunError(f"can't be planned: {error}") from error
     if len(recipe.training.phases) > 1:
-        raise _Unusable("its batch grows, so its steps differ")
+        raise _UnusableRunError("its batch grows, so its steps differ")
     memory = measured_bytes(planned.memory[0], machine.device) / GIB
     return refine.sample(planned, memory, measured.step_seconds.median, measured.memory_gib)
 
 
-def _check_kind(raw: Raw, run: Run) -> None:
+def _check_kind(raw: RawRun, run: Run) -> None:
     """Raise _Unusable for a run that is not finished, or on another device or in another compute type."""
     if raw.state != "finished":
-        raise _Unusable(f"is not finished ({raw.state})")
+        raise _UnusableRunError(f"is not finished ({raw.state})")
     if raw.hardware != run.machine.name:
-        raise _Unusable(f"ran on {raw.hardware or 'an unknown device'}, not {run.machine.name}")
+        raise _UnusableRunError(f"ran on {raw.hardware or 'an unknown device'}, not {run.machine.name}")
     compute = raw.config.get("precision", {}).get("compute")
     if compute != run.precision.compute:
-        raise _Unusable(f"computed in {compute}, not {run.precision.compute}")
+        raise _UnusableRunError(f"computed in {compute}, not {run.precision.compute}")
 
 
-def _machine(device: Mapping[str, Any], like: Machine) -> Machine:
+def _build_machine(device: Mapping[str, Any], base_machine: Machine) -> Machine:
     """Return the machine of a run, as env.json describes it."""
-    known = {field.name for field in dataclasses.fields(Machine)}
-    described: dict[str, Any] = {name: value for name, value in device.items() if name in known}
-    return replace(like, **described)
+    field_names = {field.name for field in dataclasses.fields(Machine)}
+    described: dict[str, Any] = {name: value for name, value in device.items() if name in field_names}
+    return replace(base_machine, **described)
 
 
-def recipe_of(raw: Raw, hardware: Hardware, peak_tflops: float | None = None) -> Recipe:
+def rebuild_recipe(raw: RawRun, hardware: Hardware, peak_tflops: float | None = None) -> Recipe:
     """Return the recipe of a run's last attempt, on hardware as now described.
 
     Raises:
         ConfigError: when another version of titan wrote it, or its classes can't be loaded.
     """
-    science, config = raw.last["science"], raw.config
+    science, config = raw.last_document["science"], raw.config
     content = {axis: value for axis, value in config.items() if axis != "modules"}
     for axis in CLASSES:
         if axis in science:
@@ -154,19 +157,19 @@ def recipe_of(raw: Raw, hardware: Hardware, peak_tflops: float | None = None) ->
     return replace(recipe, cluster=replace(recipe.cluster, hardware=hardware, peak_tflops=peak_tflops))
 
 
-def text(runs: OwnRuns, found: Refinement) -> str:
+def format_fit(runs: OwnRuns, refinement: Refinement) -> str:
     """Return what was fitted on how many runs, the errors before and after, and the runs that were not used."""
-    factors, count = found.factors, len(runs.samples)
+    factors, count = refinement.factors, len(runs.samples)
     lines = [
         f"fit          {count} of {count + len(runs.unused)} runs in {runs.source}: computation x"
         f"{factors.computation:.3g}, communication x{factors.communication:.3g}, memory x{factors.memory:.3g}"
     ]
-    parts = [("step time", found.time), *([("memory", found.memory)] if found.memory else [])]
-    how = ", each run left out" if found.time.left_out else ""
-    lines.append("  error      " + "; ".join(_change(name, errors) for name, errors in parts) + f"{how}")
+    parts = [("step time", refinement.time), *([("memory", refinement.memory)] if refinement.memory else [])]
+    method = ", each run left out" if refinement.time.left_out else ""
+    lines.append("  error      " + "; ".join(_format_errors(name, errors) for name, errors in parts) + f"{method}")
     lines += [f"  not used   {name}: {reason}" for name, reason in runs.unused]
     return "\n".join(lines) + "\n"
 
 
-def _change(name: str, errors: Errors) -> str:
+def _format_errors(name: str, errors: Errors) -> str:
     return f"{name} {errors.before:.1%} before, {errors.after:.1%} after (median)"

@@ -8,27 +8,27 @@ from collections.abc import Sequence
 from titan.report.findings import Interval, Quality, Variant
 
 
-def verdict(variant: Variant) -> Quality | None:
+def select_verdict(variant: Variant) -> Quality | None:
     """Return the comparison with the baseline that decides the answer; None without one."""
     return next(iter(variant.quality), None)
 
 
-def by_bits(variants: Sequence[Variant]) -> bool:
+def uses_bits(variants: Sequence[Variant]) -> bool:
     """Return whether variants are compared in bits per byte, because their tokens differ."""
     return any(quality.measure == "bits per byte" for variant in variants for quality in variant.quality)
 
 
-def result(variant: Variant, bits: bool = False) -> Interval | None:
+def select_result(variant: Variant, bits: bool = False) -> Interval | None:
     """Return the final validation loss of a variant in nats per token, or in bits per byte."""
     return variant.bits if bits else variant.validation
 
 
-def tokens(variants: Sequence[Variant]) -> list[int]:
+def list_token_counts(variants: Sequence[Variant]) -> list[int]:
     """Return the different numbers of tokens that finished runs saw, in rising order."""
     return sorted({run.tokens for variant in variants for run in variant.runs if run.state == "finished"})
 
 
-def order(variants: Sequence[Variant]) -> list[int]:
+def rank_variants(variants: Sequence[Variant]) -> list[int]:
     """Return the indices of the variants, the best first.
 
     Layouts of one recipe by their speed; others by the share of seeds that diverged, then by loss. Where the numbers of
@@ -36,27 +36,27 @@ def order(variants: Sequence[Variant]) -> list[int]:
     """
     indices = range(len(variants))
     if len(variants) > 1 and all(variant.same_science for variant in variants):
-        return sorted(indices, key=lambda i: -_speed(variants[i]))
-    if len(tokens(variants)) > 1:
-        return sorted(indices, key=lambda i: _to_target(variants[i]))
-    bits = by_bits(variants)
-    return sorted(indices, key=lambda i: merit(variants[i], bits))
+        return sorted(indices, key=lambda i: -_read_speed(variants[i]))
+    if len(list_token_counts(variants)) > 1:
+        return sorted(indices, key=lambda i: _read_tokens_to_target(variants[i]))
+    bits = uses_bits(variants)
+    return sorted(indices, key=lambda i: compute_merit(variants[i], bits))
 
 
-def _speed(variant: Variant) -> float:
+def _read_speed(variant: Variant) -> float:
     return variant.speed.estimate if variant.speed else 0.0
 
 
-def _to_target(variant: Variant) -> float:
+def _read_tokens_to_target(variant: Variant) -> float:
     return variant.reached.median_tokens if variant.reached and variant.reached.median_tokens else math.inf
 
 
-def merit(variant: Variant, bits: bool = False) -> tuple[float, float]:
+def compute_merit(variant: Variant, bits: bool = False) -> tuple[float, float]:
     """Return the sort key of a variant at equal tokens, the best first."""
-    found = result(variant, bits)
-    return share(variant), found.estimate if found else math.inf
+    interval = select_result(variant, bits)
+    return compute_diverged_share(variant), interval.estimate if interval else math.inf
 
 
-def share(variant: Variant) -> float:
+def compute_diverged_share(variant: Variant) -> float:
     """Return the share of seeds that diverged, of those with an outcome."""
     return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from titan.report.collect import Raw, began
+from titan.report.collect import RawRun, parse_start_time
 
-TOUCH = 2.0
+ALLOWED_OVERLAP = 2.0
 """Seconds that two attempts may overlap: a start is recorded in whole seconds."""
 
 
 @dataclass(frozen=True, order=True)
-class _Span:
+class _HostSpan:
     """An attempt on a machine, in seconds since 1970."""
 
     host: str
@@ -23,31 +23,31 @@ class _Span:
     directory: Path
 
 
-def shared(runs: Sequence[Raw]) -> set[Path]:
+def find_shared_runs(runs: Sequence[RawRun]) -> set[Path]:
     """Return the directories of runs with an attempt during another run's attempt on the same machine.
 
     Hosts are those of the first ranks, and of each run's last attempt: env.json has no others.
     """
-    spans = sorted(span for raw in runs for span in _spans(raw))
-    found: set[Path] = set()
-    for _, of_host in groupby(spans, key=lambda span: span.host):
-        found |= _overlapping(list(of_host))
-    return found
+    spans = sorted(span for raw in runs for span in _list_spans(raw))
+    directories: set[Path] = set()
+    for _, host_spans in groupby(spans, key=lambda span: span.host):
+        directories |= _find_overlaps(list(host_spans))
+    return directories
 
 
-def _spans(raw: Raw) -> Iterator[_Span]:
+def _list_spans(raw: RawRun) -> Iterator[_HostSpan]:
     for document in raw.documents if raw.host else ():
-        start, end = began(document), raw.metrics.last.get(int(document["attempt"]))
+        start, end = parse_start_time(document), raw.metrics.last_times.get(int(document["attempt"]))
         if start is not None and end is not None:
-            yield _Span(raw.host, start, end, raw.directory)
+            yield _HostSpan(raw.host, start, end, raw.directory)
 
 
-def _overlapping(spans: Sequence[_Span]) -> set[Path]:
+def _find_overlaps(spans: Sequence[_HostSpan]) -> set[Path]:
     """Return the overlapping attempts of one host, in order of start: each is compared with the longest one."""
-    found: set[Path] = set()
+    directories: set[Path] = set()
     longest = spans[0]
     for span in spans[1:]:
-        if span.start + TOUCH < min(longest.end, span.end):
-            found |= {span.directory, longest.directory}
-        longest = max(longest, span, key=lambda each: each.end)
-    return found
+        if span.start + ALLOWED_OVERLAP < min(longest.end, span.end):
+            directories |= {span.directory, longest.directory}
+        longest = max(longest, span, key=lambda candidate: candidate.end)
+    return directories

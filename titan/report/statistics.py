@@ -1,7 +1,7 @@
 """Confidence intervals, tests and sample sizes of repeated runs.
 
 Needs scipy (the extra `compare`), which is imported at first use. Distributions and estimators are scipy's. Its t-tests
-are not called for p-values: a `Difference` answers for any level and margin, and for one value or equal values, where
+are not called for p-values: a `MeanDifference` answers for any level and margin, and for one value or equal values, where
 they return NaN. Holm's correction and the power of t-tests are written out here: scipy has neither.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from titan.errors import ConfigError
-from titan.report.findings import Interval, Needed, Numbers
+from titan.report.findings import Interval, Numbers, RepeatsNeeded
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -30,7 +30,7 @@ BLOCKS, BLOCK = 10, 5
 
 
 @dataclass(frozen=True)
-class Difference:
+class MeanDifference:
     """An estimated mean, or difference of two means, with its uncertainty.
 
     Attributes:
@@ -50,35 +50,35 @@ class Difference:
         """Return the standard deviation of one pair's difference."""
         return self.error * math.sqrt(self.count)
 
-    def interval(self, level: float = LEVEL) -> Interval:
+    def compute_interval(self, level: float = LEVEL) -> Interval:
         """Return the confidence interval by Student's t distribution."""
         if not math.isfinite(self.error):
             return Interval(self.estimate, None, None, level)
         if self.error == 0:
             return Interval(self.estimate, self.estimate, self.estimate, level)
-        low, high = _stats().t.interval(level, self.freedom, loc=self.estimate, scale=self.error)
+        low, high = _import_stats().t.interval(level, self.freedom, loc=self.estimate, scale=self.error)
         return Interval(self.estimate, float(low), float(high), level)
 
-    def p(self) -> float | None:
+    def compute_p_value(self) -> float | None:
         """Return the two-sided p-value of the t-test against zero; None with fewer than two repeats."""
         if not math.isfinite(self.error):
             return None
         if self.error == 0:
             return 1.0 if self.estimate == 0 else 0.0
-        return float(2 * _stats().t.sf(abs(self.estimate) / self.error, self.freedom))
+        return float(2 * _import_stats().t.sf(abs(self.estimate) / self.error, self.freedom))
 
-    def p_equivalent(self, margin: float) -> float | None:
+    def compute_equivalence_p_value(self, margin: float) -> float | None:
         """Return the p-value of two one-sided tests for a difference within +-margin (Schuirmann 1987)."""
         if not math.isfinite(self.error):
             return None
         room = margin - abs(self.estimate)
         if self.error == 0:
             return 0.0 if room > 0 else 1.0
-        return float(_stats().t.sf(room / self.error, self.freedom))
+        return float(_import_stats().t.sf(room / self.error, self.freedom))
 
 
 @dataclass(frozen=True)
-class Signs:
+class SignCounts:
     """Pairs of seeds counted by the better side; a diverged run loses to any that did not diverge.
 
     Attributes:
@@ -95,60 +95,64 @@ class Signs:
         """Return the number of pairs."""
         return self.wins + self.losses + self.ties
 
-    def p(self) -> float | None:
+    def compute_p_value(self) -> float | None:
         """Return the two-sided p-value of the exact sign test, without ties; None where all pairs are ties."""
         decided = self.wins + self.losses
-        return float(_stats().binomtest(self.wins, decided).pvalue) if decided else None
+        return float(_import_stats().binomtest(self.wins, decided).pvalue) if decided else None
 
 
-def signs(arm: ArrayLike, baseline: ArrayLike) -> Signs:
+def count_signs(arm: ArrayLike, baseline: ArrayLike) -> SignCounts:
     """Return the pairs counted by the better side; [pairs] each, infinite where a run diverged."""
-    one, two = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
-    return Signs(int((one < two).sum()), int((one > two).sum()), int((one == two).sum()))
+    arm_values, baseline_values = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    return SignCounts(
+        int((arm_values < baseline_values).sum()),
+        int((arm_values > baseline_values).sum()),
+        int((arm_values == baseline_values).sum()),
+    )
 
 
-def paired(differences: ArrayLike) -> Difference:
+def estimate_mean_difference(differences: ArrayLike) -> MeanDifference:
     """Return the mean of the differences of pairs, or of other repeats; [pairs]."""
     values = np.asarray(differences, dtype=np.float64)
     count = len(values)
-    error = float(_stats().sem(values)) if count > 1 else math.nan
+    error = float(_import_stats().sem(values)) if count > 1 else math.nan
     if count > 1 and np.ptp(values) == 0:  # exactly 0, where sem leaves a rounding error
         error = 0.0
-    return Difference(float(values.mean()), error, max(1, count - 1), count)
+    return MeanDifference(float(values.mean()), error, max(1, count - 1), count)
 
 
-def welch(a: ArrayLike, b: ArrayLike) -> Difference:
+def compare_means(a: ArrayLike, b: ArrayLike) -> MeanDifference:
     """Return the difference a - b of the means of two independent samples of unequal variances (Welch 1947)."""
-    one, two = paired(a), paired(b)
-    error = math.hypot(one.error, two.error)
-    freedom = float(_stats().ttest_ind(a, b, equal_var=False).df) if error > 0 else 1.0
-    return Difference(one.estimate - two.estimate, error, freedom, min(one.count, two.count))
+    mean_a, mean_b = estimate_mean_difference(a), estimate_mean_difference(b)
+    error = math.hypot(mean_a.error, mean_b.error)
+    freedom = float(_import_stats().ttest_ind(a, b, equal_var=False).df) if error > 0 else 1.0
+    return MeanDifference(mean_a.estimate - mean_b.estimate, error, freedom, min(mean_a.count, mean_b.count))
 
 
-def mean(values: Sequence[float]) -> Interval | None:
+def estimate_mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the mean with its t-interval; None without values."""
-    return paired(values).interval() if len(values) else None
+    return estimate_mean_difference(values).compute_interval() if len(values) else None
 
 
-def holm(values: Sequence[float | None]) -> list[float | None]:
+def correct_p_values(values: Sequence[float | None]) -> list[float | None]:
     """Return p-values corrected for the number of tests (Holm 1979); None stays None and counts as no test."""
     order = sorted((p, index) for index, p in enumerate(values) if p is not None)
-    out: list[float | None] = [None] * len(values)
+    corrected: list[float | None] = [None] * len(values)
     highest = 0.0
     for rank, (p, index) in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - rank) * p))
-        out[index] = highest
-    return out
+        corrected[index] = highest
+    return corrected
 
 
-def median_time(times: Sequence[float], reached: Sequence[bool]) -> float | None:
+def estimate_median_time(times: Sequence[float], reached: Sequence[bool]) -> float | None:
     """Return the Kaplan-Meier (1958) median of censored times; None where it is not reached.
 
     Args:
         times: of the event, or the last time without it; infinite where it will never come.
         reached: whether the event came.
     """
-    stats, end = _stats(), max((time for time in times if math.isfinite(time)), default=0.0) + 1
+    stats, end = _import_stats(), max((time for time in times if math.isfinite(time)), default=0.0) + 1
     events = [time for time, came in zip(times, reached, strict=True) if came]
     censored = [min(time, end) for time, came in zip(times, reached, strict=True) if not came]
     if not events:
@@ -158,7 +162,7 @@ def median_time(times: Sequence[float], reached: Sequence[bool]) -> float | None
     return float(survival.quantiles[half[0]]) if len(half) else None
 
 
-def blocks(values: Numbers) -> Numbers | None:
+def compute_block_medians(values: Numbers) -> Numbers | None:
     """Return the medians of consecutive blocks of a series; None where it is too short for two blocks.
 
     Successive steps are correlated and blocks far less so, so an interval from blocks is not too narrow (the method of
@@ -170,7 +174,7 @@ def blocks(values: Numbers) -> Numbers | None:
     return np.array([np.median(block) for block in np.array_split(values, count)])
 
 
-def seeds_needed(difference: float, spread: float, power: float = POWER, alpha: float = ALPHA) -> int | None:
+def compute_seeds_needed(difference: float, spread: float, power: float = POWER, alpha: float = ALPHA) -> int | None:
     """Return the number of pairs with which a paired t-test finds a difference; None: more than `MOST`.
 
     Args:
@@ -181,63 +185,67 @@ def seeds_needed(difference: float, spread: float, power: float = POWER, alpha: 
     """
     if spread <= 0 or difference == 0:
         return 2 if difference else None
-    return _fewest(lambda pairs: power_of_t(pairs, difference, spread, alpha), power)
+    return _find_fewest(lambda pairs: compute_t_power(pairs, difference, spread, alpha), power)
 
 
-def power_of_t(pairs: int, difference: float, spread: float, alpha: float = ALPHA) -> float:
+def compute_t_power(pairs: int, difference: float, spread: float, alpha: float = ALPHA) -> float:
     """Return the power of a two-sided paired t-test, by the noncentral t distribution."""
-    stats, freedom = _stats(), pairs - 1
+    stats, freedom = _import_stats(), pairs - 1
     shift = abs(difference) / spread * math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha / 2, freedom)
-    return 1 - _below(limit, freedom, shift) + _below(-limit, freedom, shift)
+    return 1 - _compute_noncentral_cdf(limit, freedom, shift) + _compute_noncentral_cdf(-limit, freedom, shift)
 
 
-def pairs_to_equal(margin: float, spread: float, difference: float = 0.0, power: float = POWER) -> int | None:
+def compute_pairs_needed(margin: float, spread: float, difference: float = 0.0, power: float = POWER) -> int | None:
     """Return the number of pairs with which two one-sided tests show equivalence within +-margin; None: never."""
     if abs(difference) >= margin:
         return None
     if spread <= 0:
         return 2
-    return _fewest(lambda pairs: power_of_tost(pairs, margin, spread, difference), power)
+    return _find_fewest(lambda pairs: compute_tost_power(pairs, margin, spread, difference), power)
 
 
-def power_of_tost(pairs: int, margin: float, spread: float, difference: float = 0.0, alpha: float = ALPHA) -> float:
+def compute_tost_power(
+    pairs: int, margin: float, spread: float, difference: float = 0.0, alpha: float = ALPHA
+) -> float:
     """Return the power of two one-sided tests; by noncentral t, a lower bound (Phillips 1990)."""
-    stats, freedom, error = _stats(), pairs - 1, spread / math.sqrt(pairs)
+    stats, freedom, error = _import_stats(), pairs - 1, spread / math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha, freedom)
-    below = _below(-limit, freedom, (difference - margin) / error)
-    return max(0.0, below - _below(limit, freedom, (difference + margin) / error))
+    below = _compute_noncentral_cdf(-limit, freedom, (difference - margin) / error)
+    return max(0.0, below - _compute_noncentral_cdf(limit, freedom, (difference + margin) / error))
 
 
-def _below(limit: float, freedom: float, shift: float) -> float:
+def _compute_noncentral_cdf(limit: float, freedom: float, shift: float) -> float:
     """Return the noncentral t CDF; far out, where scipy returns NaN, the normal CDF, which is 0 or 1 there."""
-    stats = _stats()
-    found = float(stats.nct.cdf(limit, freedom, shift))
-    return float(stats.norm.cdf(limit - shift)) if math.isnan(found) else found
+    stats = _import_stats()
+    probability = float(stats.nct.cdf(limit, freedom, shift))
+    return float(stats.norm.cdf(limit - shift)) if math.isnan(probability) else probability
 
 
-def with_range(count: Callable[[float], int | None], spread: float, freedom: float, seen: int) -> Needed:
+def estimate_repeats_needed(
+    count: Callable[[float], int | None], spread: float, freedom: float, sample_size: int
+) -> RepeatsNeeded:
     """Return the number of repeats needed, with its range by the confidence interval of the spread.
 
     Args:
         count: returns the repeats for a standard deviation of one pair's difference; None: more than `MOST`.
         spread: the estimated standard deviation.
         freedom: degrees of freedom of the estimate.
-        seen: repeats that the estimate is from.
+        sample_size: repeats that the estimate is from.
     """
-    low, high = spread_interval(spread, freedom)
-    return Needed(count(spread), count(low), count(high), seen)
+    low, high = compute_spread_interval(spread, freedom)
+    return RepeatsNeeded(count(spread), count(low), count(high), sample_size)
 
 
-def about(needed: Needed, what: str) -> str:
-    """Return a number of repeats with its range as text; `what` is a plural, as in "about 3 seeds"."""
+def format_repeats_needed(needed: RepeatsNeeded, noun: str) -> str:
+    """Return a number of repeats with its range as text; `noun` is a plural, as in "about 3 seeds"."""
     low, high = (f"{end:,}" if end else f"more than {MOST:,}" for end in (needed.low, needed.high))
     number = f"about {needed.count:,}" if needed.count else f"more than {MOST:,}"
     between = low if low == high else f"{low} to {high}"
-    return f"{number} {what} (95% range {between}, estimated from {needed.seen})"
+    return f"{number} {noun} (95% range {between}, estimated from {needed.seen})"
 
 
-def spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:
+def compute_spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:
     """Return the confidence interval of a standard deviation.
 
     Of normal values, freedom * s^2 / sigma^2 has a chi-square distribution.
@@ -247,11 +255,11 @@ def spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tupl
         freedom: its degrees of freedom.
         level: confidence level.
     """
-    low, high = _stats().chi2.interval(level, freedom)
+    low, high = _import_stats().chi2.interval(level, freedom)
     return spread * math.sqrt(freedom / high), spread * math.sqrt(freedom / low)
 
 
-def _fewest(power_with: Callable[[int], float], power: float) -> int | None:
+def _find_fewest(power_with: Callable[[int], float], power: float) -> int | None:
     """Return the smallest number from 2 to `MOST` with enough power, by bisection: power rises with the number."""
     low, high = 1, 2
     while not power_with(high) >= power:
@@ -264,7 +272,7 @@ def _fewest(power_with: Callable[[int], float], power: float) -> int | None:
     return high if high <= MOST else None
 
 
-def _stats() -> Any:
+def _import_stats() -> Any:
     """Return scipy.stats.
 
     Raises:

@@ -20,19 +20,21 @@ import numpy as np
 
 from titan.console.numbers import bounds, signed
 from titan.report.findings import Interval, Numbers, Quality
-from titan.report.measure import Measure, Measured, measure_of
+from titan.report.measure import Measure, MeasureFunction, choose_measure
 from titan.report.runs import Member
-from titan.report.seeds import Seeds, by_seed, difference, outcomes
-from titan.report.statistics import Signs
-from titan.report.verdicts import Open
+from titan.report.seeds import SeedComparison, average_by_seed, collect_outcomes, compare_seeds
+from titan.report.statistics import SignCounts
+from titan.report.verdicts import UncorrectedComparison
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
-SOONER = "set a lower target or a lower evaluation.every"
-NOWHERE = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
+EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
+NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
 
 
-def compared(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
+def compare_variant(
+    variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None
+) -> list[UncorrectedComparison]:
     """Return the comparisons of a variant's runs with the baseline's; the first one decides the answer.
 
     Args:
@@ -40,92 +42,112 @@ def compared(variant: Sequence[Member], baseline: Sequence[Member], target: floa
         baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
     """
-    measure = measure_of(variant[0], baseline[0])
+    measure = choose_measure(variant[0], baseline[0])
     if measure is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
-        return [_nothing("validation loss", "the end", text)]
-    end = _at_the_end(variant, baseline, measure)
-    found = [end]
-    if unequal(variant, baseline):
-        found = _at_unequal_tokens(variant, baseline, measure, end, target)
-    elif _tokens(variant) and _tokens(baseline) and _tokens(variant) != _tokens(baseline):
-        found.append(_on_the_way(variant, baseline, measure, "equal tokens", _token_axis))
-    if _same_machines(variant, baseline):
-        found += _at_equal_hours(variant, baseline, measure, end)
-    return found
+        return [_build_inconclusive("validation loss", "the end", text)]
+    end = _compare_at_end(variant, baseline, measure)
+    comparisons = [end]
+    if has_unequal_tokens(variant, baseline):
+        comparisons = _compare_at_unequal_tokens(variant, baseline, measure, end, target)
+    elif (
+        _collect_tokens(variant) and _collect_tokens(baseline) and _collect_tokens(variant) != _collect_tokens(baseline)
+    ):
+        comparisons.append(_compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
+    if _has_same_machines(variant, baseline):
+        comparisons += _compare_at_equal_hours(variant, baseline, measure, end)
+    return comparisons
 
 
-def unequal(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+def has_unequal_tokens(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether both sides have finished runs and these saw different numbers of tokens."""
-    one, two = _ended(variant), _ended(baseline)
-    return bool(one and two) and one != two
+    variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
+    return bool(variant_tokens and baseline_tokens) and variant_tokens != baseline_tokens
 
 
-def _same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether hours are comparable: the same hardware, not shared with another run at the same time."""
-    one, two = ({m.run.hardware for m in side} for side in (variant, baseline))
-    return one == two != {""} and not any(m.run.shared for m in (*variant, *baseline))
+    variant_hardware, baseline_hardware = ({m.run.hardware for m in side} for side in (variant, baseline))
+    return variant_hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
 
-def _nothing(measure: str, at: str, text: str) -> Open:
-    return Open(Quality("undecided", text, measure, at, None, None, None, {}, 0, None))
+def _build_inconclusive(measure: str, at: str, text: str) -> UncorrectedComparison:
+    return UncorrectedComparison(Quality("undecided", text, measure, at, None, None, None, {}, 0, None))
 
 
-def _at_the_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
+def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> UncorrectedComparison:
     """Compare the final values of finished runs."""
-    found = difference(outcomes(variant, measure.of), outcomes(baseline, measure.of))
-    if found is None:
-        return _nothing(measure.name, "the end", "inconclusive: " + _lacking(variant, baseline, measure))
-    one, two = _ended(variant), _ended(baseline)
-    after = "" if one == two or not (one and two) else f" after {max(one):,} tokens (baseline: {max(two):,})"
-    return _ranked(found, measure, "the end", after, _by_source(variant, baseline))
+    seed_comparison = compare_seeds(
+        collect_outcomes(variant, measure.final_value), collect_outcomes(baseline, measure.final_value)
+    )
+    if seed_comparison is None:
+        return _build_inconclusive(
+            measure.name, "the end", "inconclusive: " + _explain_missing(variant, baseline, measure)
+        )
+    variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
+    suffix = (
+        ""
+        if variant_tokens == baseline_tokens or not (variant_tokens and baseline_tokens)
+        else f" after {max(variant_tokens):,} tokens (baseline: {max(baseline_tokens):,})"
+    )
+    return _build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
 
 
-def _lacking(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
-    for who, members in (("of this variant", variant), ("of the baseline", baseline)):
+def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
+    for owner, members in (("of this variant", variant), ("of the baseline", baseline)):
         if not any(m.run.state == "finished" or m.run.diverged for m in members):
-            return f"no run {who} has finished its learning rate schedule; unfinished runs are not ranked"
-        if not outcomes(members, measure.of):
-            return f"no run {who} has a final {measure.name}"
+            return f"no run {owner} has finished its learning rate schedule; unfinished runs are not ranked"
+        if not collect_outcomes(members, measure.final_value):
+            return f"no run {owner} has a final {measure.name}"
     diverged = sum(m.run.diverged for m in (*variant, *baseline))
     phrase = "the variants have no seed in common, and too few seeds for an unpaired comparison"
     return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else phrase
 
 
-def _at_unequal_tokens(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open, target: float | None
-) -> list[Open]:
+def _compare_at_unequal_tokens(
+    variant: Sequence[Member],
+    baseline: Sequence[Member],
+    measure: Measure,
+    end: UncorrectedComparison,
+    target: float | None,
+) -> list[UncorrectedComparison]:
     """Compare by the target, if any, then at equal tokens; final values are reported but not ranked."""
-    found = [_at_equal_tokens(variant, baseline, measure)]
+    comparisons = [_compare_at_equal_tokens(variant, baseline, measure)]
     if target is not None and measure.name == "validation loss":
-        found.insert(0, _to_target(variant, baseline, target))
+        comparisons.insert(0, _compare_to_target(variant, baseline, target))
     if end.seeds is None:
-        return [*found, end]
+        return [*comparisons, end]
     text = f"inconclusive: {end.quality.text}; not ranked, because the numbers of tokens differ"
-    return [*found, Open(dataclasses.replace(end.quality, text=text, p=None))]
+    return [*comparisons, UncorrectedComparison(dataclasses.replace(end.quality, text=text, p=None))]
 
 
-def _to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
+def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> UncorrectedComparison:
     """Compare the tokens to the target; runs that ended above it never reach it."""
 
     if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
-        text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {SOONER}"
-        return _nothing("tokens to the target", "the target", text)
+        text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {EARLIER_TARGET_ADVICE}"
+        return _build_inconclusive("tokens to the target", "the target", text)
 
-    def of(m: Member) -> float | None:
-        tokens = crossing(_token_axis(m), m.run.curves.validation, target)
+    def compute_log_tokens(m: Member) -> float | None:
+        tokens = find_crossing(_build_token_axis(m), m.run.curves.validation, target)
         if tokens is not None:
             return math.log(tokens)
         return math.inf if m.run.state == "finished" or m.run.diverged else None
 
-    measure = Measure("tokens to the target", "", of, _token_axis, f"did not reach the loss {target:g}")
-    found = difference(by_seed(variant, of), by_seed(baseline, of))
-    if found is None:
-        return _nothing(measure.name, "the target", f"inconclusive: {_lacking(variant, baseline, measure)}")
-    return _ranked(found, measure, "the target", f" to reach the loss {target:g}")
+    measure = Measure(
+        "tokens to the target", "", compute_log_tokens, _build_token_axis, f"did not reach the loss {target:g}"
+    )
+    seed_comparison = compare_seeds(
+        average_by_seed(variant, compute_log_tokens), average_by_seed(baseline, compute_log_tokens)
+    )
+    if seed_comparison is None:
+        return _build_inconclusive(
+            measure.name, "the target", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
+        )
+    return _build_ranked(seed_comparison, measure, "the target", f" to reach the loss {target:g}")
 
 
-def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
+def find_crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
     """Return where on the axis the values first reach the target, interpolated linearly; None where they don't."""
     below = np.flatnonzero(values <= target)
     if not len(below):
@@ -137,165 +159,204 @@ def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
     return float(axis[at - 1] + share * (axis[at] - axis[at - 1]))
 
 
-def _at_equal_tokens(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
+def _compare_at_equal_tokens(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure
+) -> UncorrectedComparison:
     """Compare at the most tokens at which all runs validated; not ranked where there are none."""
-    points = _common_points([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
+    points = _find_common_tokens([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
     if not points:
         text = (
             "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
             "same number of tokens (lower evaluation.every)"
         )
-        return _nothing(measure.name, "equal tokens", text)
+        return _build_inconclusive(measure.name, "equal tokens", text)
     point = max(points)
-    found = difference(*(outcomes(side, lambda m: _value_at(m, measure, point)) for side in (variant, baseline)))
-    if found is None:
-        return _nothing(measure.name, "equal tokens", f"inconclusive: {_lacking(variant, baseline, measure)}")
+    seed_comparison = compare_seeds(
+        *(collect_outcomes(side, lambda m: _read_value(m, measure, point)) for side in (variant, baseline))
+    )
+    if seed_comparison is None:
+        return _build_inconclusive(
+            measure.name, "equal tokens", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
+        )
     share = point / max(m.run.tokens for m in (*variant, *baseline))
-    where = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
-    return _ranked(found, measure, "equal tokens", where)
+    position_text = (
+        f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
+    )
+    return _build_ranked(seed_comparison, measure, "equal tokens", position_text)
 
 
-def _common_points(members: Sequence[Member], measure: Measure) -> set[int]:
+def _find_common_tokens(members: Sequence[Member], measure: Measure) -> set[int]:
     """Return the numbers of tokens at which all runs have a finite validation."""
-    known = [_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
-    return set.intersection(*(set(map(int, tokens)) for tokens in known)) if known else set()
+    token_axes = [_build_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
+    return set.intersection(*(set(map(int, tokens)) for tokens in token_axes)) if token_axes else set()
 
 
-def _value_at(member: Member, measure: Measure, point: int) -> float | None:
-    where = np.flatnonzero(_token_axis(member) == point)
-    return float(measure.curve(member)[where[-1]]) if len(where) and member.run.state == "finished" else None
+def _read_value(member: Member, measure: Measure, point: int) -> float | None:
+    indices = np.flatnonzero(_build_token_axis(member) == point)
+    return float(measure.curve(member)[indices[-1]]) if len(indices) and member.run.state == "finished" else None
 
 
-def _by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
+def _compare_by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
     """Return the difference in bits per byte of each source that both have."""
     names = dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source)
-    found = {}
+    intervals = {}
     for name in names:
-        of: Measured = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
-        seeds = difference(outcomes(variant, of), outcomes(baseline, of))
-        if seeds and (interval := seeds.interval()):
-            found[name] = interval
-    return found
+        read_source_bits: MeasureFunction = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
+        seed_comparison = compare_seeds(
+            collect_outcomes(variant, read_source_bits), collect_outcomes(baseline, read_source_bits)
+        )
+        if seed_comparison and (interval := seed_comparison.compute_interval()):
+            intervals[name] = interval
+    return intervals
 
 
-def _ranked(
-    found: Seeds, measure: Measure, at: str, after: str, by_source: Mapping[str, Interval] | None = None
-) -> Open:
+def _build_ranked(
+    seed_comparison: SeedComparison,
+    measure: Measure,
+    at: str,
+    suffix: str,
+    by_source: Mapping[str, Interval] | None = None,
+) -> UncorrectedComparison:
     """Return a ranked comparison; its answer follows from Holm's correction."""
-    made = Quality(
+    quality = Quality(
         answer="undecided",
-        text=_phrase(found, measure, after),
+        text=_format_difference(seed_comparison, measure, suffix),
         measure=measure.name,
         at=at,
-        difference=found.interval(),
-        p=found.p(),
+        difference=seed_comparison.compute_interval(),
+        p=seed_comparison.compute_p_value(),
         p_holm=None,
         by_source=by_source or {},
-        pairs=found.pairs,
+        pairs=seed_comparison.pairs,
         needed=None,
-        better=found.signs.wins if found.signs else 0,
-        worse=found.signs.losses if found.signs else 0,
-        diverged=found.lost,
-        baseline_diverged=found.baseline_lost,
+        better=seed_comparison.signs.wins if seed_comparison.signs else 0,
+        worse=seed_comparison.signs.losses if seed_comparison.signs else 0,
+        diverged=seed_comparison.lost_seeds,
+        baseline_diverged=seed_comparison.baseline_lost_seeds,
     )
-    return Open(made, found, measure)
+    return UncorrectedComparison(quality, seed_comparison, measure)
 
 
-def _phrase(found: Seeds, measure: Measure, after: str = "") -> str:
-    """Return the difference as text, with `after` behind its value."""
-    if found.signs is not None:
-        return _phrase_of_signs(found, found.signs, measure, after)
-    if found.difference is None:
+def _format_difference(seed_comparison: SeedComparison, measure: Measure, suffix: str = "") -> str:
+    """Return the difference as text, with `suffix` behind its value."""
+    if seed_comparison.signs is not None:
+        return _format_signs(seed_comparison, seed_comparison.signs, measure, suffix)
+    if seed_comparison.difference is None:
         return ""
-    phrase = _figure(found.difference.estimate, measure, after)
-    bounds = _bounds(found.difference.interval(), measure)
-    if not bounds:
+    phrase = _format_estimate(seed_comparison.difference.estimate, measure, suffix)
+    interval_text = _format_bounds(seed_comparison.difference.compute_interval(), measure)
+    if not interval_text:
         return f"{phrase} in the only pair of seeds; one seed is not enough to compare recipes"
-    count = found.difference.count
-    seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
-    return f"{phrase} {bounds} over {seeds}"
+    count = seed_comparison.difference.count
+    seeds_text = (
+        f"{count} pairs of seeds" if seed_comparison.paired else f"at least {count} seeds on each side, unpaired"
+    )
+    return f"{phrase} {interval_text} over {seeds_text}"
 
 
-def _figure(estimate: float, measure: Measure, after: str) -> str:
+def _format_estimate(estimate: float, measure: Measure, suffix: str) -> str:
     if not measure.unit:
-        return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{after}"
-    return f"{measure.name} differs by {signed(estimate)} {measure.unit}{after}"
+        return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{suffix}"
+    return f"{measure.name} differs by {signed(estimate)} {measure.unit}{suffix}"
 
 
-def _bounds(interval: Interval, measure: Measure) -> str:
+def _format_bounds(interval: Interval, measure: Measure) -> str:
     if measure.unit or interval.low is None or interval.high is None:
         return bounds(interval.low, interval.high, signed)
     return bounds(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
 
 
-def _phrase_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:
+def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: Measure, suffix: str) -> str:
     """Return wins and diverged runs as text, and the difference over the other pairs, which is biased."""
     wins = f"better on {signs.wins} of {signs.count} seeds"
-    wins += f", {found.lost} {measure.lost}" if found.lost else ""
-    wins += f", baseline: {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
-    if found.difference is None:
+    wins += f", {seed_comparison.lost_seeds} {measure.infinite_text}" if seed_comparison.lost_seeds else ""
+    wins += (
+        f", baseline: {seed_comparison.baseline_lost_seeds} {measure.infinite_text}"
+        if seed_comparison.baseline_lost_seeds
+        else ""
+    )
+    if seed_comparison.difference is None:
         return wins
-    left = f"over the other pairs, {_figure(found.difference.estimate, measure, after)}"
-    return f"{wins} ({left}, which is biased in favour of the side that lost runs)"
+    remainder = f"over the other pairs, {_format_estimate(seed_comparison.difference.estimate, measure, suffix)}"
+    return f"{wins} ({remainder}, which is biased in favour of the side that lost runs)"
 
 
-def _ended(members: Sequence[Member]) -> set[int]:
+def _collect_finished_tokens(members: Sequence[Member]) -> set[int]:
     """Return the numbers of tokens of finished runs."""
     return {m.run.tokens for m in members if m.run.state == "finished"}
 
 
-def _tokens(members: Sequence[Member]) -> set[int]:
-    return _ended(members) or {m.run.tokens for m in members if m.run.step and not m.run.diverged}
+def _collect_tokens(members: Sequence[Member]) -> set[int]:
+    return _collect_finished_tokens(members) or {m.run.tokens for m in members if m.run.step and not m.run.diverged}
 
 
-def _token_axis(member: Member) -> Numbers:
+def _build_token_axis(member: Member) -> Numbers:
     return member.run.curves.validation_tokens
 
 
-def hour_axis(member: Member) -> Numbers:
+def build_hour_axis(member: Member) -> Numbers:
     """Return the device-hours at each validation of a run; [validations]."""
     curves = member.run.curves
     if not len(curves.steps):
         return np.zeros(0)
-    where = np.searchsorted(curves.steps, curves.validation_steps)
-    return curves.device_hours[np.minimum(where, len(curves.steps) - 1)]
+    indices = np.searchsorted(curves.steps, curves.validation_steps)
+    return curves.device_hours[np.minimum(indices, len(curves.steps) - 1)]
 
 
-def _at_equal_hours(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open) -> list[Open]:
+def _compare_at_equal_hours(
+    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
+) -> list[UncorrectedComparison]:
     """Compare at equal device-hours; by the final values where both spent the same."""
-    spent = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
-    if not all(spent) or min(map(min, spent)) <= 0:
+    hours = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
+    if not all(hours) or min(map(min, hours)) <= 0:
         return []
-    low, high = min(map(min, spent)), max(map(max, spent))
+    low, high = min(map(min, hours)), max(map(max, hours))
     if high - low <= SAME_HOURS * high and end.seeds is not None:
         return [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal device-hours"))]
-    return [_on_the_way(variant, baseline, measure, "equal device-hours", hour_axis)]
+    return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
 
 
-def _on_the_way(
+def _compare_before_end(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
-) -> Open:
+) -> UncorrectedComparison:
     """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
     ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and _goes_on(m)]
     point = min(ends, default=0.0)
-    of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
-    found = difference(outcomes(variant, of), outcomes(baseline, of)) if point > 0 else None
-    if found is None:
-        return _nothing(measure.name, at, f"inconclusive: {NOWHERE}")
-    where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
-    why = "not ranked, because not all runs had finished their learning rate schedule"
-    text = f"inconclusive: at {where} {_phrase(found, measure)}; {why}"
-    return Open(Quality("undecided", text, measure.name, at, found.interval(), None, None, {}, found.pairs, None))
+    interpolate_value: MeasureFunction = lambda m: _interpolate_at(axis(m), measure.curve(m), point)  # noqa: E731
+    seed_comparison = (
+        compare_seeds(collect_outcomes(variant, interpolate_value), collect_outcomes(baseline, interpolate_value))
+        if point > 0
+        else None
+    )
+    if seed_comparison is None:
+        return _build_inconclusive(measure.name, at, f"inconclusive: {NO_COMMON_VALIDATION}")
+    position_text = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
+    reason = "not ranked, because not all runs had finished their learning rate schedule"
+    text = f"inconclusive: at {position_text} {_format_difference(seed_comparison, measure)}; {reason}"
+    return UncorrectedComparison(
+        Quality(
+            "undecided",
+            text,
+            measure.name,
+            at,
+            seed_comparison.compute_interval(),
+            None,
+            None,
+            {},
+            seed_comparison.pairs,
+            None,
+        )
+    )
 
 
 def _goes_on(member: Member) -> bool:
     return member.run.state != "failed" and not member.run.diverged
 
 
-def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
+def _interpolate_at(axis: Numbers, values: Numbers, point: float) -> float | None:
     """Return the value at a point of the axis, interpolated linearly; None outside the known range."""
-    known = np.isfinite(axis) & np.isfinite(values)
-    axis, values = axis[known], values[known]
+    finite = np.isfinite(axis) & np.isfinite(values)
+    axis, values = axis[finite], values[finite]
     if not len(axis) or not axis[0] <= point <= axis[-1]:
         return None
     return float(np.interp(point, axis, values))

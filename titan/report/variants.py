@@ -13,7 +13,7 @@ from typing import Any
 from titan.config import kinds
 from titan.config.settings import format_value, to_plain
 from titan.errors import ConfigError
-from titan.report.collect import Raw, neat
+from titan.report.collect import RawRun, format_setting
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flat
 from titan.run.schema import Recipe
@@ -27,8 +27,8 @@ IGNORED = re.compile(
 """Settings that distinguish no variants."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They distinguish variants only where the data differ."""
-RATE = "optimizer.lr"
-TAKEN = ("training.seed", "training.repeat")
+LEARNING_RATE = "optimizer.lr"
+RESERVED_NAMES = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
 """The planned steps of earlier attempts, where they differ."""
 DERIVED = ("devices", "data", "parent")
@@ -51,7 +51,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ in seed and repeat only.
 
     Attributes:
@@ -60,7 +60,7 @@ class Group:
         settings: those that distinguish the group, by full name, as typed.
     """
 
-    runs: tuple[Raw, ...]
+    runs: tuple[RawRun, ...]
     facts: Facts
     settings: Mapping[str, str]
 
@@ -70,40 +70,40 @@ class Group:
         if not self.settings:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
-        return " ".join(f"{short(name, self.facts.values)}={value}" for name, value in self.settings.items())
+        return " ".join(f"{shorten_name(name, self.facts.values)}={value}" for name, value in self.settings.items())
 
     @cached_property
-    def rest(self) -> str:
+    def other_settings(self) -> str:
         """Return all settings but the learning rate as one text."""
-        values = {name: format_value(value) for name, value in self.facts.values.items() if name != RATE}
+        values = {name: format_value(value) for name, value in self.facts.values.items() if name != LEARNING_RATE}
         return repr(sorted(values.items()))
 
     @property
     def group_id(self) -> str:
         """Return the group_id; of continued runs with their former steps, as their schedule was another one."""
         first = self.runs[0]
-        return " ".join([str(first.last["ids"]["group"]), *map(str, first.continued)])
+        return " ".join([str(first.last_document["ids"]["group"]), *map(str, first.earlier_planned_steps)])
 
 
-def grouped(runs: Sequence[Raw]) -> list[Group]:
+def group_runs(runs: Sequence[RawRun]) -> list[RunGroup]:
     """Return the runs in groups, in the order in which they were found."""
-    groups: dict[Any, list[Raw]] = {}
+    groups: dict[Any, list[RawRun]] = {}
     for raw in runs:
-        groups.setdefault(_key(raw), []).append(raw)
-    facts = [facts_of(members[0]) for members in groups.values()]
-    settings = telling(facts)
-    return [Group(tuple(m), f, s) for m, f, s in zip(groups.values(), facts, settings, strict=True)]
+        groups.setdefault(_build_group_key(raw), []).append(raw)
+    facts = [collect_facts(members[0]) for members in groups.values()]
+    settings = find_distinguishing_settings(facts)
+    return [RunGroup(tuple(m), f, s) for m, f, s in zip(groups.values(), facts, settings, strict=True)]
 
 
-def facts_of(raw: Raw) -> Facts:
+def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
-    last, science = raw.last, raw.last["science"]
-    values = {name: value for name, value in flat(_completed(raw)).items() if not IGNORED.fullmatch(name)}
+    last, science = raw.last_document, raw.last_document["science"]
+    values = {name: value for name, value in flat(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.find_kind_in_ids(axis, science))}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
-    values |= {CONTINUED: " ".join(map(str, raw.continued)) or "no"}
+    values |= {CONTINUED: " ".join(map(str, raw.earlier_planned_steps)) or "no"}
     typed = frozenset(override.partition("=")[0].lstrip("+~") for override in raw.overrides)
     hooks = {
         "hooks": format_value(list(raw.config.get("hooks") or {}))
@@ -111,13 +111,13 @@ def facts_of(raw: Raw) -> Facts:
     return Facts({**(last.get("choices") or {}), **hooks}, values, typed)
 
 
-def _completed(raw: Raw) -> dict[str, Any]:
+def _fill_defaults(raw: RawRun) -> dict[str, Any]:
     """Return a run's configuration, with defaults for settings that its version of titan lacked."""
-    return {axis: {**_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
+    return {axis: {**_read_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
 
 
 @cache
-def _defaults(axis: str) -> Mapping[str, Any]:
+def _read_defaults(axis: str) -> Mapping[str, Any]:
     """Return the defaults of the execution settings of an axis; science axes have several schemas and none."""
     schema = typing.get_type_hints(Recipe).get(axis)
     if axis in SCIENCE or not is_dataclass(schema):
@@ -125,36 +125,36 @@ def _defaults(axis: str) -> Mapping[str, Any]:
     return {f.name: to_plain(f.default) for f in fields(schema) if f.default is not MISSING}
 
 
-def _key(raw: Raw) -> Any:
-    values = facts_of(raw).values
-    same = sorted((name, neat(value)) for name, value in values.items() if not PATHS.fullmatch(name))
-    return raw.last["ids"]["group"], tuple(same)
+def _build_group_key(raw: RawRun) -> Any:
+    values = collect_facts(raw).values
+    key_settings = sorted((name, format_setting(value)) for name, value in values.items() if not PATHS.fullmatch(name))
+    return raw.last_document["ids"]["group"], tuple(key_settings)
 
 
-def telling(facts: Sequence[Facts]) -> list[dict[str, str]]:
+def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]:
     """Return the settings that distinguish each variant, with their values as typed.
 
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
     beside it, others only where the variants would have equal labels without them.
     """
-    columns = {name: [neat(f.values.get(name)) for f in facts] for name in _names(facts)}
+    columns = {name: [format_setting(f.values.get(name)) for f in facts] for name in _list_names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if "data" not in differ:
         differ = {name: column for name, column in differ.items() if not PATHS.fullmatch(name)}
-    chosen = _chosen(facts, differ)
-    strong = [name for name in differ if _strong(name, chosen, facts)]
-    shown = chosen | {name: differ[name] for name in strong}
-    for name in sorted(differ.keys() - shown.keys(), key=lambda n: (n in DERIVED[1:], n != "devices", n)):
-        if not _follows(differ[name], shown.values()):
-            shown[name] = differ[name]
-    return [{name: column[index] for name, column in shown.items()} for index in range(len(facts))]
+    choices = _find_differing_choices(facts, differ)
+    strong_names = [name for name in differ if _is_always_named(name, choices, facts)]
+    settings = choices | {name: differ[name] for name in strong_names}
+    for name in sorted(differ.keys() - settings.keys(), key=lambda n: (n in DERIVED[1:], n != "devices", n)):
+        if not _is_determined(differ[name], settings.values()):
+            settings[name] = differ[name]
+    return [{name: column[index] for name, column in settings.items()} for index in range(len(facts))]
 
 
-def _names(facts: Sequence[Facts]) -> list[str]:
-    return list(dict.fromkeys(name for each in facts for name in each.values))
+def _list_names(facts: Sequence[Facts]) -> list[str]:
+    return list(dict.fromkeys(name for run_facts in facts for name in run_facts.values))
 
 
-def _chosen(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str]]:
+def _find_differing_choices(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str]]:
     """Return the axes, and hooks, whose options differ, and not only in name."""
     touched = {name.partition(".")[0] for name in differ}
     axes = (*Recipe.axes(), "hooks")
@@ -162,46 +162,46 @@ def _chosen(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str
     return {axis: column for axis, column in columns.items() if len(set(column)) > 1}
 
 
-def _strong(name: str, chosen: Mapping[str, Any], facts: Sequence[Facts]) -> bool:
+def _is_always_named(name: str, choices: Mapping[str, Any], facts: Sequence[Facts]) -> bool:
     """Return whether a setting that differs is always named."""
     if name in DERIVED:
         return False
-    by_itself = name.partition(".")[0] not in chosen and name.partition(".")[0] != "parallelism"
-    return by_itself or any(name in each.typed for each in facts)
+    by_itself = name.partition(".")[0] not in choices and name.partition(".")[0] != "parallelism"
+    return by_itself or any(name in run_facts.typed for run_facts in facts)
 
 
-def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
+def _is_determined(column: Sequence[str], columns: Iterable[Sequence[str]]) -> bool:
     """Return whether the shown columns determine this one."""
-    rows = list(zip(*shown, strict=True)) or [()] * len(column)
+    rows = list(zip(*columns, strict=True)) or [()] * len(column)
     return len(set(rows)) == len(set(zip(rows, column, strict=True)))
 
 
-def short(name: str, names: Iterable[str]) -> str:
+def shorten_name(name: str, names: Iterable[str]) -> str:
     """Return a setting's name without its axis, unless another setting (also one that never differs) ends alike."""
     last = name.rpartition(".")[2]
-    return last if [n.rpartition(".")[2] for n in (*names, *TAKEN)].count(last) == 1 else name
+    return last if [n.rpartition(".")[2] for n in (*names, *RESERVED_NAMES)].count(last) == 1 else name
 
 
-def differs(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
+def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
     """Return the settings that differ, with their values."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
     return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
 
 
-def labels(group: Group, groups: Sequence[Group]) -> list[str]:
+def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:
     """Return a label for each run of a group."""
-    every = [raw for each in groups for raw in each.runs]
+    all_runs = [raw for variant in groups for raw in variant.runs]
     parts = [group.label]
-    seeds, repeats = len({raw.seed for raw in every}) > 1, len({raw.repeat for raw in every}) > 1
-    found = []
+    seeds, repeats = len({raw.seed for raw in all_runs}) > 1, len({raw.repeat for raw in all_runs}) > 1
+    labels = []
     for raw in group.runs:
-        more = [f"seed={raw.seed}"] * seeds + [f"repeat={raw.repeat}"] * repeats
-        found.append(" ".join(parts + more))
-    twice = {label for label in found if found.count(label) > 1}
-    return [f"{x} ({raw.directory.name})" if x in twice else x for x, raw in zip(found, group.runs, strict=True)]
+        suffixes = [f"seed={raw.seed}"] * seeds + [f"repeat={raw.repeat}"] * repeats
+        labels.append(" ".join(parts + suffixes))
+    duplicates = {label for label in labels if labels.count(label) > 1}
+    return [f"{x} ({raw.directory.name})" if x in duplicates else x for x, raw in zip(labels, group.runs, strict=True)]
 
 
-def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, str]) -> list[int]:
+def find_baselines(groups: Sequence[RunGroup], option: str | None, sweep_baseline: Mapping[str, str]) -> list[int]:
     """Return the indices of the variants that may be the baseline, in the order in which they were found.
 
     Several differ in the learning rate only, where neither user nor sweep names one: the best of them is the baseline.
@@ -209,69 +209,76 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
     Args:
         groups: all of them.
         option: what the user asks for: settings such as "parallelism=single,lr=0.001", or a run's directory.
-        asked: the baseline of the sweep.
+        sweep_baseline: the baseline of the sweep.
 
     Raises:
         ConfigError: when the option matches no variant, or several that differ in more.
     """
     if option is None:
-        found = fitting(groups, asked) or [0]
-        return found[:1] if _names_rate(asked) else _family(groups, found[0], found if asked else range(len(groups)))
-    found, exact = _wanted(groups, option)
-    if found and not exact and len(family := _family(groups, found[0], found)) == len(found):
+        indices = find_fitting(groups, sweep_baseline) or [0]
+        return (
+            indices[:1]
+            if _names_rate(sweep_baseline)
+            else _select_family(groups, indices[0], indices if sweep_baseline else range(len(groups)))
+        )
+    indices, exact = _match_option(groups, option)
+    if indices and not exact and len(family := _select_family(groups, indices[0], indices)) == len(indices):
         return family
-    if len(found) != 1:
+    if len(indices) != 1:
         names = "; ".join(group.label for group in groups[:8])
         raise ConfigError(
-            f"baseline={option}: matches {len(found) or 'none'} of the variants ({names}); give the settings of one."
+            f"baseline={option}: matches {len(indices) or 'none'} of the variants ({names}); give the settings of one."
         )
-    return found
+    return indices
 
 
-def _wanted(groups: Sequence[Group], option: str) -> tuple[list[int], bool]:
+def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], bool]:
     """Return the indices of the variants that the option matches, and whether it names one learning rate."""
     if Path(option).is_dir():
-        at = Path(option).resolve()
-        return [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]], True
+        directory = Path(option).resolve()
+        return [i for i, group in enumerate(groups) if directory in [raw.directory for raw in group.runs]], True
     if labelled := [i for i, group in enumerate(groups) if option == group.label]:
         return labelled, True
-    wanted = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-    return fitting(groups, wanted), _names_rate(wanted)
+    settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
+    return find_fitting(groups, settings), _names_rate(settings)
 
 
-def _names_rate(wanted: Mapping[str, str]) -> bool:
-    return any(name in (RATE, "lr") for name in wanted)
+def _names_rate(settings: Mapping[str, str]) -> bool:
+    return any(name in (LEARNING_RATE, "lr") for name in settings)
 
 
-def _family(groups: Sequence[Group], one: int, among: Iterable[int]) -> list[int]:
+def _select_family(groups: Sequence[RunGroup], index: int, indices: Iterable[int]) -> list[int]:
     """Return the variants among some that differ from one of them in the learning rate only."""
-    return [i for i in among if groups[i].rest == groups[one].rest]
+    return [i for i in indices if groups[i].other_settings == groups[index].other_settings]
 
 
-def fitting(groups: Sequence[Group], wanted: Mapping[str, str]) -> list[int]:
+def find_fitting(groups: Sequence[RunGroup], settings: Mapping[str, str]) -> list[int]:
     """Return the indices of the groups with all wanted settings; none where nothing is wanted."""
-    return [i for i, group in enumerate(groups) if wanted and fits(group, wanted)]
+    return [i for i, group in enumerate(groups) if settings and has_settings(group, settings)]
 
 
-def fits(group: Group, wanted: Mapping[str, str]) -> bool:
+def has_settings(group: RunGroup, settings: Mapping[str, str]) -> bool:
     """Return whether a group has settings, by full or short names, with values as typed."""
-    return all(any(_same(value, have) for have in _values(group, name)) for name, value in wanted.items())
+    return all(
+        any(_is_same_value(value, existing) for existing in _list_values(group, name))
+        for name, value in settings.items()
+    )
 
 
-def _values(group: Group, name: str) -> list[str]:
+def _list_values(group: RunGroup, name: str) -> list[str]:
     """Return the values of a setting in a group, by its full or short name."""
     facts = group.facts
     if name in facts.choices:
         return [facts.choices[name]]
-    full = [n for n in facts.values if short(n, facts.values) == name]
+    full = [n for n in facts.values if shorten_name(n, facts.values) == name]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [neat(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
 
 
-def _same(a: str, b: str) -> bool:
+def _is_same_value(a: str, b: str) -> bool:
     """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
-    one, two = ("".join(text.split()).strip("'\"") for text in (a, b))
+    text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
     try:
-        return one == two or float(one) == float(two)
+        return text_a == text_b or float(text_a) == float(text_b)
     except ValueError:
-        return one.lower() == two.lower() and one.lower() in ("true", "false")
+        return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")

@@ -7,8 +7,8 @@ from html import escape
 
 from titan.console.numbers import rounded
 from titan.report.findings import Comparison
-from titan.report.render.charts import Chart, marks
-from titan.report.render.table_data import memory, step_ms
+from titan.report.render.charts import Chart, format_marks
+from titan.report.render.table_data import compute_step_ms, find_peak_memory
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Bar:
     marks: str
     value: float
     words: str
-    more: str = ""
+    note: str = ""
     whisker: tuple[float, float] | None = None
 
 
-def throughput(comparison: Comparison) -> Chart | None:
+def draw_throughput(comparison: Comparison) -> Chart | None:
     """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
     for i, variant in enumerate(comparison.variants):
-        times = step_ms(variant)
+        times = compute_step_ms(variant)
         if variant.speed is not None and times is not None:
             value, (middle, fast, slow) = variant.speed.estimate, times
             ratio = (
@@ -36,40 +36,40 @@ def throughput(comparison: Comparison) -> Chart | None:
                 else f"{variant.speed_ratio.estimate:.2f} of baseline"
             )
             whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(variant.label, marks(comparison, i), value, rounded(value), ratio, whisker))
+            bars.append(Bar(variant.label, format_marks(comparison, i), value, rounded(value), ratio, whisker))
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
-    return bar_chart(bars, "Throughput", caption)
+    return draw_bar_chart(bars, "Throughput", caption)
 
 
-def memory_bars(comparison: Comparison) -> Chart | None:
+def draw_memory_bars(comparison: Comparison) -> Chart | None:
     """Return bars of the peak memory of rank 0."""
-    most = [(i, memory(variant)) for i, variant in enumerate(comparison.variants)]
+    peaks = [(i, find_peak_memory(variant)) for i, variant in enumerate(comparison.variants)]
     bars = [
-        Bar(comparison.variants[i].label, marks(comparison, i), value, f"{value:.2f} GiB")
-        for i, value in most
+        Bar(comparison.variants[i].label, format_marks(comparison, i), value, f"{value:.2f} GiB")
+        for i, value in peaks
         if value is not None
     ]
-    return bar_chart(bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
+    return draw_bar_chart(bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
-def bar_chart(bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
+def draw_bar_chart(bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
     """Return a table of bars, the best first: labels wrap, and many variants scroll."""
     if not bars:
         return None
     bars.sort(key=lambda bar: bar.value if rising else -bar.value)
-    most = max(max(bar.value, bar.whisker[1] if bar.whisker else 0.0) for bar in bars) or 1.0
-    rows = "".join(_bar(bar, most) for bar in bars)
+    longest = max(max(bar.value, bar.whisker[1] if bar.whisker else 0.0) for bar in bars) or 1.0
+    rows = "".join(_format_bar(bar, longest) for bar in bars)
     return Chart(title, caption, f'<div class="bars"><table>{rows}</table></div>', wide=False)
 
 
-def _bar(bar: Bar, most: float) -> str:
-    more = f" <small>{escape(bar.more)}</small>" if bar.more else ""
-    shape = f'<rect x="0" y="2" width="{100 * bar.value / most:.2f}" height="12"/>'
+def _format_bar(bar: Bar, longest: float) -> str:
+    note = f" <small>{escape(bar.note)}</small>" if bar.note else ""
+    shape = f'<rect x="0" y="2" width="{100 * bar.value / longest:.2f}" height="12"/>'
     if bar.whisker:
-        low, high = (100 * end / most for end in bar.whisker)
+        low, high = (100 * end / longest for end in bar.whisker)
         shape += f'<path d="M{low:.2f} 8H{high:.2f}M{low:.2f} 5v6M{high:.2f} 5v6"/>'
-    drawn = f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shape}</svg>'
+    picture = f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shape}</svg>'
     head = f'<th scope="row">{escape(bar.label)}</th>'
-    return f"<tr {bar.marks}>{head}<td>{drawn}</td><td>{escape(bar.words)}{more}</td></tr>"
+    return f"<tr {bar.marks}>{head}<td>{picture}</td><td>{escape(bar.words)}{note}</td></tr>"

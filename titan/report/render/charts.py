@@ -26,31 +26,32 @@ class Chart:
     wide: bool = True
 
 
-def coloured(comparison: Comparison) -> list[int]:
+def choose_coloured(comparison: Comparison) -> list[int]:
     """Return the indices of the coloured variants: the baseline, then in turn the fastest with its hyperparameters and
     the one with the lowest loss with other hyperparameters."""
     variants = comparison.variants
     fast = sorted(
-        (i for i in _others(variants) if variants[i].same_science), key=lambda i: -_of(variants[i].speed, -np.inf)
+        (i for i in _list_non_baselines(variants) if variants[i].same_science),
+        key=lambda i: -_read_estimate(variants[i].speed, -np.inf),
     )
     good = sorted(
-        (i for i in _others(variants) if not variants[i].same_science),
-        key=lambda i: _of(variants[i].validation, np.inf),
+        (i for i in _list_non_baselines(variants) if not variants[i].same_science),
+        key=lambda i: _read_estimate(variants[i].validation, np.inf),
     )
     turns = [i for pair in zip_longest(fast, good) for i in pair if i is not None][:COLOURS]
     return [i for i, variant in enumerate(variants) if variant.baseline][:1] + sorted(turns)
 
 
-def _others(variants: Sequence[Variant]) -> list[int]:
+def _list_non_baselines(variants: Sequence[Variant]) -> list[int]:
     return [i for i, variant in enumerate(variants) if not variant.baseline]
 
 
-def _of(interval: Interval | None, otherwise: float) -> float:
-    return otherwise if interval is None else interval.estimate
+def _read_estimate(interval: Interval | None, default: float) -> float:
+    return default if interval is None else interval.estimate
 
 
-def marks(comparison: Comparison, index: int) -> str:
+def format_marks(comparison: Comparison, index: int) -> str:
     """Return the attributes that give an element its variant's colour and highlight it with the variant."""
-    chosen = coloured(comparison)
-    colour = f"c{chosen.index(index)}" if index in chosen else "rest"
+    coloured_indices = choose_coloured(comparison)
+    colour = f"c{coloured_indices.index(index)}" if index in coloured_indices else "rest"
     return f'class="{colour}" data-variant="{index}"'

@@ -10,9 +10,9 @@ import numpy as np
 
 from titan.console.numbers import power, short, tick
 from titan.metrics.plot import SMOOTHING_SHARE
-from titan.report.findings import Comparison, Numbers, RunFound
+from titan.report.findings import Comparison, Numbers, RunResult
 from titan.report.render import svg
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
+from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
 from titan.report.render.svg import Frame, Label, Scale
 
 POINTS = 400
@@ -37,69 +37,74 @@ class Line:
     points: Points
 
 
-def training(comparison: Comparison) -> Chart | None:
+def draw_training_loss(comparison: Comparison) -> Chart | None:
     """Return the chart of training loss over tokens, smoothed."""
-    most = _points(comparison)
-    lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
+    point_count = _count_points(comparison)
+    lines = [
+        Line(i, run.label, thin_curve(run.curves.tokens, run.curves.losses, point_count))
+        for i, run in _list_runs(comparison)
+    ]
     caption = f"Mean over {SMOOTHING_SHARE:.0%} of the run around each point. "
-    return _losses(comparison, lines, "Training loss", "loss, nats per token", caption, "training")
+    return _draw_losses(comparison, lines, "Training loss", "loss, nats per token", caption, "training")
 
 
-def validation(comparison: Comparison) -> Chart | None:
+def draw_validation_loss(comparison: Comparison) -> Chart | None:
     """Return the chart of validation loss over tokens; in bits per byte where variants are compared in those."""
     bits = any(quality.measure == "bits per byte" for variant in comparison.variants for quality in variant.quality)
     lines = []
-    for i, run in _runs(comparison):
+    for i, run in _list_runs(comparison):
         values = run.curves.bits_per_byte if bits else run.curves.validation
-        points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
+        points = thin_curve(run.curves.validation_tokens, values, _count_points(comparison), share=0)
         lines.append(Line(i, run.label, points))
     name, unit = ("Validation, bits per byte", "bits per byte") if bits else ("Validation loss", "loss, nats per token")
-    once = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
-    return _losses(comparison, lines, name, unit, f"Loss on the validation set. {once}", "validation")
+    dash_note = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
+    return _draw_losses(comparison, lines, name, unit, f"Loss on the validation set. {dash_note}", "validation")
 
 
-def differences(comparison: Comparison) -> Chart | None:
+def draw_differences(comparison: Comparison) -> Chart | None:
     """Return the chart of differences in training loss to the baseline's runs, for its hyperparameters."""
     base = next((variant for variant in comparison.variants if variant.baseline), None)
     pairs = [
-        (i, run, other)
-        for i, run in _runs(comparison)
-        for other in (base.runs if base else ())
+        (i, run, base_run)
+        for i, run in _list_runs(comparison)
+        for base_run in (base.runs if base else ())
         if comparison.variants[i].same_science and not comparison.variants[i].baseline
-        if (other.seed, other.repeat) == (run.seed, run.repeat)
+        if (base_run.seed, base_run.repeat) == (run.seed, run.repeat)
     ]
     if base is None or not pairs:
         return None
-    points = min(WINDOWS, _points(comparison))
-    lines = [Line(i, run.label, _positive(gap(run, other, points))) for i, run, other in pairs]
-    apart = {i for i, run, other in pairs if not _equal(run, other)}
-    equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in apart))
-    return _differences(comparison, lines, equal, _between_seeds(base.runs))
+    points = min(WINDOWS, _count_points(comparison))
+    lines = [Line(i, run.label, _drop_zeros(compute_median_gap(run, base_run, points))) for i, run, base_run in pairs]
+    differing = {i for i, run, base_run in pairs if not _is_equal(run, base_run)}
+    equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in differing))
+    return _draw_difference_chart(comparison, lines, equal, _compute_seed_noise(base.runs))
 
 
-def _common(run: RunFound, base: RunFound) -> Points:
+def _compute_common_differences(run: RunResult, base: RunResult) -> Points:
     """Return tokens and absolute differences of losses at steps where both are finite; [steps] each."""
-    _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
-    sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
-    kept = np.isfinite(sizes)
-    return run.curves.tokens[mine][kept], sizes[kept]
+    _, run_indices, base_indices = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
+    sizes = np.abs(run.curves.losses[run_indices] - base.curves.losses[base_indices])
+    finite = np.isfinite(sizes)
+    return run.curves.tokens[run_indices][finite], sizes[finite]
 
 
-def _equal(run: RunFound, base: RunFound) -> bool:
+def _is_equal(run: RunResult, base: RunResult) -> bool:
     """Return whether all common losses are equal."""
-    sizes = _common(run, base)[1]
+    sizes = _compute_common_differences(run, base)[1]
     return bool(sizes.size) and not sizes.any()
 
 
-def _between_seeds(runs: Sequence[RunFound]) -> float | None:
+def _compute_seed_noise(runs: Sequence[RunResult]) -> float | None:
     """Return the median difference of two seeds over steps and pairs of neighbouring seeds."""
-    sizes = [gap(one, other, WINDOWS)[1] for one, other in pairwise(runs) if one.seed != other.seed]
+    sizes = [
+        compute_median_gap(run, next_run, WINDOWS)[1] for run, next_run in pairwise(runs) if run.seed != next_run.seed
+    ]
     return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
 
 
-def gap(run: RunFound, base: RunFound, points: int) -> Points:
+def compute_median_gap(run: RunResult, base: RunResult, points: int) -> Points:
     """Return tokens and median differences of losses over windows of common steps; [points] each."""
-    tokens, sizes = _common(run, base)
+    tokens, sizes = _compute_common_differences(run, base)
     windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
     return (
         np.array([tokens[window].mean() for window in windows]),
@@ -107,7 +112,7 @@ def gap(run: RunFound, base: RunFound, points: int) -> Points:
     )
 
 
-def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
+def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
     """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:
@@ -116,19 +121,19 @@ def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHI
         share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
             curve ends where the mean would be over less than half of that, as noise at the end misleads.
     """
-    kept = np.isfinite(y) & np.isfinite(x)
-    x, y = x[kept], y[kept]
+    finite = np.isfinite(y) & np.isfinite(x)
+    x, y = x[finite], y[finite]
     if not y.size:
         return x, y
-    most = round(share * y.size) // 2
-    last = y.size - 1 - (most + 1) // 2
+    half_window = round(share * y.size) // 2
+    last = y.size - 1 - (half_window + 1) // 2
     index = np.unique(np.linspace(0, last, min(points, last + 1)).round().astype(np.int64))
-    half = np.minimum(most, np.minimum(index, y.size - 1 - index))
+    half = np.minimum(half_window, np.minimum(index, y.size - 1 - index))
     sums = np.concatenate([[0.0], np.cumsum(y)])
     return x[index], (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
-def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
+def compute_loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
     """Return the lowest and highest loss shown, and whether the beginning is cut off.
 
     The fall of the first tenth may need most of the range, while the variants differ after it: it is cut off then.
@@ -144,65 +149,71 @@ def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
     return low - pad, high + pad, cut
 
 
-def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
+def _list_runs(comparison: Comparison) -> list[tuple[int, RunResult]]:
     return [(i, run) for i, variant in enumerate(comparison.variants) for run in variant.runs]
 
 
-def _points(comparison: Comparison) -> int:
-    return max(50, min(POINTS, POINTS_IN_ALL // max(1, len(_runs(comparison)))))
+def _count_points(comparison: Comparison) -> int:
+    return max(50, min(POINTS, POINTS_IN_ALL // max(1, len(_list_runs(comparison)))))
 
 
-def _losses(
+def _draw_losses(
     comparison: Comparison, lines: Sequence[Line], title: str, unit: str, caption: str, name: str
 ) -> Chart | None:
     lines = [line for line in lines if line.points[0].size]
     if not lines:
         return None
-    low, high, cut = loss_range([line.points for line in lines])
-    frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    body = frame.axes("tokens", unit, short, tick) + _drawn(comparison, frame, lines, name)
-    legend = caption + _legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
-    return Chart(title, legend, svg.picture(frame, title, body))
+    low, high, cut = compute_loss_range([line.points for line in lines])
+    frame = Frame(_build_token_scale(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
+    body = frame.draw_axes("tokens", unit, short, tick) + _draw_lines(comparison, frame, lines, name)
+    legend = caption + _format_legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
+    return Chart(title, legend, svg.draw_picture(frame, title, body))
 
 
-def _tokens(lines: Sequence[Line]) -> Scale:
+def _build_token_scale(lines: Sequence[Line]) -> Scale:
     """Return a scale from 0 to the most tokens, with room for labels beside it."""
     return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
 
 
-def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
+def _draw_lines(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
     """Return the lines, grey ones below, and the labels at their ends."""
-    above = coloured(comparison)[::-1]
+    above = choose_coloured(comparison)[::-1]
     order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
-    body = "".join(svg.line(frame, *line.points, marks(comparison, line.variant), line.title) for line in order)
-    wanted = []
+    body = "".join(
+        svg.draw_line(frame, *line.points, format_marks(comparison, line.variant), line.title) for line in order
+    )
+    end_labels = []
     for i in above:
-        ends = [_end(frame, line) for line in lines if line.variant == i]
-        wanted += [Label(float(np.mean(ends)), comparison.variants[i].label, marks(comparison, i))] if ends else []
-    return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
+        ends = [_find_end(frame, line) for line in lines if line.variant == i]
+        end_labels += (
+            [Label(float(np.mean(ends)), comparison.variants[i].label, format_marks(comparison, i))] if ends else []
+        )
+    return svg.clip_body(frame, name, f'<g class="{_choose_classes(comparison)}">{body}</g>') + svg.draw_labels(
+        frame, end_labels
+    )
 
 
-def _end(frame: Frame, line: Line) -> float:
+def _find_end(frame: Frame, line: Line) -> float:
     """Return where a line ends or leaves the frame."""
     return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
 
 
-def _dress(comparison: Comparison) -> str:
+def _choose_classes(comparison: Comparison) -> str:
     """Return classes: thin lines where a variant has several; a dashed baseline, which may cover another line."""
-    thin = "thin" if len(_runs(comparison)) > len(comparison.variants) else "thick"
+    thin = "thin" if len(_list_runs(comparison)) > len(comparison.variants) else "thick"
     return f"{thin} against" if len(comparison.variants) > 1 else thin
 
 
-def _legend(comparison: Comparison) -> str:
-    rest = len(comparison.variants) - len(coloured(comparison))
-    legend = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
+def _format_legend(comparison: Comparison) -> str:
+    rest = len(comparison.variants) - len(choose_coloured(comparison))
+    legend = "Seeds of a variant share its colour. " if "thin" in _choose_classes(comparison) else ""
     if rest > 0:
         legend += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "
         legend += f"In grey: {rest} more. "
     return legend
 
 
-def _differences(
+def _draw_difference_chart(
     comparison: Comparison, lines: Sequence[Line], equal: Sequence[str], noise: float | None
 ) -> Chart | None:
     caption = (
@@ -215,30 +226,30 @@ def _differences(
         return Chart(name, caption, "") if equal else None
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
     levels = {name: level for name, level in levels.items() if level > 0}
-    frame = _difference_frame(lines, list(levels.values()))
-    body = frame.axes("tokens", "difference, nats", short, power)
-    body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
-    return Chart(name, caption + _legend(comparison), svg.picture(frame, name, body))
+    frame = _build_difference_frame(lines, list(levels.values()))
+    body = frame.draw_axes("tokens", "difference, nats", short, power)
+    body += _draw_lines(comparison, frame, lines, "differences") + _draw_levels(frame, levels)
+    return Chart(name, caption + _format_legend(comparison), svg.draw_picture(frame, name, body))
 
 
-def _positive(points: Points) -> Points:
+def _drop_zeros(points: Points) -> Points:
     """Return the points without zero differences, which have no logarithm."""
-    kept = points[1] > FLOOR
-    return points[0][kept], points[1][kept]
+    is_positive = points[1] > FLOOR
+    return points[0][is_positive], points[1][is_positive]
 
 
-def _difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
+def _build_difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
     values = np.concatenate([levels, *(line.points[1] for line in lines)])
     low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
-    return Frame(_tokens(lines), Scale(low, high, 340, 40, log=True), WIDTH, HEIGHT)
+    return Frame(_build_token_scale(lines), Scale(low, high, 340, 40, log=True), WIDTH, HEIGHT)
 
 
-def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
+def _draw_levels(frame: Frame, levels: Mapping[str, float]) -> str:
     """Return dashed horizontal lines; the name of the highest is above it, the others below."""
-    out = ""
+    body = ""
     for name, level in levels.items():
         at = frame.y.at(level)
-        out += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
+        body += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
         shift = -5 if level == max(levels.values()) else svg.LINE
-        out += svg.text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
-    return out
+        body += svg.draw_text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
+    return body

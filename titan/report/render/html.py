@@ -1,6 +1,6 @@
 """A comparison as one HTML file that loads nothing: styles, charts and a few lines of script are inside.
 
-`page.html.jinja` lays the page out: the question and the answers in words, the table, the charts, failures, notes,
+`render_page.html.jinja` lays the page out: the question and the answers in words, the table, the charts, failures, notes,
 settings and runs. This module fills it. The template escapes all text; the charts are SVG that escapes its own.
 """
 
@@ -13,28 +13,34 @@ from markupsafe import Markup
 
 from titan.console.numbers import fixed, rounded
 from titan.report import ranking
-from titan.report.findings import Comparison, RunFound
-from titan.report.render import own, predicted
-from titan.report.render.bars import memory_bars, throughput
-from titan.report.render.charts import Chart, marks
-from titan.report.render.curves import differences, training, validation
-from titan.report.render.markdown import by_source
-from titan.report.render.pareto import pareto
-from titan.report.render.sentences import answers, lead, missing, notes, question
-from titan.report.render.table_data import Cell, Column, answer, columns
-from titan.report.render.template import POLICY, content, template
-from titan.report.render.varied import settings
+from titan.report.findings import Comparison, RunResult
+from titan.report.render import hook_metrics, predicted
+from titan.report.render.bars import draw_memory_bars, draw_throughput
+from titan.report.render.charts import Chart, format_marks
+from titan.report.render.curves import draw_differences, draw_training_loss, draw_validation_loss
+from titan.report.render.markdown import tabulate_sources
+from titan.report.render.pareto import draw_pareto
+from titan.report.render.sentences import (
+    format_answers,
+    format_lead,
+    format_missing_heading,
+    format_notes,
+    format_question,
+)
+from titan.report.render.sweep_chart import draw_settings
+from titan.report.render.table_data import Cell, Column, build_columns, format_answer
+from titan.report.render.template import POLICY, content, load_template
 
 MANY = 12
 """More answers than these scroll in a box."""
 CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
-    settings,
-    training,
-    validation,
-    differences,
-    throughput,
-    memory_bars,
-    pareto,
+    draw_settings,
+    draw_training_loss,
+    draw_validation_loss,
+    draw_differences,
+    draw_throughput,
+    draw_memory_bars,
+    draw_pareto,
 )
 """In the order of the page; each returns None where there is nothing to draw."""
 RUN_HEAD = ("run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by attempt",
@@ -42,7 +48,7 @@ RUN_HEAD = ("run", "directory", "state", "steps", "seed", "devices", "loss", "va
 
 
 @dataclass(frozen=True)
-class Item:
+class AnswerItem:
     """The answer for a variant: attributes of its element, its label, the answer, and the sentences."""
 
     marks: Markup
@@ -52,7 +58,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """A variant's row of the table: attributes of its element, its label, and each column with its cell."""
 
     marks: Markup
@@ -60,73 +66,86 @@ class Row:
     cells: list[tuple[Column, Cell]]
 
 
-def page(comparison: Comparison, made: str = "") -> str:
+def render_page(comparison: Comparison, footer: str = "") -> str:
     """Return the whole page.
 
     Args:
         comparison: the results.
-        made: date and command, for the last line.
+        footer: date and command, for the last line.
     """
-    return template("page.html.jinja").render(
+    return load_template("page.html.jinja").render(
         policy=Markup(POLICY),
         css=Markup(content("page.css")),
         script=Markup(content("page.js")),
         title=comparison.title,
-        question=question(comparison),
-        lead=" ".join(lead(comparison)),
+        question=format_question(comparison),
+        lead=" ".join(format_lead(comparison)),
         many=MANY,
-        answers=_answers(comparison),
-        columns=columns(comparison),
-        results=_results(comparison),
-        sources=by_source(comparison),
-        own_title=own.TITLE,
-        own=own.table(comparison),
+        answers=_build_answers(comparison),
+        columns=build_columns(comparison),
+        results=_build_results(comparison),
+        sources=tabulate_sources(comparison),
+        own_title=hook_metrics.TITLE,
+        own=hook_metrics.tabulate_metrics(comparison),
         predicted_title=predicted.TITLE,
-        predicted_columns=predicted.columns(comparison),
-        predictions=_predictions(comparison),
-        predicted_summary=predicted.summary(comparison),
+        predicted_columns=predicted.build_columns(comparison),
+        predictions=_build_predictions(comparison),
+        predicted_summary=predicted.summarize_intervals(comparison),
         charts=[chart for chart in (make(comparison) for make in CHARTS) if chart is not None],
-        missing=missing(comparison),
+        missing=format_missing_heading(comparison),
         failures=[[failed.label, failed.reason, failed.state, failed.directory] for failed in comparison.failed],
-        notes=notes(comparison),
-        settings=_settings(comparison),
+        notes=format_notes(comparison),
+        settings=_list_settings(comparison),
         run_head=RUN_HEAD,
-        runs=[_run(run) for variant in comparison.variants for run in variant.runs],
-        made=made,
+        runs=[_format_run(run) for variant in comparison.variants for run in variant.runs],
+        made=footer,
     )
 
 
-def _answers(comparison: Comparison) -> list[Item]:
+def _build_answers(comparison: Comparison) -> list[AnswerItem]:
     indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
     return [
-        Item(Markup(marks(comparison, indices[id(variant)])), variant.label, answer(variant), " ".join(sentences))
-        for variant, sentences in answers(comparison)
+        AnswerItem(
+            Markup(format_marks(comparison, indices[id(variant)])),
+            variant.label,
+            format_answer(variant),
+            " ".join(sentences),
+        )
+        for variant, sentences in format_answers(comparison)
     ]
 
 
-def _results(comparison: Comparison) -> list[Row]:
-    shown = columns(comparison)
+def _build_results(comparison: Comparison) -> list[VariantRow]:
+    visible_columns = build_columns(comparison)
     return [
-        Row(Markup(marks(comparison, i)), comparison.variants[i].label, [(column, column.cells[i]) for column in shown])
-        for i in ranking.order(comparison.variants)
+        VariantRow(
+            Markup(format_marks(comparison, i)),
+            comparison.variants[i].label,
+            [(column, column.cells[i]) for column in visible_columns],
+        )
+        for i in ranking.rank_variants(comparison.variants)
     ]
 
 
-def _predictions(comparison: Comparison) -> list[Row]:
-    shown = predicted.columns(comparison)
+def _build_predictions(comparison: Comparison) -> list[VariantRow]:
+    visible_columns = predicted.build_columns(comparison)
     return [
-        Row(Markup(marks(comparison, i)), comparison.variants[i].label, [(column, column.cells[k]) for column in shown])
-        for k, i in enumerate(predicted.variants(comparison))
+        VariantRow(
+            Markup(format_marks(comparison, i)),
+            comparison.variants[i].label,
+            [(column, column.cells[k]) for column in visible_columns],
+        )
+        for k, i in enumerate(predicted.list_variants(comparison))
     ]
 
 
-def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+def _list_settings(comparison: Comparison) -> list[tuple[str, str]]:
     pairs = [(name, f"differs: {', '.join(values)}") for name, values in comparison.differs.items()]
     pairs += comparison.common.items()
     return [*pairs, ("equivalence margin", f"{comparison.margin:g} nats")] if comparison.variants or pairs else []
 
 
-def _run(run: RunFound) -> list[str]:
+def _format_run(run: RunResult) -> list[str]:
     times = [rounded(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
     return [
         run.label,

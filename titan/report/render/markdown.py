@@ -6,101 +6,122 @@ from collections.abc import Sequence
 
 from titan.report import ranking
 from titan.report.findings import Comparison
-from titan.report.render import own, predicted
-from titan.report.render.sentences import answers, lead, missing, notes, question
-from titan.report.render.table_data import between, columns
+from titan.report.render import hook_metrics, predicted
+from titan.report.render.sentences import (
+    format_answers,
+    format_lead,
+    format_missing_heading,
+    format_notes,
+    format_question,
+)
+from titan.report.render.table_data import build_columns, format_range
 
 
-def text(comparison: Comparison) -> str:
+def format_markdown(comparison: Comparison) -> str:
     """Return the whole comparison."""
     parts = [
-        [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
-        _section(
+        [
+            f"# {_escape_text(comparison.title)}",
+            "",
+            _escape_text(format_question(comparison)),
+            "",
+            _escape_text(" ".join(format_lead(comparison))),
+        ],
+        _format_section(
             "Answers",
-            [f"- **{_plain(variant.label)}**: {_plain(' '.join(parts))}" for variant, parts in answers(comparison)],
+            [
+                f"- **{_escape_text(variant.label)}**: {_escape_text(' '.join(parts))}"
+                for variant, parts in format_answers(comparison)
+            ],
         ),
-        _section("Results", _figures(comparison)),
-        _section("By source", _sources(comparison)),
-        _section(own.TITLE, _own(comparison)),
-        _section(predicted.TITLE, _predictions(comparison)),
-        _section(missing(comparison), _failures(comparison)),
-        _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
-        _section("Settings", _settings(comparison)),
+        _format_section("Results", _format_results(comparison)),
+        _format_section("By source", _format_sources(comparison)),
+        _format_section(hook_metrics.TITLE, _format_hook_metrics(comparison)),
+        _format_section(predicted.TITLE, _format_predictions(comparison)),
+        _format_section(format_missing_heading(comparison), _format_failures(comparison)),
+        _format_section("Notes", [f"- {_escape_text(note)}" for note in format_notes(comparison)]),
+        _format_section("Settings", _format_settings(comparison)),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def _section(name: str, lines: Sequence[str]) -> list[str]:
+def _format_section(name: str, lines: Sequence[str]) -> list[str]:
     return [f"## {name}", "", *lines] if lines else []
 
 
-def _figures(comparison: Comparison) -> list[str]:
-    shown = columns(comparison)
+def _format_results(comparison: Comparison) -> list[str]:
+    visible_columns = build_columns(comparison)
     if not comparison.variants:
         return []
-    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in shown)]
-    order = ranking.order(comparison.variants)
-    rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in shown)] for i in order]
-    return _table(head, rows, figures=len(shown))
-
-
-def _predictions(comparison: Comparison) -> list[str]:
-    shown, indices = predicted.columns(comparison), predicted.variants(comparison)
-    head = ["variant", *(f"{column.name} {column.unit}" for column in shown)]
+    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in visible_columns)]
+    order = ranking.rank_variants(comparison.variants)
     rows = [
-        [comparison.variants[index].label, *(column.cells[place].line() for column in shown)]
-        for place, index in enumerate(indices)
+        [comparison.variants[i].label, *(column.cells[i].format_line() for column in visible_columns)] for i in order
     ]
-    return [*_table(head, rows, figures=len(shown)), "", predicted.summary(comparison)] if rows else []
+    return _format_table(head, rows, figures=len(visible_columns))
 
 
-def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def _format_predictions(comparison: Comparison) -> list[str]:
+    visible_columns, indices = predicted.build_columns(comparison), predicted.list_variants(comparison)
+    head = ["variant", *(f"{column.name} {column.unit}" for column in visible_columns)]
+    rows = [
+        [comparison.variants[index].label, *(column.cells[position].format_line() for column in visible_columns)]
+        for position, index in enumerate(indices)
+    ]
+    return (
+        [*_format_table(head, rows, figures=len(visible_columns)), "", predicted.summarize_intervals(comparison)]
+        if rows
+        else []
+    )
+
+
+def tabulate_sources(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return heading and rows of the differences for each source of a mixture; no rows where there are none."""
-    found = [
+    qualities = [
         (variant.label, quality) for variant in comparison.variants for quality in variant.quality if quality.by_source
     ]
-    sources = sorted({source for _, quality in found for source in quality.by_source})
+    sources = sorted({source for _, quality in qualities for source in quality.by_source})
     rows = []
-    for label, quality in found:
-        there = [quality.by_source.get(source) for source in sources]
-        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i)}".strip() for i in there]
-        rows.append([label, f"{quality.measure} at {quality.at}", *shown])
+    for label, quality in qualities:
+        intervals = [quality.by_source.get(source) for source in sources]
+        cells = ["" if i is None else f"{i.estimate:+.4f} {format_range(i)}".strip() for i in intervals]
+        rows.append([label, f"{quality.measure} at {quality.at}", *cells])
     return ["variant", "difference in", *sources], rows
 
 
-def _sources(comparison: Comparison) -> list[str]:
-    head, rows = by_source(comparison)
-    return _table(head, rows, figures=len(head) - 2) if rows else []
+def _format_sources(comparison: Comparison) -> list[str]:
+    head, rows = tabulate_sources(comparison)
+    return _format_table(head, rows, figures=len(head) - 2) if rows else []
 
 
-def _own(comparison: Comparison) -> list[str]:
-    head, rows = own.table(comparison)
-    return _table(head, rows, figures=len(head) - 1) if rows else []
+def _format_hook_metrics(comparison: Comparison) -> list[str]:
+    head, rows = hook_metrics.tabulate_metrics(comparison)
+    return _format_table(head, rows, figures=len(head) - 1) if rows else []
 
 
-def _failures(comparison: Comparison) -> list[str]:
+def _format_failures(comparison: Comparison) -> list[str]:
     rows = [[failed.label, failed.state, failed.reason, failed.directory] for failed in comparison.failed]
-    return _table(["run", "state", "reason", "directory"], rows, figures=0) if rows else []
+    return _format_table(["run", "state", "reason", "directory"], rows, figures=0) if rows else []
 
 
-def _settings(comparison: Comparison) -> list[str]:
-    differs = [[name, " \\| ".join(map(_plain, values))] for name, values in comparison.differs.items()]
-    rows = [[_plain(name), f"differs: {values}"] for name, values in differs]
-    rows += [[_plain(name), _plain(value)] for name, value in comparison.common.items()]
-    return [*_rule(["setting", "value"], 0), *(f"| {' | '.join(row)} |" for row in rows)] if rows else []
+def _format_settings(comparison: Comparison) -> list[str]:
+    differs = [[name, " \\| ".join(map(_escape_text, values))] for name, values in comparison.differs.items()]
+    rows = [[_escape_text(name), f"differs: {values}"] for name, values in differs]
+    rows += [[_escape_text(name), _escape_text(value)] for name, value in comparison.common.items()]
+    return [*_format_head(["setting", "value"], 0), *(f"| {' | '.join(row)} |" for row in rows)] if rows else []
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> list[str]:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> list[str]:
     """Return a table; the last `figures` columns are aligned right."""
-    return [*_rule(head, figures), *(f"| {' | '.join(map(_plain, row))} |" for row in rows)]
+    return [*_format_head(head, figures), *(f"| {' | '.join(map(_escape_text, row))} |" for row in rows)]
 
 
-def _rule(head: Sequence[str], figures: int) -> list[str]:
+def _format_head(head: Sequence[str], figures: int) -> list[str]:
     marks = ["---"] * (len(head) - figures) + ["---:"] * figures
-    return [f"| {' | '.join(map(_plain, head))} |", f"| {' | '.join(marks)} |"]
+    return [f"| {' | '.join(map(_escape_text, head))} |", f"| {' | '.join(marks)} |"]
 
 
-def _plain(text: str) -> str:
+def _escape_text(text: str) -> str:
     """Return the text in one line, with the special characters of Markdown and HTML escaped."""
     marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
     marked = marked.replace("](", "]\\(")  # a link; brackets alone are none

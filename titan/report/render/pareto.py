@@ -9,9 +9,9 @@ from html import escape
 from titan.console.numbers import rounded, tick
 from titan.report.findings import Comparison
 from titan.report.render import svg
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
+from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
 from titan.report.render.svg import Frame, Scale
-from titan.report.render.table_data import answer, memory
+from titan.report.render.table_data import find_peak_memory, format_answer
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
@@ -20,56 +20,65 @@ LABELS = 12
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A variant in the chart; `out` excludes it from the front."""
+class ParetoSpot:
+    """A variant in the chart; `is_excluded` excludes it from the front."""
 
     index: int
     x: float
     y: float
-    out: bool = False
+    is_excluded: bool = False
 
 
-def pareto(comparison: Comparison) -> Chart | None:
+def draw_pareto(comparison: Comparison) -> Chart | None:
     """Return the chart of speed against memory with its Pareto front."""
     spots = [
-        Spot(i, variant.speed.estimate, most, answer(variant).main == "not the same")
+        ParetoSpot(i, variant.speed.estimate, peak, format_answer(variant).main == "not the same")
         for i, variant in enumerate(comparison.variants)
-        if variant.speed is not None and (most := memory(variant)) is not None
+        if variant.speed is not None and (peak := find_peak_memory(variant)) is not None
     ]
     if len(spots) < 2:
         return None
     frame = Frame(
-        wider([spot.x for spot in spots], 78, WIDTH - 30), wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
+        build_padded_scale([spot.x for spot in spots], 78, WIDTH - 30),
+        build_padded_scale([spot.y for spot in spots], 340, 40),
+        WIDTH,
+        HEIGHT,
     )
-    best = front(spots)
-    axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
+    best = select_front(spots)
+    axes = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
     body = (
-        axes + front_line(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
+        axes
+        + draw_front(frame, best)
+        + "".join(_draw_spot(comparison, frame, spot) for spot in _sort_for_drawing(comparison, spots))
     )
-    named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
-    body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
-    outside = " Hollow: does not learn the same, so it is not on the Pareto front." if any(s.out for s in spots) else ""
-    caption = f"The line joins the variants that no other beats in both speed and memory.{outside}"
-    return Chart("Speed and memory", caption, svg.picture(frame, "Speed and memory", body))
+    labelled = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in choose_coloured(comparison))]
+    body += _draw_labels(comparison, frame, spots, list(dict.fromkeys(labelled)))
+    hollow_note = (
+        " Hollow: does not learn the same, so it is not on the Pareto front."
+        if any(s.is_excluded for s in spots)
+        else ""
+    )
+    caption = f"The line joins the variants that no other beats in both speed and memory.{hollow_note}"
+    return Chart("Speed and memory", caption, svg.draw_picture(frame, "Speed and memory", body))
 
 
-def front(spots: Iterable[Spot]) -> list[Spot]:
+def select_front(spots: Iterable[ParetoSpot]) -> list[ParetoSpot]:
     """Return the Pareto front: from the fastest down, each spot with less memory than all faster ones."""
-    best: list[Spot] = []
-    for spot in sorted((spot for spot in spots if not spot.out), key=lambda spot: (-spot.x, spot.y)):
+    best: list[ParetoSpot] = []
+    for spot in sorted((spot for spot in spots if not spot.is_excluded), key=lambda spot: (-spot.x, spot.y)):
         if not best or spot.y < best[-1].y:
             best.append(spot)
     return best
 
 
-def wider(values: Sequence[float], start: float, end: float) -> Scale:
+def build_padded_scale(values: Sequence[float], start: float, end: float) -> Scale:
     """Return a scale with room around the values, of at least a fifth of them: small differences look small."""
     low, high = min(values), max(values)
     pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
     return Scale(max(0.0, low - pad), high + pad, start, end)
 
 
-def front_line(frame: Frame, best: Sequence[Spot]) -> str:
+def draw_front(frame: Frame, best: Sequence[ParetoSpot]) -> str:
     """Return the line of the front; empty for a single spot."""
     if len(best) < 2:
         return ""
@@ -78,51 +87,55 @@ def front_line(frame: Frame, best: Sequence[Spot]) -> str:
     return f'<path class="front" d="M{xs[0]:.1f} {ys[0]:.1f}{steps}"/>'
 
 
-def _beneath(comparison: Comparison, spots: Sequence[Spot]) -> list[Spot]:
+def _sort_for_drawing(comparison: Comparison, spots: Sequence[ParetoSpot]) -> list[ParetoSpot]:
     """Return the spots in drawing order, grey ones first."""
-    chosen = coloured(comparison)
-    return sorted(spots, key=lambda spot: spot.index in chosen)
+    coloured_indices = choose_coloured(comparison)
+    return sorted(spots, key=lambda spot: spot.index in coloured_indices)
 
 
-def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
+def _draw_spot(comparison: Comparison, frame: Frame, spot: ParetoSpot) -> str:
     variant = comparison.variants[spot.index]
     title = escape(f"{variant.label}: {rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
-    place = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
-    hollow = "hollow" if spot.out else "dot"
-    return f'<g {marks(comparison, spot.index)}><circle class="{hollow}" {place}><title>{title}</title></circle></g>'
+    position = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
+    hollow = "hollow" if spot.is_excluded else "dot"
+    return f'<g {format_marks(comparison, spot.index)}><circle class="{hollow}" {position}><title>{title}</title></circle></g>'
 
 
-def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: Sequence[Spot]) -> str:
+def _draw_labels(
+    comparison: Comparison, frame: Frame, spots: Sequence[ParetoSpot], labelled: Sequence[ParetoSpot]
+) -> str:
     """Return labels beside the spots where there is room; the others have a tooltip."""
-    taken: list[Box] = [around(frame, spot) for spot in spots]
-    out = []
-    for spot in named:
+    occupied: list[Box] = [compute_spot_box(frame, spot) for spot in spots]
+    labels = []
+    for spot in labelled:
         words = comparison.variants[spot.index].label
         for letters in (34, 20):  # a shorter label may find room where a longer one does not
-            label = place_label(frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", taken)
+            label = place_label(
+                frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", occupied
+            )
             if label:
-                out.append(f"<g {marks(comparison, spot.index)}>{label}</g>")
+                labels.append(f"<g {format_marks(comparison, spot.index)}>{label}</g>")
                 break
-    return "".join(out)
+    return "".join(labels)
 
 
-def place_label(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
+def place_label(frame: Frame, spot: ParetoSpot, words: str, occupied: list[Box]) -> str:
     """Return the label at the first free position, which is then taken; empty where none is free."""
-    for anchor, box in _places(frame, spot, len(words)):
-        if _inside(frame, box) and not any(_overlap(box, other) for other in taken):
-            taken.append(box)
+    for anchor, box in _list_label_boxes(frame, spot, len(words)):
+        if _is_inside(frame, box) and not any(_is_overlapping(box, occupied_box) for occupied_box in occupied):
+            occupied.append(box)
             x = {"start": box[0], "end": box[2], "middle": (box[0] + box[2]) / 2}[anchor]
-            return svg.text(x, box[3] - 4, words, anchor, "label")
+            return svg.draw_text(x, box[3] - 4, words, anchor, "label")
     return ""
 
 
-def around(frame: Frame, spot: Spot) -> Box:
+def compute_spot_box(frame: Frame, spot: ParetoSpot) -> Box:
     """Return the place that a spot takes."""
     x, y = frame.x.at(spot.x), frame.y.at(spot.y)
     return x - 7, y - 7, x + 7, y + 7
 
 
-def _places(frame: Frame, spot: Spot, letters: int) -> list[tuple[str, Box]]:
+def _list_label_boxes(frame: Frame, spot: ParetoSpot, letters: int) -> list[tuple[str, Box]]:
     """Return the positions of its label: right, left, above, below."""
     x, y, wide = frame.x.at(spot.x), frame.y.at(spot.y), svg.LETTER * letters
     return [
@@ -133,9 +146,9 @@ def _places(frame: Frame, spot: Spot, letters: int) -> list[tuple[str, Box]]:
     ]
 
 
-def _inside(frame: Frame, box: Box) -> bool:
+def _is_inside(frame: Frame, box: Box) -> bool:
     return box[0] >= frame.x.start and box[2] <= frame.width and box[1] >= 0 and box[3] <= frame.y.start
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _is_overlapping(box_a: Box, box_b: Box) -> bool:
+    return box_a[0] < box_b[2] and box_b[0] < box_a[2] and box_a[1] < box_b[3] and box_b[1] < box_a[3]

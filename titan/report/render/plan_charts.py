@@ -47,20 +47,20 @@ NUMBER = 16.0
 """The width from which an action shows its micro-batch's number."""
 
 
-class Key(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of a legend."""
 
     colour: str
     name: str
 
 
-def legend(keys: Sequence[Key]) -> str:
+def format_legend(keys: Sequence[LegendEntry]) -> str:
     """Return a legend above a chart."""
     entries = (f'<span class="{key.colour}"><span class="key"></span>{escape(key.name)}</span>' for key in keys)
     return f'<p class="legend">{" ".join(entries)}</p>'
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
+def choose_time_unit(seconds: float) -> tuple[float, str]:
     """Return the unit in which a time is shown, and its number in a second."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
@@ -68,39 +68,39 @@ def time_unit(seconds: float) -> tuple[float, str]:
 # ---- waterfall ----
 
 
-def waterfall(plan: Plan) -> Chart:
+def draw_waterfall(plan: Plan) -> Chart:
     """Return the step by cause: each bar begins where the one before ended; the last one is the step."""
     caption = (
-        f"What the time of a step goes to on the rank that is busy longest, in {time_unit(plan.step.seconds)[1]}. "
+        f"What the time of a step goes to on the rank that is busy longest, in {choose_time_unit(plan.step.seconds)[1]}. "
         "The line through the step is its interval."
     )
-    return _waterfall("The step by cause", caption, plan.step, plan.step_seconds)
+    return _draw_step_waterfall("The step by cause", caption, plan.step, plan.step_seconds)
 
 
-def traced_waterfall(step: StepTime) -> Chart:
-    """Return the traced step by cause; see `waterfall`."""
-    unit = time_unit(step.seconds)[1]
+def draw_traced_waterfall(step: StepTime) -> Chart:
+    """Return the traced step by cause; see `draw_waterfall`."""
+    unit = choose_time_unit(step.seconds)[1]
     caption = f"The time of the traced operations, one by one, on the rank that is busy longest, in {unit}."
-    return _waterfall("The traced step by cause", caption, step, (step.seconds,) * 3)
+    return _draw_step_waterfall("The traced step by cause", caption, step, (step.seconds,) * 3)
 
 
-def _waterfall(name: str, caption: str, step: StepTime, interval: tuple[float, float, float]) -> Chart:
+def _draw_step_waterfall(name: str, caption: str, step: StepTime, interval: tuple[float, float, float]) -> Chart:
     """Return a step by cause, with the interval (value, low, high) of the whole in seconds."""
-    factor, unit = time_unit(step.seconds)
+    factor, unit = choose_time_unit(step.seconds)
     parts = {
         cause: factor * step.parts[cause] for cause in CAUSES if step.parts.get(cause, 0.0) > VISIBLE * step.seconds
     }
     end = TOP + ROW * (len(parts) + 1)
     x = Scale(0.0, factor * interval[2], 176, WIDTH - 130)
     frame = Frame(x, Scale(0, 1, end, TOP), WIDTH, end + 44)
-    bars = "".join(_fall(frame, k, cause, *span) for k, (cause, span) in enumerate(_spans_of(parts).items()))
-    total = _total(frame, len(parts), [factor * value for value in interval], unit)
-    used = [Key(colour, name) for name, (colour, causes) in GROUPS.items() if set(causes) & set(parts)]
-    drawing = svg.picture(frame, name, _time_axis(frame, unit) + bars + total)
-    return Chart(name, caption, legend(used) + drawing)
+    bars = "".join(_draw_part(frame, k, cause, *span) for k, (cause, span) in enumerate(_stack_parts(parts).items()))
+    total = _draw_total(frame, len(parts), [factor * value for value in interval], unit)
+    used = [LegendEntry(colour, name) for name, (colour, causes) in GROUPS.items() if set(causes) & set(parts)]
+    drawing = svg.draw_picture(frame, name, _draw_time_axis(frame, unit) + bars + total)
+    return Chart(name, caption, format_legend(used) + drawing)
 
 
-def _spans_of(parts: dict[str, float]) -> dict[str, tuple[float, float, float]]:
+def _stack_parts(parts: dict[str, float]) -> dict[str, tuple[float, float, float]]:
     """Return where each bar begins and ends, and the sum of all."""
     spans, start, total = {}, 0.0, sum(parts.values())
     for cause, value in parts.items():
@@ -109,67 +109,71 @@ def _spans_of(parts: dict[str, float]) -> dict[str, tuple[float, float, float]]:
     return spans
 
 
-def _time_axis(frame: Frame, unit: str) -> str:
+def _draw_time_axis(frame: Frame, unit: str) -> str:
     """Return vertical grid lines with their times below."""
     low, high = frame.y.start, frame.y.end
-    lines = "".join(f"M{frame.x.at(value):.1f} {high:.1f}V{low:.1f}" for value in frame.x.ticks())
-    words = "".join(svg.text(frame.x.at(value), low + 18, tick(value), "middle") for value in frame.x.ticks())
-    name = svg.text((frame.x.start + frame.x.end) / 2, low + 36, f"time in the step, {unit}", "middle", "name")
+    lines = "".join(f"M{frame.x.at(value):.1f} {high:.1f}V{low:.1f}" for value in frame.x.compute_ticks())
+    words = "".join(
+        svg.draw_text(frame.x.at(value), low + 18, tick(value), "middle") for value in frame.x.compute_ticks()
+    )
+    name = svg.draw_text((frame.x.start + frame.x.end) / 2, low + 36, f"time in the step, {unit}", "middle", "name")
     return f'<path class="grid" d="{lines}"/>{words}{name}'
 
 
-def _fall(frame: Frame, row: int, cause: str, start: float, end: float, total: float) -> str:
+def _draw_part(frame: Frame, row: int, cause: str, start: float, end: float, total: float) -> str:
     colour = next(colour for colour, causes in GROUPS.values() if cause in causes)
     top, left, right = TOP + ROW * row, frame.x.at(start), frame.x.at(end)
     share = (end - start) / total
     words = f"{rounded(end - start)} ({f'{share:.0%}' if share >= 0.005 else '<1%'})"
     return (
-        svg.text(frame.x.start - 10, top + 17, cause, "end", "name")
+        svg.draw_text(frame.x.start - 10, top + 17, cause, "end", "name")
         + f'<rect class="bar {colour}" x="{left:.2f}" y="{top + 4:.1f}" width="{max(1.0, right - left):.2f}" '
         f'height="{ROW - 8:g}"><title>{escape(f"{cause}: {words}")}</title></rect>'
         + f'<path class="axis" d="M{right:.1f} {top + ROW - 4:.1f}v8"/>'
-        + svg.text(right + 7, top + 17, words, "start", "halo")
+        + svg.draw_text(right + 7, top + 17, words, "start", "halo")
     )
 
 
-def _total(frame: Frame, row: int, figure: Sequence[float], unit: str) -> str:
+def _draw_total(frame: Frame, row: int, figure: Sequence[float], unit: str) -> str:
     value, low, high = figure
     top, (at, left, right) = TOP + ROW * row, frame.x(figure)
     middle = top + ROW / 2
     words = f"{rounded(value)} {unit} ({rounded(low)} to {rounded(high)})"
     return (
-        svg.text(frame.x.start - 10, top + 17, "step", "end", "name")
+        svg.draw_text(frame.x.start - 10, top + 17, "step", "end", "name")
         + f'<rect class="bar total" x="{frame.x.start:.2f}" y="{top + 4:.1f}" width="{at - frame.x.start:.2f}" '
         f'height="{ROW - 8:g}"><title>{escape(f"step: {words}")}</title></rect>'
         + f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
         f'M{right:.1f} {middle - 5:.1f}v10"/>'
-        + svg.text(right + 7, top + 17, f"{rounded(value)} {unit}", "start", "halo")
+        + svg.draw_text(right + 7, top + 17, f"{rounded(value)} {unit}", "start", "halo")
     )
 
 
 # ---- timetable ----
 
 
-def timetable(step: StepTime) -> Chart | None:
+def draw_timetable(step: StepTime) -> Chart | None:
     """Return when each pipeline rank executes which micro-batch; None without a pipeline."""
     if not step.spans:
         return None
     ranks, end = 1 + max(span.rank for span in step.spans), max(span.end for span in step.spans)
-    factor, unit = time_unit(end)
+    factor, unit = choose_time_unit(end)
     height = min(26.0, max(7.0, 400 / ranks))
     frame = Frame(Scale(0, factor * end, 70, WIDTH - 80), Scale(0, 1, TOP + height * ranks, TOP), WIDTH, 0)
     frame = Frame(frame.x, frame.y, WIDTH, frame.y.start + 44)
-    of_rank = [[span for span in step.spans if span.rank == rank] for rank in range(ranks)]
+    spans_by_rank = [[span for span in step.spans if span.rank == rank] for rank in range(ranks)]
     many = len(step.spans) > MANY
-    rows = "".join(_rank_row(frame, rank, height, spans, factor, many) for rank, spans in enumerate(of_rank))
+    rows = "".join(_draw_rank_row(frame, rank, height, spans, factor, many) for rank, spans in enumerate(spans_by_rank))
     used = {span.action.kind for span in step.spans}
-    keys = [Key(colour, name) for kind, (colour, name) in KINDS.items() if kind in used] + [Key("idle", "idle")]
-    drawing = svg.picture(frame, "Timetable of the pipeline", _time_axis(frame, unit) + rows)
+    keys = [LegendEntry(colour, name) for kind, (colour, name) in KINDS.items() if kind in used] + [
+        LegendEntry("idle", "idle")
+    ]
+    drawing = svg.draw_picture(frame, "Timetable of the pipeline", _draw_time_axis(frame, unit) + rows)
     numbered = 'class="inside"' in drawing
-    return Chart("Timetable of the pipeline", _timetable_caption(step, ranks, numbered), legend(keys) + drawing)
+    return Chart("Timetable of the pipeline", _describe_timetable(step, ranks, numbered), format_legend(keys) + drawing)
 
 
-def _timetable_caption(step: StepTime, ranks: int, numbered: bool) -> str:
+def _describe_timetable(step: StepTime, ranks: int, numbered: bool) -> str:
     busy = sum(span.end - span.start for span in step.spans)
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
     numbers = " Numbers are micro-batches." if numbered else ""
@@ -179,28 +183,36 @@ def _timetable_caption(step: StepTime, ranks: int, numbered: bool) -> str:
     )
 
 
-def _rank_row(frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, many: bool) -> str:
+def _draw_rank_row(
+    frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, many: bool
+) -> str:
     """Return a rank's row: its name, its idle time as the background, its actions, and the idle share."""
     top, wide = frame.y.end + height * rank, frame.x.end - frame.x.start
-    name, share = _row_words(frame, rank, height, spans, factor)
-    back = (
+    name, share = _draw_row_labels(frame, rank, height, spans, factor)
+    background = (
         f'<rect class="bar idle" x="{frame.x.start:g}" y="{top + 1:.1f}" width="{wide:g}" height="{height - 2:.1f}"/>'
     )
-    actions = _merged(frame, spans, top, height, factor) if many else _single(frame, spans, top, height, factor)
-    return name + back + "".join(actions) + share
+    actions = (
+        _draw_merged_actions(frame, spans, top, height, factor)
+        if many
+        else _draw_actions(frame, spans, top, height, factor)
+    )
+    return name + background + "".join(actions) + share
 
 
-def _row_words(frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float) -> tuple[str, str]:
+def _draw_row_labels(
+    frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float
+) -> tuple[str, str]:
     """Return a row's name and its idle share; in narrow rows those of every fourth rank."""
     if height < 11 and rank % 4:
         return "", ""
     middle = frame.y.end + height * (rank + 0.5) + 4
     idle = 1 - factor * sum(span.end - span.start for span in spans) / frame.x.high
-    name = svg.text(frame.x.start - 8, middle, f"rank {rank}", "end", "name")
-    return name, svg.text(frame.x.end + 8, middle, f"{idle:.0%} idle")
+    name = svg.draw_text(frame.x.start - 8, middle, f"rank {rank}", "end", "name")
+    return name, svg.draw_text(frame.x.end + 8, middle, f"{idle:.0%} idle")
 
 
-def _single(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
+def _draw_actions(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
     """Yield a rectangle for each action, with the number of its micro-batch."""
     for span in spans:
         left, right = frame.x([factor * span.start, factor * span.end])
@@ -214,10 +226,14 @@ def _single(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float
             f'height="{height - 2:.1f}"><title>{escape(title)}</title></rect>'
         )
         if right - left >= NUMBER and height >= 14:
-            yield svg.text((left + right) / 2, top + height / 2 + 4, str(span.action.microbatch), "middle", "inside")
+            yield svg.draw_text(
+                (left + right) / 2, top + height / 2 + 4, str(span.action.microbatch), "middle", "inside"
+            )
 
 
-def _merged(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
+def _draw_merged_actions(
+    frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float
+) -> Iterator[str]:
     """Yield one shape for each kind of action."""
     for kind, (colour, name) in KINDS.items():
         shapes = []

@@ -24,15 +24,15 @@ TRAIN = "python -m titan.train"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """The plan of one run.
 
     Attributes:
         run: what is planned.
         plan: its figures.
         changes: the single changes that help most, the fastest first.
-        found: the result of a search; None without one.
-        given: options and overrides of the command line, without those of titan.plan itself.
+        search_result: the result of a search; None without one.
+        arguments: options and overrides of the command line, without those of titan.plan itself.
         traced: a traced step; None without one.
         refinement: what the user's own runs ask for; None without them.
     """
@@ -40,8 +40,8 @@ class Outcome:
     run: Run
     plan: Plan
     changes: tuple[Result, ...] = ()
-    found: Found | None = None
-    given: tuple[str, ...] = ()
+    search_result: Found | None = None
+    arguments: tuple[str, ...] = ()
     traced: Traced | None = None
     refinement: Refinement | None = None
 
@@ -55,25 +55,25 @@ class Outcome:
     @property
     def faster(self) -> list[Result]:
         """The single changes that make a step visibly faster."""
-        return [result for result in self.changes if self.gain(result) >= 0.005]
+        return [result for result in self.changes if self.compute_gain(result) >= 0.005]
 
-    def gain(self, result: Result) -> float:
+    def compute_gain(self, result: Result) -> float:
         """Return by what fraction a result is faster than the plan."""
         return self.plan.step.seconds / result.step.seconds - 1
 
-    def overrides(self, result: Result) -> tuple[str, ...]:
+    def build_overrides(self, result: Result) -> tuple[str, ...]:
         """Return what changes the planned run into a result."""
         return override_of(result.candidate, self.run, self.run.layout, self.run.microbatches)
 
-    def command(self, result: Result | None = None) -> str:
+    def format_command(self, result: Result | None = None) -> str:
         """Return the command line that trains a result, or the planned run."""
-        more = () if result is None else self.overrides(result)
-        replaced = {word.partition("=")[0] for word in more}
-        kept = [word for word in self.given if word.lstrip("+").partition("=")[0] not in replaced]
-        return f"{TRAIN} {shlex.join([*kept, *more])}".rstrip()
+        extra = () if result is None else self.build_overrides(result)
+        replaced = {word.partition("=")[0] for word in extra}
+        kept_arguments = [word for word in self.arguments if word.lstrip("+").partition("=")[0] not in replaced]
+        return f"{TRAIN} {shlex.join([*kept_arguments, *extra])}".rstrip()
 
 
-class Shown(NamedTuple):
+class FigureText(NamedTuple):
     """A figure as text: its name, its value, the unit, its interval, and what it is compared with."""
 
     name: str
@@ -82,57 +82,57 @@ class Shown(NamedTuple):
     interval: str = ""
     note: str = ""
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Return the figure in one line, without its name."""
         interval = f"({self.interval})" if self.interval else ""
         return " ".join(filter(None, (self.value, self.unit, interval, self.note)))
 
 
-def shown(name: str, figure: Figure, unit: str = "", note: str = "") -> Shown:
+def format_figure(name: str, figure: Figure, unit: str = "", note: str = "") -> FigureText:
     """Return a figure as text."""
     low, high = rounded(figure.low), rounded(figure.high)
-    return Shown(name, rounded(figure.value), unit, f"{low} to {high}", note)
+    return FigureText(name, rounded(figure.value), unit, f"{low} to {high}", note)
 
 
-def run_time(plan: Plan) -> Shown:
+def format_run_time(plan: Plan) -> FigureText:
     """Return the time of the whole run, in the largest unit of which it takes one."""
     unit, days = next(
         ((unit, days) for unit, days in UNITS.items() if plan.days.value >= days), ("s", 1 / SECONDS_PER_DAY)
     )
-    return shown("run", plan.days.scaled(1 / days), unit)
+    return format_figure("run", plan.days.scaled(1 / days), unit)
 
 
-def memory(plan: Plan) -> Shown:
+def format_memory(plan: Plan) -> FigureText:
     """Return the memory of the fullest rank, of what a device has."""
-    return shown(
+    return format_figure(
         "memory", plan.memory_gib_needed, "GiB", "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
     )
 
 
-def figures(plan: Plan) -> list[Shown]:
+def list_figures(plan: Plan) -> list[FigureText]:
     """Return the figures of a plan in the order of the page."""
-    flops = shown("model FLOPs", plan.tflops, "TFLOP/s per device")
-    use = flops if plan.mfu is None else shown("MFU", plan.mfu.scaled(100), "%")
-    cost = [] if plan.cost is None else [shown("cost", plan.cost)]
+    flops = format_figure("model FLOPs", plan.tflops, "TFLOP/s per device")
+    use = flops if plan.mfu is None else format_figure("MFU", plan.mfu.scaled(100), "%")
+    cost = [] if plan.cost is None else [format_figure("cost", plan.cost)]
     return [
-        shown("step", plan.step_seconds, "s"),
-        shown("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        format_figure("step", plan.step_seconds, "s"),
+        format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
         use,
-        memory(plan),
-        run_time(plan),
-        shown("device-hours", plan.device_hours),
+        format_memory(plan),
+        format_run_time(plan),
+        format_figure("device-hours", plan.device_hours),
         *cost,
-        Shown("checkpoint", rounded(plan.checkpoint_bytes / GIB), "GiB"),
+        FigureText("checkpoint", rounded(plan.checkpoint_bytes / GIB), "GiB"),
     ]
 
 
-def largest_loss(step: StepTime) -> str:
+def name_largest_loss(step: StepTime) -> str:
     """Return what takes most of a step beside matmuls, with its share."""
     cause = max(step.parts, key=lambda cause: 0.0 if cause == "matmuls" else step.parts[cause])
     return f"{cause} ({step.parts[cause] / step.seconds:.0%})"
 
 
-def fit_of(plan: Plan) -> tuple[str, str]:
+def judge_fit(plan: Plan) -> tuple[str, str]:
     """Return whether the memory suffices, in words, and its mood on the page."""
     if plan.memory_gib is None:
         return "", ""
@@ -143,6 +143,6 @@ def fit_of(plan: Plan) -> tuple[str, str]:
     return "does not fit", "bad"
 
 
-def total_hours(plans: Sequence[Plan]) -> float:
+def sum_device_hours(plans: Sequence[Plan]) -> float:
     """Return the device-hours of several runs."""
     return sum(plan.device_hours.value for plan in plans)

@@ -15,100 +15,100 @@ from titan.estimate.plan import Figure, Plan
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import Result
 from titan.report.render import plan_charts, plan_memory
-from titan.report.render.bars import Bar, bar_chart
+from titan.report.render.bars import Bar, draw_bar_chart
 from titan.report.render.charts import Chart
 from titan.report.render.plan_data import (
-    Outcome,
-    Shown,
-    figures,
-    fit_of,
-    largest_loss,
-    memory,
-    run_time,
-    shown,
-    total_hours,
+    FigureText,
+    PlanOutcome,
+    format_figure,
+    format_memory,
+    format_run_time,
+    judge_fit,
+    list_figures,
+    name_largest_loss,
+    sum_device_hours,
 )
-from titan.report.render.plan_memory import Steps
-from titan.report.render.template import POLICY, content, template
+from titan.report.render.plan_memory import ActionPhases
+from titan.report.render.template import POLICY, content, load_template
 
 RESULT_HEAD = ("", "step", "speed", "memory", "largest loss", "command line")
 CHANGE_HEAD = ("change", "step", "speed", "memory")
 GRID_HEAD = ("trial", "step", "throughput", "MFU", "memory", "device-hours", "run", "cost")
 
 
-def page(outcome: Outcome, rank: int, steps: Steps, made: str = "") -> str:
+def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: str = "") -> str:
     """Return the page of one run.
 
     Args:
         outcome: the plan, and what would make it faster.
         rank: the fullest pipeline rank.
         steps: its phases over a step.
-        made: date and command, for the last line.
+        footer: date and command, for the last line.
     """
     run, plan = outcome.run, outcome.plan
     charts = [
-        plan_charts.waterfall(plan),
-        plan_charts.timetable(plan.step),
-        plan_memory.over_step(plan, rank, steps),
-        plan_memory.at_peak(plan),
-        plan_memory.by_rank(plan),
+        plan_charts.draw_waterfall(plan),
+        plan_charts.draw_timetable(plan.step),
+        plan_memory.draw_over_step(plan, rank, steps),
+        plan_memory.draw_at_peak(plan),
+        plan_memory.draw_by_rank(plan),
     ]
-    return _render(
+    return _render_template(
         title=f"Plan of {run.describe()}",
         question=f"{run.model.describe_size()} on {plan.step.devices} x {run.machine.name}. {outcome.layout}.",
-        lead=_lead(outcome),
-        cards=_cards(plan),
-        command=outcome.command(),
-        charts=_drawn(charts),
-        changes=[_change(outcome, result) for result in outcome.faster],
-        results=_results(outcome),
-        front_charts=_drawn([plan_memory.speed_and_memory(outcome)]),
-        settings=_settings(outcome),
-        **_traced(outcome),
+        lead=_format_lead(outcome),
+        cards=_list_cards(plan),
+        command=outcome.format_command(),
+        charts=_drop_missing(charts),
+        changes=[_format_change(outcome, result) for result in outcome.faster],
+        results=_tabulate_results(outcome),
+        front_charts=_drop_missing([plan_memory.draw_speed_and_memory(outcome)]),
+        settings=_list_settings(outcome),
+        **_describe_trace(outcome),
         intervals=plan.intervals,
-        made=made,
+        made=footer,
     )
 
 
-def grid_page(labels: Sequence[str], plans: Sequence[Plan], made: str = "") -> str:
+def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str = "") -> str:
     """Return the page of a grid: a table of its trials, and charts of step time and memory."""
-    total = rounded(total_hours(plans))
+    total = rounded(sum_device_hours(plans))
     priced = [plan.cost.value for plan in plans if plan.cost is not None]
     cost = f", cost {rounded(sum(priced))}" if priced else ""
-    return _render(
+    return _render_template(
         title=f"Plan of {plural(len(plans), 'trial')}",
         question=f"{total} device-hours in all{cost}.",
-        lead=_grid_lead(labels, plans),
-        trials=[_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
-        charts=_drawn(_grid_charts(labels, plans)),
+        lead=_format_grid_lead(labels, plans),
+        trials=[_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
+        charts=_drop_missing(_draw_grid_charts(labels, plans)),
         intervals="; ".join(dict.fromkeys(plan.intervals for plan in plans)),
-        made=made,
+        made=footer,
     )
 
 
-def _render(**parts: Any) -> str:
+def _render_template(**parts: Any) -> str:
     common = {
         "policy": Markup(POLICY),
         "css": Markup(content("page.css") + content("plan.css")),
     }
     heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD, "grid_head": GRID_HEAD}
-    return template("plan.html.jinja").render(**common, **heads, **parts)
+    return load_template("plan.html.jinja").render(**common, **heads, **parts)
 
 
-def _drawn(charts: Sequence[Chart | None]) -> list[Chart]:
+def _drop_missing(charts: Sequence[Chart | None]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
 # ---- one run ----
 
 
-def _traced(outcome: Outcome) -> dict[str, Any]:
+def _describe_trace(outcome: PlanOutcome) -> dict[str, Any]:
     """Return what the page shows of a traced step: sentences and charts."""
     traced = outcome.traced
     if traced is None:
         return {}
     ranks = f"one rank of each of {len(traced.ranks)} pipeline ranks" if len(traced.ranks) > 1 else "one rank"
-    charts = [plan_charts.traced_waterfall(traced.step), plan_memory.over_traced_step(traced.fullest)]
+    charts = [plan_charts.draw_traced_waterfall(traced.step), plan_memory.draw_over_traced_step(traced.fullest)]
     return {
         "trace_lead": f"The real step of {ranks} on tensors without values, with the operations of the uncompiled "
         f"model: {rounded(traced.step.seconds)} s (predicted {rounded(outcome.plan.step.seconds)} s) and "
@@ -118,103 +118,113 @@ def _traced(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _lead(outcome: Outcome) -> str:
+def _format_lead(outcome: PlanOutcome) -> str:
     """Return the most important figures in words."""
     plan = outcome.plan
-    words = f"A step takes {shown('', plan.step_seconds, 's').line()}; its largest part beside matmuls is "
-    words += f"{largest_loss(plan.step)}. "
+    words = (
+        f"A step takes {format_figure('', plan.step_seconds, 's').format_line()}; its largest part beside matmuls is "
+    )
+    words += f"{name_largest_loss(plan.step)}. "
     if outcome.faster:
         best = outcome.faster[0]
-        words += f"{' '.join(outcome.overrides(best))} would make it {1 + outcome.gain(best):.2f}x as fast."
+        words += (
+            f"{' '.join(outcome.build_overrides(best))} would make it {1 + outcome.compute_gain(best):.2f}x as fast."
+        )
     else:
         words += "No single change would make it faster."
     return words
 
 
-def _cards(plan: Plan) -> list[tuple[Shown, str, str]]:
+def _list_cards(plan: Plan) -> list[tuple[FigureText, str, str]]:
     """Return each headline figure, with whether the memory suffices."""
-    return [(figure, *(fit_of(plan) if figure.name == "memory" else ("", ""))) for figure in figures(plan)]
+    return [(figure, *(judge_fit(plan) if figure.name == "memory" else ("", ""))) for figure in list_figures(plan)]
 
 
-def _change(outcome: Outcome, result: Result) -> list[str]:
+def _format_change(outcome: PlanOutcome, result: Result) -> list[str]:
     return [
-        " ".join(outcome.overrides(result)),
+        " ".join(outcome.build_overrides(result)),
         f"{rounded(result.step.seconds)} s",
-        f"{1 + outcome.gain(result):.2f}x",
+        f"{1 + outcome.compute_gain(result):.2f}x",
         f"{rounded(result.gib)} GiB",
     ]
 
 
-def _results(outcome: Outcome) -> list[tuple[str, str, list[list[str]]]]:
+def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[str]]]]:
     """Return the tables of a search: heading, caption and rows."""
-    found = outcome.found
-    if found is None:
+    search_result = outcome.search_result
+    if search_result is None:
         return []
-    best = [_result(outcome, str(k), result) for k, result in enumerate(found.best, 1)]
-    front = [_result(outcome, plan_memory.letter(k), result) for k, result in enumerate(found.front)]
-    tried = f"{found.tried:,} layouts on the same devices were compared; these are the fastest that fit."
+    best = [_format_result(outcome, str(k), result) for k, result in enumerate(search_result.best, 1)]
+    front = [
+        _format_result(outcome, plan_memory.name_layout(k), result) for k, result in enumerate(search_result.front)
+    ]
+    caption = f"{search_result.tried:,} layouts on the same devices were compared; these are the fastest that fit."
     return [
-        ("Fastest layouts", tried, best),
+        ("Fastest layouts", caption, best),
         ("Pareto front", "The fastest layout, and the fastest ones that need less and less memory.", front),
     ]
 
 
-def _result(outcome: Outcome, name: str, result: Result) -> list[str]:
+def _format_result(outcome: PlanOutcome, name: str, result: Result) -> list[str]:
     return [
         name,
         f"{rounded(result.step.seconds)} s",
-        f"{1 + outcome.gain(result):.2f}x",
+        f"{1 + outcome.compute_gain(result):.2f}x",
         f"{rounded(result.gib)} GiB",
-        largest_loss(result.step),
-        outcome.command(result),
+        name_largest_loss(result.step),
+        outcome.format_command(result),
     ]
 
 
-def _settings(outcome: Outcome) -> list[tuple[str, str]]:
+def _list_settings(outcome: PlanOutcome) -> list[tuple[str, str]]:
     run = outcome.run
     pairs = [(axis, choice) for axis, choice in sorted(run.choices.items()) if not axis.startswith("hydra")]
-    return [*pairs, ("layout", outcome.layout), ("overrides", " ".join(outcome.given) or "none")]
+    return [*pairs, ("layout", outcome.layout), ("overrides", " ".join(outcome.arguments) or "none")]
 
 
 # ---- a grid ----
 
 
-def _grid_lead(labels: Sequence[str], plans: Sequence[Plan]) -> str:
+def _format_grid_lead(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     fastest = max(range(len(plans)), key=lambda k: plans[k].tokens_per_second_per_device.value)
-    speed = shown("", plans[fastest].tokens_per_second_per_device, "tokens/s per device").line()
+    speed = format_figure("", plans[fastest].tokens_per_second_per_device, "tokens/s per device").format_line()
     smallest = min(range(len(plans)), key=lambda k: plans[k].fullest.bytes)
     return (
         f"Highest throughput: {labels[fastest]}, {speed}. "
-        f"Least memory: {labels[smallest]}, {memory(plans[smallest]).line()}."
+        f"Least memory: {labels[smallest]}, {format_memory(plans[smallest]).format_line()}."
     )
 
 
-def _trial(label: str, plan: Plan) -> list[Shown]:
+def _format_trial(label: str, plan: Plan) -> list[FigureText]:
     """Return the row of a trial; figures that it has not are empty."""
-    mfu = Shown("MFU", "") if plan.mfu is None else shown("MFU", plan.mfu.scaled(100), "%")
-    cost = Shown("cost", "") if plan.cost is None else shown("cost", plan.cost)
+    mfu = FigureText("MFU", "") if plan.mfu is None else format_figure("MFU", plan.mfu.scaled(100), "%")
+    cost = FigureText("cost", "") if plan.cost is None else format_figure("cost", plan.cost)
     return [
-        Shown("trial", label),
-        shown("step", plan.step_seconds, "s"),
-        shown("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        FigureText("trial", label),
+        format_figure("step", plan.step_seconds, "s"),
+        format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
         mfu,
-        memory(plan),
-        shown("device-hours", plan.device_hours),
-        run_time(plan),
+        format_memory(plan),
+        format_figure("device-hours", plan.device_hours),
+        format_run_time(plan),
         cost,
     ]
 
 
-def _grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Chart | None]:
-    steps = [_bar(label, plan.step_seconds, "s") for label, plan in zip(labels, plans, strict=True)]
-    sizes = [_bar(label, plan.memory_gib_needed, "GiB") for label, plan in zip(labels, plans, strict=True)]
+def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Chart | None]:
+    steps = [_build_bar(label, plan.step_seconds, "s") for label, plan in zip(labels, plans, strict=True)]
+    sizes = [_build_bar(label, plan.memory_gib_needed, "GiB") for label, plan in zip(labels, plans, strict=True)]
     return [
-        bar_chart(steps, "Step time", "Seconds of a step, the fastest first. The line is the interval.", rising=True),
-        bar_chart(sizes, "Memory", "Peak memory of the fullest rank in GiB. The line is the interval.", rising=True),
+        draw_bar_chart(
+            steps, "Step time", "Seconds of a step, the fastest first. The line is the interval.", rising=True
+        ),
+        draw_bar_chart(
+            sizes, "Memory", "Peak memory of the fullest rank in GiB. The line is the interval.", rising=True
+        ),
     ]
 
 
-def _bar(label: str, figure: Figure, unit: str) -> Bar:
+def _build_bar(label: str, figure: Figure, unit: str) -> Bar:
     interval = f"{rounded(figure.low)} to {rounded(figure.high)}"
     return Bar(
         label, 'class="c1"', figure.value, f"{rounded(figure.value)} {unit}", interval, (figure.low, figure.high)

@@ -13,12 +13,12 @@ from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult, Traced
 from titan.report.render.plan_data import (
-    Outcome,
-    largest_loss,
-    memory,
-    run_time,
-    shown,
-    total_hours,
+    PlanOutcome,
+    format_figure,
+    format_memory,
+    format_run_time,
+    name_largest_loss,
+    sum_device_hours,
 )
 
 WIDTH = 30
@@ -27,35 +27,43 @@ STAGES = 16
 """Most pipeline ranks whose memory is shown one by one."""
 
 
-def text(outcome: Outcome) -> str:
+def format_plan(outcome: PlanOutcome) -> str:
     """Return the plan of one run, which fits one screen, and the results of a search."""
     run, plan = outcome.run, outcome.plan
     size = run.model.describe_size()
     lines = [f"{run.describe()}: {size} on {plan.step.devices} x {run.machine.name}"]
-    lines += [f"layout       {outcome.layout}", "", *_memory(plan), "", *_step(plan), "", *_speed(outcome)]
+    lines += [
+        f"layout       {outcome.layout}",
+        "",
+        *_format_memory(plan),
+        "",
+        *_format_step(plan),
+        "",
+        *_format_speed(outcome),
+    ]
     if outcome.changes:
-        lines += ["", "faster with", *(f"  {line}" for line in _changes(outcome))]
-    lines += [*_trace(outcome), *_search(outcome)]
+        lines += ["", "faster with", *(f"  {line}" for line in _format_changes(outcome))]
+    lines += [*_format_trace(outcome), *_format_search(outcome)]
     return "\n".join(lines) + "\n"
 
 
-def _memory(plan: Plan) -> list[str]:
-    lines = [f"memory       {memory(plan).line()} at the peak of the fullest rank ({plan.fullest.phase})"]
-    lines += _bars(parts_of(plan), "GiB")
-    each = [usage.gib for usage in plan.memory]
-    if len(each) > STAGES:
-        lines.append(f"  by stage   {rounded(min(each))} to {rounded(max(each))} GiB")
-    elif len(each) > 1:
-        lines.append(f"  by stage   {', '.join(map(rounded, each))} GiB")
+def _format_memory(plan: Plan) -> list[str]:
+    lines = [f"memory       {format_memory(plan).format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
+    lines += _format_bars(parts_of(plan), "GiB")
+    rank_gibs = [usage.gib for usage in plan.memory]
+    if len(rank_gibs) > STAGES:
+        lines.append(f"  by stage   {rounded(min(rank_gibs))} to {rounded(max(rank_gibs))} GiB")
+    elif len(rank_gibs) > 1:
+        lines.append(f"  by stage   {', '.join(map(rounded, rank_gibs))} GiB")
     return lines
 
 
-def _step(plan: Plan) -> list[str]:
-    lines = [f"step         {shown('', plan.step_seconds, 's').line()}, of which"]
-    return lines + _bars(plan.step.parts, "s")
+def _format_step(plan: Plan) -> list[str]:
+    lines = [f"step         {format_figure('', plan.step_seconds, 's').format_line()}, of which"]
+    return lines + _format_bars(plan.step.parts, "s")
 
 
-def _bars(parts: Any, unit: str) -> list[str]:
+def _format_bars(parts: Any, unit: str) -> list[str]:
     total, most = sum(parts.values()), max(parts.values())
     return [
         f"  {name:<22} {value:>8.3g} {unit} {value / total:>5.0%}  {'#' * max(1, round(WIDTH * value / most))}"
@@ -64,68 +72,73 @@ def _bars(parts: Any, unit: str) -> list[str]:
     ]
 
 
-def _speed(outcome: Outcome) -> list[str]:
+def _format_speed(outcome: PlanOutcome) -> list[str]:
     plan, tokens = outcome.plan, billions(outcome.run.training.tokens)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu.value:.1%}"
-    per_device = shown("", plan.tokens_per_second_per_device, "tokens/s per device")
-    cost = "" if plan.cost is None else f", cost {shown('', plan.cost).line()}"
-    hours = shown("", plan.device_hours, "device-hours")
+    per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
+    cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
+    hours = format_figure("", plan.device_hours, "device-hours")
     return [
-        f"speed        {per_device.line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
-        f"run          {plan.steps:,} steps, {tokens} tokens: {run_time(plan).line()}, {hours.line()}{cost}",
+        f"speed        {per_device.format_line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
+        f"run          {plan.steps:,} steps, {tokens} tokens: {format_run_time(plan).format_line()}, {hours.format_line()}{cost}",
         f"checkpoint   {rounded(plan.checkpoint_bytes / GIB)} GiB",
         f"intervals    (low to high): {plan.intervals}",
     ]
 
 
-def _changes(outcome: Outcome) -> list[str]:
+def _format_changes(outcome: PlanOutcome) -> list[str]:
     return [
-        f"{' '.join(outcome.overrides(result)):<60} {outcome.gain(result):+.0%}, {rounded(result.gib)} GiB"
+        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, {rounded(result.gib)} GiB"
         for result in outcome.faster
     ] or ["no single change"]
 
 
-def _trace(outcome: Outcome) -> list[str]:
+def _format_trace(outcome: PlanOutcome) -> list[str]:
     traced = outcome.traced
     if traced is None:
         return []
     fullest = traced.fullest
-    of = f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
-    lines = ["", f"trace        {of}"]
+    trace_summary = (
+        f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
+    )
+    lines = ["", f"trace        {trace_summary}"]
     reserved = "" if fullest.reserved is None else f"{rounded(fullest.gib)} GiB reserved; "
-    lines += [f"  memory     {reserved}{_traced_memory(fullest)}"]
+    lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
         lines.append(f"  by stage   {', '.join(rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {rounded(traced.step.seconds)} s, of which")
-    return lines + _bars(traced.step.parts, "s")
+    return lines + _format_bars(traced.step.parts, "s")
 
 
-def _traced_memory(rank: RankResult) -> str:
+def _format_traced_memory(rank: RankResult) -> str:
     """Return what is live at the peak of a rank, and when that is."""
-    live, where = rank.live, describe(rank.live.region)
+    live, region = rank.live, describe(rank.live.region)
     largest = sorted(live.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
-    return f"{rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {where} ({parts})"
+    return f"{rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {region} ({parts})"
 
 
-def _search(outcome: Outcome) -> list[str]:
-    found = outcome.found
-    if found is None:
+def _format_search(outcome: PlanOutcome) -> list[str]:
+    search_result = outcome.search_result
+    if search_result is None:
         return []
-    lines = ["", f"search       {found.tried:,} layouts, {found.predicted:,} predicted; the fastest that fit"]
-    lines += [_result(outcome, number, result) for number, result in enumerate(found.best, 1)]
-    lines += [f"  beside matmuls, most of the fastest one's step is {largest_loss(found.best[0].step)}"]
+    lines = [
+        "",
+        f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
+    ]
+    lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
+    lines += [f"  beside matmuls, most of the fastest one's step is {name_largest_loss(search_result.best[0].step)}"]
     lines += ["", "front        the fastest layouts that need less and less memory"]
-    return lines + [_result(outcome, number, result) for number, result in enumerate(found.front, 1)]
+    return lines + [_format_result(outcome, number, result) for number, result in enumerate(search_result.front, 1)]
 
 
-def _result(outcome: Outcome, number: int, result: Result) -> str:
-    words = " ".join(outcome.overrides(result)) or "(as given)"
-    ratio = 1 + outcome.gain(result)
+def _format_result(outcome: PlanOutcome, number: int, result: Result) -> str:
+    words = " ".join(outcome.build_overrides(result)) or "(as given)"
+    ratio = 1 + outcome.compute_gain(result)
     return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB  {words}"
 
 
-def grid_text(labels: Sequence[str], plans: Sequence[Plan]) -> str:
+def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     """Return one line per trial of a sweep, and the total."""
     width = max(map(len, labels))
     lines = [f"{'trial':<{width}}  {'step':>8}  {'tokens/s':>9}  {'GiB':>6}  device-hours"]
@@ -134,42 +147,42 @@ def grid_text(labels: Sequence[str], plans: Sequence[Plan]) -> str:
             f"{label:<{width}}  {plan.step.seconds:>6.3g} s  {plan.tokens_per_second_per_device.value:>9,.0f}  "
             f"{plan.fullest.gib:>6.1f}  {rounded(plan.device_hours.value)}"
         )
-    total = f"{plural(len(plans), 'trial')}, {rounded(total_hours(plans))} device-hours"
+    total = f"{plural(len(plans), 'trial')}, {rounded(sum_device_hours(plans))} device-hours"
     return "\n".join([*lines, total]) + "\n"
 
 
-def grid_json(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
+def build_grid_data(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
     """Return the figures of all trials of a sweep as plain data."""
-    trials = [{"trial": label, **_figures(plan)} for label, plan in zip(labels, plans, strict=True)]
-    return {"trials": trials, "device_hours": total_hours(plans)}
+    trials = [{"trial": label, **_collect_figures(plan)} for label, plan in zip(labels, plans, strict=True)]
+    return {"trials": trials, "device_hours": sum_device_hours(plans)}
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
     """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
-    content, found = _figures(outcome.plan), outcome.found
+    content, search_result = _collect_figures(outcome.plan), outcome.search_result
     if outcome.refinement is not None:
         content["fit"] = asdict(outcome.refinement)
     if outcome.traced is not None:
-        content["trace"] = _plain_trace(outcome.traced)
-    if found is not None:
+        content["trace"] = _convert_trace(outcome.traced)
+    if search_result is not None:
         content["search"] = {
-            "tried": found.tried,
-            "best": [_plain_result(result) for result in found.best],
-            "front": [_plain_result(result) for result in found.front],
+            "tried": search_result.tried,
+            "best": [_convert_result(result) for result in search_result.best],
+            "front": [_convert_result(result) for result in search_result.front],
         }
     return content
 
 
-def _figures(plan: Plan) -> dict[str, Any]:
+def _collect_figures(plan: Plan) -> dict[str, Any]:
     return {
-        "step_seconds": _plain(plan.step_seconds),
-        "tokens_per_second_per_device": _plain(plan.tokens_per_second_per_device),
-        "memory_gib": _plain(plan.memory_gib_needed),
-        "tflops": _plain(plan.tflops),
-        "mfu": None if plan.mfu is None else _plain(plan.mfu),
-        "days": _plain(plan.days),
-        "device_hours": _plain(plan.device_hours),
-        "cost": None if plan.cost is None else _plain(plan.cost),
+        "step_seconds": _convert_figure(plan.step_seconds),
+        "tokens_per_second_per_device": _convert_figure(plan.tokens_per_second_per_device),
+        "memory_gib": _convert_figure(plan.memory_gib_needed),
+        "tflops": _convert_figure(plan.tflops),
+        "mfu": None if plan.mfu is None else _convert_figure(plan.mfu),
+        "days": _convert_figure(plan.days),
+        "device_hours": _convert_figure(plan.device_hours),
+        "cost": None if plan.cost is None else _convert_figure(plan.cost),
         "checkpoint_gib": plan.checkpoint_bytes / GIB,
         "devices": plan.step.devices,
         "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(parts_of(plan))},
@@ -177,11 +190,11 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _plain_trace(traced: Traced) -> dict[str, Any]:
+def _convert_trace(traced: Traced) -> dict[str, Any]:
     return {
         "step_seconds": traced.step.seconds,
         "memory_gib": traced.fullest.gib,
-        "parts": {"step_seconds": dict(traced.step.parts), "memory_gib": _gib(traced.fullest.live.parts)},
+        "parts": {"step_seconds": dict(traced.step.parts), "memory_gib": _convert_to_gib(traced.fullest.live.parts)},
         "ranks": [
             {
                 "rank": rank.rank,
@@ -189,7 +202,7 @@ def _plain_trace(traced: Traced) -> dict[str, Any]:
                 "reserved_gib": None if rank.reserved is None else rank.reserved.reserved / GIB,
                 "memory_gib": rank.gib,
                 "peak": describe(rank.live.region),
-                "parts": _gib(rank.live.parts),
+                "parts": _convert_to_gib(rank.live.parts),
             }
             for rank in traced.ranks
         ],
@@ -197,15 +210,15 @@ def _plain_trace(traced: Traced) -> dict[str, Any]:
     }
 
 
-def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+def _convert_to_gib(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
 
 
-def _plain(figure: Figure) -> dict[str, float]:
+def _convert_figure(figure: Figure) -> dict[str, float]:
     return figure._asdict()
 
 
-def _plain_result(result: Result) -> dict[str, Any]:
+def _convert_result(result: Result) -> dict[str, Any]:
     candidate = result.candidate
     return {
         "layout": candidate.layout.degrees(),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan.console.numbers import multiple, plural, rounded, short
-from titan.report.findings import Comparison, Interval, Quality, Reached, Variant
+from titan.report.findings import Comparison, Interval, Quality, TimeToTarget, Variant
 from titan.report.render import summary
-from titan.report.render.summary import counted
-from titan.report.render.table_data import answer
+from titan.report.render.summary import format_counts
+from titan.report.render.table_data import format_answer
 
 WAITING = ("planned", "queued", "running")
 """States of trials without metrics that did not fail."""
 
 
-def missing(comparison: Comparison) -> str:
+def format_missing_heading(comparison: Comparison) -> str:
     """Return the heading for trials without metrics and failed runs."""
     waiting = {failed.state in WAITING for failed in comparison.failed}
     return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
@@ -22,73 +22,78 @@ def missing(comparison: Comparison) -> str:
     )
 
 
-def question(comparison: Comparison) -> str:
+def format_question(comparison: Comparison) -> str:
     """Return the question of the sweep, or that there was none."""
     return comparison.question or "No question was stated in advance."
 
 
-def lead(comparison: Comparison) -> list[str]:
+def format_lead(comparison: Comparison) -> list[str]:
     """Return the result in a few sentences, from the answers of all variants."""
     variants = [variant for variant in comparison.variants if not variant.baseline]
     same = [variant for variant in variants if variant.same_science]
     if len(comparison.variants) == 1:
-        lost = summary.diverged(comparison)
-        return ["There is only one variant, so nothing is compared.", *lost, *_standing(comparison)]
+        diverged = summary.describe_diverged(comparison)
+        return ["There is only one variant, so nothing is compared.", *diverged, *_describe_unfinished(comparison)]
     if not comparison.variants:
-        return ["No run has metrics.", *_standing(comparison)]
-    return [*summary.outcome(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
+        return ["No run has metrics.", *_describe_unfinished(comparison)]
+    return [
+        *summary.describe_outcome(comparison),
+        *_describe_learning(same),
+        *_describe_fastest(same),
+        *_describe_unfinished(comparison),
+    ]
 
 
-def answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
+def format_answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
     """Return sentences for each variant: what it learned, how fast it is, when it reached the target."""
-    parts = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
+    parts = [(variant, _describe_variant(variant, comparison.target)) for variant in comparison.variants]
     return [(variant, sentences) for variant, sentences in parts if sentences]
 
 
-def notes(comparison: Comparison) -> list[str]:
+def format_notes(comparison: Comparison) -> list[str]:
     """Return the notes on the whole and on variants; a note on several variants appears once."""
     holders: dict[str, list[str]] = {}
     for variant in comparison.variants:
         for note in variant.notes:
             holders.setdefault(note, []).append(variant.label)
-    parts = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
-    return [*map(_sentence, comparison.notes), *parts]
+    parts = [f"{_name_variants(labels, comparison)}: {note.rstrip('.')}." for note, labels in holders.items()]
+    return [*map(_format_sentence, comparison.notes), *parts]
 
 
-def _whose(labels: Sequence[str], comparison: Comparison) -> str:
+def _name_variants(labels: Sequence[str], comparison: Comparison) -> str:
     if len(labels) == len(comparison.variants) > 1:
         return "All variants"
     named = [label or "the only variant" for label in labels[:6]]
-    more = len(labels) - len(named)
-    return " | ".join(named) + (f" | and {more} more" if more else "")
+    remainder = len(labels) - len(named)
+    return " | ".join(named) + (f" | and {remainder} more" if remainder else "")
 
 
-def _of_variant(variant: Variant, target: float | None) -> list[str]:
-    learned = [] if variant.learning is None else [_sentence(variant.learning.text)]
+def _describe_variant(variant: Variant, target: float | None) -> list[str]:
+    learned = [] if variant.learning is None else [_format_sentence(variant.learning.text)]
     speed = (
         []
         if variant.baseline or variant.speed_ratio is None
-        else [speed_sentence(variant.speed_ratio, variant.speed_doubt)]
+        else [describe_speed(variant.speed_ratio, variant.speed_doubt)]
     )
     return [
         *learned,
-        *_judged(variant.quality),
+        *_describe_qualities(variant.quality),
         *speed,
-        *([] if variant.reached is None else [_reached(variant.reached, target)]),
+        *([] if variant.reached is None else [_describe_reached(variant.reached, target)]),
     ]
 
 
-def _judged(qualities: Sequence[Quality]) -> list[str]:
+def _describe_qualities(qualities: Sequence[Quality]) -> list[str]:
     """Return a sentence for each comparison, with its point where there are several; equal ones are joined."""
     if len(qualities) == 1:
-        return [_sentence(qualities[0].text)]
+        return [_format_sentence(qualities[0].text)]
     points: dict[str, list[str]] = {}
     for quality in qualities:
         points.setdefault(quality.text, []).append(f"at {quality.at}")
-    return [_sentence(f"{' and '.join(at)}: {text[:1].lower()}{text[1:]}") for text, at in points.items()]
+    return [_format_sentence(f"{' and '.join(at)}: {text[:1].lower()}{text[1:]}") for text, at in points.items()]
 
 
-def speed_sentence(times: Interval, doubt: str = "") -> str:
+def describe_speed(times: Interval, doubt: str = "") -> str:
     """Return the speed relative to the baseline; no measurable difference where the interval contains 1.
 
     Args:
@@ -106,7 +111,7 @@ def speed_sentence(times: Interval, doubt: str = "") -> str:
     return f"{'Faster' if times.estimate > 1 else 'Slower'}: {parts} {phrase}."
 
 
-def _reached(reached: Reached, target: float | None) -> str:
+def _describe_reached(reached: TimeToTarget, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
         return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
@@ -115,60 +120,60 @@ def _reached(reached: Reached, target: float | None) -> str:
     return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
 
 
-def _sentence(text: str) -> str:
+def _format_sentence(text: str) -> str:
     """Return the text with a capital letter at the start and a full stop at the end."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
-def _learning(variants: Sequence[Variant]) -> list[str]:
+def _describe_learning(variants: Sequence[Variant]) -> list[str]:
     if len(variants) == 1:
-        does = {"same": "learns", "not the same": "does not learn"}.get(answer(variants[0]).main)
+        does = {"same": "learns", "not the same": "does not learn"}.get(format_answer(variants[0]).main)
         phrase = (
             f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
         )
         return [f"{variants[0].label}{':' * (does is None)} {phrase}."]
-    counts = counted(
-        (sum(answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
+    counts = format_counts(
+        (sum(format_answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
         (
-            sum(answer(variant).main == "not the same" for variant in variants),
+            sum(format_answer(variant).main == "not the same" for variant in variants),
             "does not learn the same",
             "do not learn the same",
         ),
-        (sum(answer(variant).mood == "open" for variant in variants), "inconclusive", "inconclusive"),
+        (sum(format_answer(variant).mood == "open" for variant in variants), "inconclusive", "inconclusive"),
     )
     return [f"{len(variants)} variants with the same hyperparameters: {counts}."] if variants else []
 
 
-def _fastest(variants: Sequence[Variant]) -> list[str]:
+def _describe_fastest(variants: Sequence[Variant]) -> list[str]:
     """Return the fastest variant, if its interval lies above the baseline's speed."""
-    fit = [variant for variant in variants if answer(variant).main == "same" and variant.speed_ratio is not None]
-    sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _above(variant)]
+    fit = [variant for variant in variants if format_answer(variant).main == "same" and variant.speed_ratio is not None]
+    sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _is_faster(variant)]
     doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)
     if not fit:
         return []
     if not sure and doubts:
         return [f"Speed is not ranked: {'; '.join(doubts)}."]
     if not sure:
-        which = "It is not" if len(variants) == 1 else "None of those that learn the same is"
-        return [f"{which} shown to be faster than the baseline."]
+        subject = "It is not" if len(variants) == 1 else "None of those that learn the same is"
+        return [f"{subject} shown to be faster than the baseline."]
     times, variant = max(sure, key=lambda item: item[0])
-    which = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
-    return [f"{which} {multiple(times)} times the baseline's tokens/s."]
+    subject = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
+    return [f"{subject} {multiple(times)} times the baseline's tokens/s."]
 
 
-def _above(variant: Variant) -> bool:
+def _is_faster(variant: Variant) -> bool:
     times = variant.speed_ratio
     return not variant.speed_doubt and times is not None and times.low is not None and times.low > 1
 
 
-def _standing(comparison: Comparison) -> list[str]:
+def _describe_unfinished(comparison: Comparison) -> list[str]:
     runs = [run for variant in comparison.variants for run in variant.runs]
     unfinished = [run for run in runs if not run.diverged]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
     parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     without = [failed for failed in comparison.failed if failed.state in WAITING]
-    lost = {run.directory for run in runs if run.diverged}
-    failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
+    diverged = {run.directory for run in runs if run.diverged}
+    failed = sum(failure not in without and failure.directory not in diverged for failure in comparison.failed)
     if without:
         parts.append(f"{plural(len(without), 'trial')} without metrics yet.")
     return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

@@ -43,35 +43,41 @@ class Scale:
 
     def __call__(self, values: ArrayLike) -> Numbers:
         """Return the positions of values."""
-        shown = np.asarray(values, dtype=np.float64)
+        positions = np.asarray(values, dtype=np.float64)
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        shown = np.log10(shown) if self.log else shown
-        return np.asarray(self.start + (shown - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
+        positions = np.log10(positions) if self.log else positions
+        return np.asarray(
+            self.start + (positions - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64
+        )
 
     def at(self, value: float) -> float:
         """Return the position of one value."""
         return float(self(value))
 
-    def ticks(self, wanted: int = 6) -> list[float]:
-        """Return about `wanted` round values in the range."""
-        return _decades(self.low, self.high, wanted) if self.log else round_values(self.low, self.high, wanted)
+    def compute_ticks(self, count: int = 6) -> list[float]:
+        """Return about `count` round values in the range."""
+        return (
+            _compute_decades(self.low, self.high, count)
+            if self.log
+            else compute_round_values(self.low, self.high, count)
+        )
 
 
-def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
+def compute_round_values(low: float, high: float, count: int = 6) -> list[float]:
     """Return multiples of 1, 2 or 5 times a power of ten, from low to high."""
     if not high > low:
         return [low]
-    rough = (high - low) / max(1, wanted)
+    rough = (high - low) / max(1, count)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
 
 
-def _decades(low: float, high: float, wanted: int) -> list[float]:
+def _compute_decades(low: float, high: float, count: int) -> list[float]:
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    every = max(1, math.ceil((last - first) / max(1, wanted)))
-    return [10.0**power for power in range(first, last + 1, every)]
+    stride = max(1, math.ceil((last - first) / max(1, count)))
+    return [10.0**power for power in range(first, last + 1, stride)]
 
 
 @dataclass(frozen=True)
@@ -83,53 +89,55 @@ class Frame:
     width: float
     height: float
 
-    def axes(self, x_name: str, y_name: str, x_text: Callable[[float], str], y_text: Callable[[float], str]) -> str:
+    def draw_axes(
+        self, x_name: str, y_name: str, x_text: Callable[[float], str], y_text: Callable[[float], str]
+    ) -> str:
         """Return grid lines, ticks with their values, and axis names with units."""
         left, right, low, high = self.x.start, self.x.end, self.y.start, self.y.end
         lines, words = [], []
-        for value in self.y.ticks():
+        for value in self.y.compute_ticks():
             at = self.y.at(value)
             lines.append(f"M{left:.1f} {at:.1f}H{right:.1f}")
-            words.append(text(left - 8, at + 4, y_text(value), "end"))
-        for value in self.x.ticks():
+            words.append(draw_text(left - 8, at + 4, y_text(value), "end"))
+        for value in self.x.compute_ticks():
             at = self.x.at(value)
-            words.append(text(at, low + 18, x_text(value), "middle"))
+            words.append(draw_text(at, low + 18, x_text(value), "middle"))
             lines.append(f"M{at:.1f} {low:.1f}v4")
-        words.append(text((left + right) / 2, low + 38, x_name, "middle", "name"))
-        words.append(text(left - 8, high - 12, y_name, "start", "name", shift=-LETTER * 7))
+        words.append(draw_text((left + right) / 2, low + 38, x_name, "middle", "name"))
+        words.append(draw_text(left - 8, high - 12, y_name, "start", "name", shift=-LETTER * 7))
         base = f"M{left:.1f} {low:.1f}H{right:.1f}"
         return f'<path class="grid" d="{"".join(lines)}"/><path class="axis" d="{base}"/>{"".join(words)}'
 
 
-def picture(frame: Frame, name: str, body: str) -> str:
+def draw_picture(frame: Frame, name: str, body: str) -> str:
     """Return the whole picture; screen readers read its name."""
     size = f"0 0 {frame.width:g} {frame.height:g}"
     return f'<svg class="chart" viewBox="{size}" role="img" aria-label="{escape(name)}">{body}</svg>'
 
 
-def clip(frame: Frame, name: str, body: str) -> str:
+def clip_body(frame: Frame, name: str, body: str) -> str:
     """Return `body` clipped at the frame; `name` is unique on the page."""
     x, y = frame.x, frame.y
     box = f'x="{x.start:g}" y="{y.end:g}" width="{x.end - x.start:g}" height="{y.start - y.end:g}"'
     return f'<clipPath id="{name}"><rect {box}/></clipPath><g clip-path="url(#{name})">{body}</g>'
 
 
-def line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> str:
+def draw_line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> str:
     """Return a line through points, [points] each; `marks` are its attributes, `title` is its tooltip.
 
     A single point is drawn as a dash, as it would be invisible.
     """
-    places = [*zip(frame.x(xs), frame.y(ys), strict=True)]
-    if len(places) == 1:
-        places.insert(0, (places[0][0] - DASH, places[0][1]))
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    positions = [*zip(frame.x(xs), frame.y(ys), strict=True)]
+    if len(positions) == 1:
+        positions.insert(0, (positions[0][0] - DASH, positions[0][1]))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     return f'<polyline {marks} points="{points}"><title>{escape(title)}</title></polyline>'
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "", shift: float = 0.0) -> str:
+def draw_text(x: float, y: float, words: str, anchor: str = "start", kind: str = "", shift: float = 0.0) -> str:
     """Return a line of text."""
-    of = f' class="{kind}"' if kind else ""
-    return f'<text{of} x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    class_attribute = f' class="{kind}"' if kind else ""
+    return f'<text{class_attribute} x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 @dataclass(frozen=True)
@@ -141,38 +149,40 @@ class Label:
     marks: str
 
 
-def labels(frame: Frame, wanted: Iterable[Label], letters: int = 24, most: int = 2) -> str:
-    """Return labels to the right of the frame, of at most `most` lines each, without overlap."""
-    ordered = sorted(wanted, key=lambda label: label.y)
-    shown = [_broken(label.words, letters, most) for label in ordered]
-    tops = spread(
-        [label.y for label in ordered], [LINE * len(lines) + 3 for lines in shown], frame.y.end, frame.y.start
+def draw_labels(frame: Frame, labels: Iterable[Label], letters: int = 24, max_lines: int = 2) -> str:
+    """Return labels to the right of the frame, of at most `max_lines` lines each, without overlap."""
+    ordered = sorted(labels, key=lambda label: label.y)
+    wrapped = [_break_label(label.words, letters, max_lines) for label in ordered]
+    tops = spread_boxes(
+        [label.y for label in ordered], [LINE * len(lines) + 3 for lines in wrapped], frame.y.end, frame.y.start
     )
     return "".join(
-        f"<g {label.marks}><title>{escape(label.words)}</title>{_lines(frame.x.end + 10, top, lines)}</g>"
-        for label, lines, top in zip(ordered, shown, tops, strict=True)
+        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 10, top, lines)}</g>"
+        for label, lines, top in zip(ordered, wrapped, tops, strict=True)
     )
 
 
-def _broken(words: str, letters: int, most: int) -> list[str]:
+def _break_label(words: str, letters: int, max_lines: int) -> list[str]:
     lines = textwrap.wrap(words, letters, break_on_hyphens=False) or [""]
-    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1][: letters - 1] + "\u2026"]
+    return (
+        lines if len(lines) <= max_lines else [*lines[: max_lines - 1], lines[max_lines - 1][: letters - 1] + "\u2026"]
+    )
 
 
-def _lines(x: float, top: float, lines: Sequence[str]) -> str:
-    return "".join(text(x, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines))
+def _draw_label_lines(x: float, top: float, lines: Sequence[str]) -> str:
+    return "".join(draw_text(x, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines))
 
 
-def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
+def spread_boxes(middles: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
     """Return the tops of stacked boxes without overlap, near their wanted middles, within [low, high] if they fit.
 
     Args:
-        wanted: middles, in rising order; [boxes].
+        middles: middles, in rising order; [boxes].
         heights: of the boxes; [boxes].
         low, high: the room.
     """
     tops: list[float] = []
-    for middle, height in zip(wanted, heights, strict=True):
+    for middle, height in zip(middles, heights, strict=True):
         free = tops[-1] + heights[len(tops) - 1] if tops else low
         tops.append(max(free, middle - height / 2))
     end = high

@@ -12,7 +12,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 @cache
-def template(name: str) -> Template:
+def load_template(name: str) -> Template:
     """Return a template of this package; it escapes all text."""
     environment = Environment(
         loader=FunctionLoader(content),

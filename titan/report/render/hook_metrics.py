@@ -11,17 +11,18 @@ TITLE, MOST = "Own metrics", 20
 """The section's heading, and the rows that it shows; CSV and JSON have all."""
 
 
-def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def tabulate_metrics(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return heading and rows: the last value of each metric, as the mean over a variant's runs; rows may be none."""
     names = sorted({name for variant in comparison.variants for run in variant.runs for name in run.own})
     rows = [
-        [name.removeprefix(METRIC_PREFIX), *(_mean(variant, name) for variant in comparison.variants)] for name in names
+        [name.removeprefix(METRIC_PREFIX), *(_format_mean(variant, name) for variant in comparison.variants)]
+        for name in names
     ]
-    more = [[f"and {len(rows) - MOST} more, in CSV and JSON", *[""] * len(comparison.variants)]]
-    shown = rows if len(rows) <= MOST else rows[:MOST] + more
-    return ["last value of", *(variant.label for variant in comparison.variants)], shown
+    remainder = [[f"and {len(rows) - MOST} more, in CSV and JSON", *[""] * len(comparison.variants)]]
+    visible_rows = rows if len(rows) <= MOST else rows[:MOST] + remainder
+    return ["last value of", *(variant.label for variant in comparison.variants)], visible_rows
 
 
-def _mean(variant: Variant, name: str) -> str:
+def _format_mean(variant: Variant, name: str) -> str:
     values = [run.own[name] for run in variant.runs if name in run.own]
     return f"{fmean(values):.4g}" if values else ""

@@ -11,9 +11,9 @@ import numpy as np
 
 from titan.console.numbers import power, tick
 from titan.report import ranking
-from titan.report.findings import Comparison, RunFound, Variant
+from titan.report.findings import Comparison, RunResult, Variant
 from titan.report.render import svg
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, marks
+from titan.report.render.charts import HEIGHT, WIDTH, Chart, format_marks
 from titan.report.render.svg import Frame, Label, Scale
 
 SPANS = 4.0
@@ -23,7 +23,7 @@ FIRST = ("optimizer.lr", "training.global_batch")
 
 
 @dataclass(frozen=True)
-class Spot:
+class SettingSpot:
     """A variant in the chart: its number, its mean (None where all runs diverged), and the values of its runs."""
 
     index: int
@@ -33,38 +33,40 @@ class Spot:
     diverged: int
 
 
-def settings(comparison: Comparison) -> Chart | None:
+def draw_settings(comparison: Comparison) -> Chart | None:
     """Return the chart of validation loss over a varied number; None where fewer than two numbers have a mean."""
-    name = _number(comparison)
+    name = _choose_setting(comparison)
     if name is None or all(variant.same_science for variant in comparison.variants):
         return None
-    point = _common_tokens(comparison.variants)
-    bits = ranking.by_bits(comparison.variants)
-    spots = [s for i in range(len(comparison.variants)) if (s := _spot(comparison.variants[i], i, name, point, bits))]
+    point = _find_common_tokens(comparison.variants)
+    bits = ranking.uses_bits(comparison.variants)
+    spots = [
+        s for i in range(len(comparison.variants)) if (s := _build_spot(comparison.variants[i], i, name, point, bits))
+    ]
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
-    frame = _frame(spots)
+    frame = _build_frame(spots)
     show = power if frame.x.log else tick
     unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
-    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, tick)
-    body += _ticks(frame, spots) + _lines(comparison, frame, spots, name)
+    body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, tick)
+    body += _draw_ticks(frame, spots) + _draw_lines(comparison, frame, spots, name)
     title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
-    return Chart(title, _caption(spots, point), svg.picture(frame, title, body))
+    return Chart(title, _format_caption(spots, point), svg.draw_picture(frame, title, body))
 
 
-def _number(comparison: Comparison) -> str | None:
+def _choose_setting(comparison: Comparison) -> str | None:
     """Return the setting for the axis: one whose values are all numbers."""
-    found = {name: values for name, values in comparison.differs.items() if _numbers(values)}
-    first = [name for name in FIRST if name in found]
-    return next(iter([*first, *sorted(found, key=lambda name: -len(found[name]))]), None)
+    numeric_settings = {name: values for name, values in comparison.differs.items() if _are_numbers(values)}
+    first = [name for name in FIRST if name in numeric_settings]
+    return next(iter([*first, *sorted(numeric_settings, key=lambda name: -len(numeric_settings[name]))]), None)
 
 
-def _numbers(values: Sequence[str]) -> bool:
-    return len(values) > 1 and all(_value(text) is not None for text in values)
+def _are_numbers(values: Sequence[str]) -> bool:
+    return len(values) > 1 and all(_parse_number(text) is not None for text in values)
 
 
-def _value(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -72,35 +74,35 @@ def _value(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _common_tokens(variants: Sequence[Variant]) -> int | None:
+def _find_common_tokens(variants: Sequence[Variant]) -> int | None:
     """Return the fewest tokens of finished runs, where they differ: losses are shown at these."""
-    seen = ranking.tokens(variants)
-    return seen[0] if len(seen) > 1 else None
+    token_counts = ranking.list_token_counts(variants)
+    return token_counts[0] if len(token_counts) > 1 else None
 
 
-def _spot(variant: Variant, index: int, name: str, point: int | None, bits: bool) -> Spot | None:
-    x = _value(variant.settings.get(name, ""))
-    values = tuple(v for run in variant.runs if (v := _result(run, point, bits)) is not None)
+def _build_spot(variant: Variant, index: int, name: str, point: int | None, bits: bool) -> SettingSpot | None:
+    x = _parse_number(variant.settings.get(name, ""))
+    values = tuple(v for run in variant.runs if (v := _read_result(run, point, bits)) is not None)
     if x is None or not (values or variant.outcomes.diverged):
         return None
-    return Spot(index, x, float(np.mean(values)) if values else None, values, variant.outcomes.diverged)
+    return SettingSpot(index, x, float(np.mean(values)) if values else None, values, variant.outcomes.diverged)
 
 
-def _result(run: RunFound, point: int | None, bits: bool) -> float | None:
+def _read_result(run: RunResult, point: int | None, bits: bool) -> float | None:
     """Return a finished run's final validation, or the one at `point` tokens, interpolated linearly."""
     if point is None or run.tokens == point or run.state != "finished" or run.diverged:
         return run.bits if bits else run.validation
     values, tokens = run.curves.bits_per_byte if bits else run.curves.validation, run.curves.validation_tokens
-    known = np.isfinite(values)
-    if not known.any() or not tokens[known][0] <= point <= tokens[known][-1]:
+    is_finite = np.isfinite(values)
+    if not is_finite.any() or not tokens[is_finite][0] <= point <= tokens[is_finite][-1]:
         return None
-    return float(np.interp(point, tokens[known], values[known]))
+    return float(np.interp(point, tokens[is_finite], values[is_finite]))
 
 
-def _frame(spots: Sequence[Spot]) -> Frame:
+def _build_frame(spots: Sequence[SettingSpot]) -> Frame:
     xs = [spot.x for spot in spots]
     ys = [value for spot in spots for value in spot.runs]
-    low, high = min(ys), _top(spots)
+    low, high = min(ys), _compute_top(spots)
     pad = 0.08 * (high - low) or max(0.01 * abs(low), 1e-3)
     log = min(xs) > 0 and max(xs) / min(xs) >= SPANS
     edge = (max(xs) / min(xs)) ** 0.05 if log else 0.05 * (max(xs) - min(xs))
@@ -108,64 +110,64 @@ def _frame(spots: Sequence[Spot]) -> Frame:
     return Frame(Scale(left, right, 70, WIDTH - 210, log), Scale(low - pad, high + pad, 340, 40), WIDTH, HEIGHT)
 
 
-def _top(spots: Sequence[Spot]) -> float:
+def _compute_top(spots: Sequence[SettingSpot]) -> float:
     """Return the highest loss that is shown, so that a rate that failed to learn does not flatten the others."""
     values = np.sort([value for spot in spots for value in spot.runs])
     usual = 2.5 * float(np.median(values) - values[0])
     return float(min(values[-1], max(values[0] + usual, np.median([s.mean for s in spots if s.mean is not None]))))
 
 
-def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
+def _draw_ticks(frame: Frame, spots: Sequence[SettingSpot]) -> str:
     """Return the numbers that were tried, as a logarithmic axis has ticks at powers of ten only."""
     if not frame.x.log:
         return ""
-    tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
-    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in tried[:12])
+    tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.compute_ticks()]
+    return "".join(svg.draw_text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in tried[:12])
 
 
-def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: str) -> str:
+def _draw_lines(comparison: Comparison, frame: Frame, spots: Sequence[SettingSpot], name: str) -> str:
     """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
-    families: dict[str, list[Spot]] = {}
+    families: dict[str, list[SettingSpot]] = {}
     for spot in sorted(spots, key=lambda spot: spot.x):
-        families.setdefault(_others(comparison.variants[spot.index], name), []).append(spot)
+        families.setdefault(_format_other_settings(comparison.variants[spot.index], name), []).append(spot)
     body, labels = "", []
     for family, members in families.items():
-        known = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
-        if known:
-            xs, ys = zip(*known, strict=True)
-            body += svg.line(frame, xs, ys, 'class="family"', family)
-            labels.append(Label(frame.y.at(known[-1][1]), family, 'class="c0"'))
-        body += "".join(_spots(comparison, frame, spot) for spot in members)
-    return svg.clip(frame, "varied", body) + (svg.labels(frame, labels) if len(families) > 1 else "")
+        points = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
+        if points:
+            xs, ys = zip(*points, strict=True)
+            body += svg.draw_line(frame, xs, ys, 'class="family"', family)
+            labels.append(Label(frame.y.at(points[-1][1]), family, 'class="c0"'))
+        body += "".join(_draw_spot(comparison, frame, spot) for spot in members)
+    return svg.clip_body(frame, "varied", body) + (svg.draw_labels(frame, labels) if len(families) > 1 else "")
 
 
-def _others(variant: Variant, name: str) -> str:
+def _format_other_settings(variant: Variant, name: str) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in variant.settings.items() if key != name)
 
 
-def _spots(comparison: Comparison, frame: Frame, spot: Spot) -> str:
+def _draw_spot(comparison: Comparison, frame: Frame, spot: SettingSpot) -> str:
     variant, x = comparison.variants[spot.index], frame.x.at(spot.x)
-    shapes = "".join(_dot(frame, x, value) for value in spot.runs)
+    shapes = "".join(_draw_dot(frame, x, value) for value in spot.runs)
     if spot.diverged:
         top = frame.y.end + 8
         shapes += f'<path class="cross" d="M{x - 5:.1f} {top - 5:.1f}l10 10m0 -10l-10 10"/>'
-    more = f", {spot.diverged} diverged" if spot.diverged else ""
+    diverged_note = f", {spot.diverged} diverged" if spot.diverged else ""
     mean = "" if spot.mean is None else f" {spot.mean:.4f}"
-    title = f"<title>{escape(f'{variant.label}:{mean}{more}')}</title>"
-    return f"<g {marks(comparison, spot.index)}>{title}{shapes}</g>"
+    title = f"<title>{escape(f'{variant.label}:{mean}{diverged_note}')}</title>"
+    return f"<g {format_marks(comparison, spot.index)}>{title}{shapes}</g>"
 
 
-def _dot(frame: Frame, x: float, value: float) -> str:
+def _draw_dot(frame: Frame, x: float, value: float) -> str:
     """Return a run's dot, hollow at the upper edge if it lies above the chart."""
     kind = "dot" if value <= frame.y.high else "hollow"
     y = frame.y.at(min(value, frame.y.high))
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
 
 
-def _caption(spots: Sequence[Spot], point: int | None) -> str:
+def _format_caption(spots: Sequence[SettingSpot], point: int | None) -> str:
     legend = "Each dot is a run, the line joins the means. "
     legend += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
-    top = _top(spots)
+    top = _compute_top(spots)
     legend += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
     return legend + (
         "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
