@@ -187,7 +187,7 @@ def test_command(
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
-        assert parse_arguments(profile.Show, words[words.index("titan.profile") + 2 :])
+        assert parse_arguments(profile.Settings, words[words.index("titan.profile") + 2 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         made = {"runs/grid": ["runs/low", "runs/high"]}  # the grid is another command's, which may run elsewhere

@@ -91,7 +91,7 @@ def plan(*overrides: str) -> Plan:
     plans: list[Plan] = []
 
     def job(run: Run) -> int:
-        plans.append(estimate.plan(run, run.layout, run.microbatches, run.machine))
+        plans.append(estimate.build_plan(run, run.layout, run.microbatches, run.machine))
         return 0
 
     def grid(trials: Sequence[Any]) -> list[int]:

@@ -30,7 +30,7 @@ from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
     from launchers.trials import Trial
-    from titan.estimate.traced.result import Traced
+    from titan.estimate.traced.result import TracedStep
     from titan.run.run import Run
 
 HELP = """\
@@ -116,16 +116,16 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str, ...], made: str) -> int:
-    def accepts(candidate: search.Candidate) -> bool:
+    def accepts(candidate: search.LayoutCandidate) -> bool:
         return _accepted(run, candidate)
 
-    planned = estimate.plan(run, run.layout, run.microbatches, run.machine)
+    planned = estimate.build_plan(run, run.layout, run.microbatches, run.machine)
     fitted = _fit(run, settings.fit) if settings.fit is not None else None
-    planned, factors = (fitted.plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
-    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
+    planned, factors = (fitted.refine_plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
+    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
     found = None
     if settings.search:
-        found = search.search(
+        found = search.search_layouts(
             run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts, factors=factors
         )
     traced = _trace(run, settings) if settings.trace else None
@@ -153,7 +153,7 @@ def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Pa
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
-    plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
+    plans = [estimate.build_plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     if settings.fit is not None:
         plans = _refined(trials, plans, settings.fit)
     labels = [t.label for t in trials]
@@ -171,7 +171,7 @@ def _refined(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: st
     for trial in trials:
         if _kind(trial.run) not in fits:
             fits[_kind(trial.run)] = _fit(trial.run, source)
-    return [fits[_kind(trial.run)].plan(planned) for trial, planned in zip(trials, plans, strict=True)]
+    return [fits[_kind(trial.run)].refine_plan(planned) for trial, planned in zip(trials, plans, strict=True)]
 
 
 def _kind(run: Run) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def describe_trials(trials: Sequence[Trial]) -> str:
     for trial in trials:
         try:
             run = trial.run
-            planned.append((trial, estimate.plan(run, run.layout, run.microbatches, run.machine)))
+            planned.append((trial, estimate.build_plan(run, run.layout, run.microbatches, run.machine)))
         except ConfigError as error:
             missing[f"no plan: {error}"] = None
     return "\n".join([_short(planned, alone=len(trials) == 1), *missing]).strip() + "\n"
@@ -200,11 +200,13 @@ def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
     return plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
-def _trace(run: Run, settings: Settings) -> Traced:
+def _trace(run: Run, settings: Settings) -> TracedStep:
     prepare_environment(os.environ)
     from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
 
-    speeds = estimate.device_speeds(run, estimate.hardware_of(run.cluster, run.machine), run.machine, run.layout)
+    speeds = estimate.derive_device_speeds(
+        run, estimate.resolve_hardware(run.cluster, run.machine), run.machine, run.layout
+    )
     return trace_run(run, speeds, full=settings.whole)
 
 
@@ -213,7 +215,7 @@ def _page(outcome: PlanOutcome, made: str) -> str:
 
     run = outcome.run
     rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
-    steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
+    steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
     return render_page(outcome, rank, steps, made)
 
 
@@ -223,7 +225,7 @@ def _grid_page(labels: Sequence[str], plans: Sequence[estimate.Plan], made: str)
     return render_grid_page(labels, plans, made)
 
 
-def _accepted(run: Run, candidate: search.Candidate) -> bool:
+def _accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan.bench import fit_costs
-from titan.estimate.constants import fitted
+from titan.estimate.constants import load_constants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 ACCURACY = " ".join(PAGE.partition("## Accuracy")[2].partition("\n## ")[0].split())
@@ -38,11 +38,11 @@ def test_no_unseen_run_is_fitted() -> None:
 @pytest.mark.parametrize("name", [*fit_costs.FITTED, "fragments"])
 def test_the_page_states_the_fitted_constants(name: str) -> None:
     (stated,) = re.findall(rf"\| `{name}` \| ([\d.]+) \|", ACCURACY)
-    assert float(stated) == float(f"{getattr(fitted(), name):.3g}")
+    assert float(stated) == float(f"{getattr(load_constants(), name):.3g}")
 
 
 def test_the_page_states_the_intervals() -> None:
-    known = fitted()
+    known = load_constants()
     assert f"interval of the step time is {_percent(known.error, 0)}" in ACCURACY
     assert f"interval of memory is {_percent(known.memory_error, 0)}" in ACCURACY
 
@@ -50,7 +50,7 @@ def test_the_page_states_the_intervals() -> None:
 @pytest.mark.full
 def test_the_page_states_the_errors_of_the_fit() -> None:
     published = fit_costs.rows()
-    median, largest = _figures(fit_costs.errors(published, fitted()))
+    median, largest = _figures(fit_costs.errors(published, load_constants()))
     assert f"The median error on these runs is {median}, the largest {largest}" in ACCURACY
     left_out = [_figures(found) for _, found in fit_costs.left_out(published)]
     assert re.findall(r"\| ([\d.]+ %) \| ([\d.]+ %) \|", ACCURACY)[:3] == left_out
@@ -58,12 +58,12 @@ def test_the_page_states_the_errors_of_the_fit() -> None:
 
 @pytest.mark.full
 def test_the_page_states_the_errors_on_unseen_runs() -> None:
-    found = fit_costs.errors(fit_costs.rows(fit_costs.UNSEEN), fitted())
-    near, inside = _percent(fit_costs.within(found), 0), _percent(fit_costs.in_interval(found, fitted()), 0)
+    found = fit_costs.errors(fit_costs.rows(fit_costs.UNSEEN), load_constants())
+    near, inside = _percent(fit_costs.within(found), 0), _percent(fit_costs.in_interval(found, load_constants()), 0)
     stated = f"the median error is {_figures(found)[0]}; {near} of them lie within 20 %, and {inside} in the interval"
     assert stated in ACCURACY
     ratios = [_figures(each)[0] for each in fit_costs.ratio_errors(fit_costs.rows(fit_costs.UNSEEN), found).values()]
     assert re.findall(r"only have a median error of ([\d.]+ %).*?stages\) ([\d.]+ %)", ACCURACY) == [tuple(ratios)]
-    peaks = fit_costs.memory_errors(fit_costs.memory_of(fit_costs.rows(fit_costs.UNSEEN)), fitted())
+    peaks = fit_costs.memory_errors(fit_costs.memory_of(fit_costs.rows(fit_costs.UNSEEN)), load_constants())
     lowest = f"its median error is {_figures(peaks)[0]}; the lowest estimate is {_percent(-min(peaks))} too low"
     assert lowest in ACCURACY

@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiers import table
 from titan.bench import step_figures
 from titan.bench.step_figures import SHAPES, Timed, _run, _seconds
-from titan.estimate.fit import memory_estimate
+from titan.estimate.fit import estimate_memory
 from titan.estimate.overhead import PROCESS_GIB
 from titan.run.run import Run
 
@@ -83,5 +83,5 @@ def test_the_measured_memory_of_a_process_counts() -> None:
     run = _run(SHAPES[0], "single")
     hardware = replace(run.cluster.hardware, process_gib=0.3)
     lighter: Any = replace(run, cluster=replace(run.cluster, hardware=hardware))
-    both = [memory_estimate(each, each.layout, each.microbatches, "cpu").gib for each in (run, lighter)]
+    both = [estimate_memory(each, each.layout, each.microbatches, "cpu").gib for each in (run, lighter)]
     assert both[0] - both[1] == pytest.approx(PROCESS_GIB - 0.3)

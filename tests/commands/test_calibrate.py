@@ -15,7 +15,7 @@ from titan import calibrate, plan
 from titan.bench import calibration, ranks, trials
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
-from titan.estimate.operations import slower
+from titan.estimate.operations import compute_slowdown
 
 GPUS = Machine("cuda", "NVIDIA H100", 2, 8, 80.0, bf16_fast=True)
 CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
@@ -114,7 +114,7 @@ def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
 def test_attention_of_short_rows_and_narrow_heads_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(shape: tuple[int, int, int, int], *_: object) -> tuple[float, float]:
         b, h, t, d = shape
-        there, back = (slower(t, d, short, 0.75) for short in (128, 1024))
+        there, back = (compute_slowdown(t, d, short, 0.75) for short in (128, 1024))
         return 2 * b * h * t * t * d * there / 2e12, 5 * b * h * t * t * d * back / 1e12
 
     monkeypatch.setattr(calibration, "_attention_seconds", times)

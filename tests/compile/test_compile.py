@@ -241,7 +241,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     if kind == "tensor":
         tensor.apply_tensor_plan(model, mesh, sequence_parallel=True, loss_parallel=True)
     checkpoint_blocks(model.blocks(), kept)
-    compile_stage(one, how, share=kept.share, whole=kind == "tensor")
+    compile_stage(one, how, share=kept.share, fullgraph=kind == "tensor")
     if kind == "fsdp":
         data.shard_stage(one, mesh, torch.float32, reshard=True)
     init_weights.materialise_model(model, initial, 1, "cpu")

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiers import further, table
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
-from titan.estimate.traced.memory import peak
+from titan.estimate.traced.memory import find_peak
 from titan.run.run import Run
 from titan.training.trace.ranks import build_rank_trace
 
@@ -34,7 +34,9 @@ def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
 def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
     """Bytes that are estimated for a rank, and its traced peak."""
     stage = one.layout.compute_coordinates(rank)["pipeline"]
-    return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device).bytes
+    return memory.estimate_peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(
+        one, rank, device
+    ).bytes
 
 
 CASES = [
@@ -134,4 +136,4 @@ def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
 
 
 def _traces(_: int, __: int, one: Run) -> bool:
-    return peak(build_rank_trace(one, 0).events).bytes > 0
+    return find_peak(build_rank_trace(one, 0).events).bytes > 0

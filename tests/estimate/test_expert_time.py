@@ -11,8 +11,8 @@ from tests.support.composing import composed
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import operations
 from titan.estimate import plan as planning
-from titan.estimate.operations import collective
-from titan.estimate.step_time import CAUSES, StepTime, step_time
+from titan.estimate.operations import estimate_collective
+from titan.estimate.step_time import CAUSES, StepTime, estimate_step
 from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.run.run import Run
 
@@ -26,7 +26,7 @@ def run(*more: str) -> Run:
 
 
 def predicted(one: Run) -> StepTime:
-    return step_time(one, one.layout, one.microbatches, speeds())
+    return estimate_step(one, one.layout, one.microbatches, speeds())
 
 
 def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
@@ -43,7 +43,7 @@ def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
     one = run("parallelism.expert=8", "parallelism.microbatches=1")
     size = one.model.chosen_experts * one.training.global_batch / 8 * one.model.dim * 2
-    exchanges = 4 * one.model.layers * collective("all-to-all", size, 8, 1, speeds())
+    exchanges = 4 * one.model.layers * estimate_collective("all-to-all", size, 8, 1, speeds())
     assert divided.parts["expert parallelism"] == pytest.approx(exchanges)
     assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]
 
@@ -55,14 +55,14 @@ def test_checkpointing_exchanges_rows_again() -> None:
 
 def test_an_all_to_all_between_nodes_uses_one_adapter_for_each_rank() -> None:
     device = speeds(link_microseconds=1e-6, network_microseconds=1e-6)
-    assert collective("all-to-all", 42.5e9, 16, 1, device) == pytest.approx(1 / 2, rel=1e-3)
-    assert collective("all-to-all", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
+    assert estimate_collective("all-to-all", 42.5e9, 16, 1, device) == pytest.approx(1 / 2, rel=1e-3)
+    assert estimate_collective("all-to-all", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
 
 
 def test_small_experts_are_slower_than_one_matmul() -> None:
     device = speeds()
-    whole, many = (operations.matmul(8192 / n, 768, 2048, device, count=n) for n in (1, 128))
-    assert many >= whole > operations.matmul(8192, 768, 2048, device)
+    whole, many = (operations.estimate_matmul(8192 / n, 768, 2048, device, count=n) for n in (1, 128))
+    assert many >= whole > operations.estimate_matmul(8192, 768, 2048, device)
 
 
 def test_blocks_of_two_kinds_take_the_sum_of_their_times() -> None:
@@ -83,5 +83,5 @@ def test_stages_have_equal_cost_where_blocks_differ() -> None:
 
 def test_a_plan_states_that_experts_are_not_fitted() -> None:
     one = run()
-    plan = planning.plan(one, one.layout, one.microbatches, one.machine)
+    plan = planning.build_plan(one, one.layout, one.microbatches, one.machine)
     assert plan.error == planning.EXPERTS_ERROR and "experts" in plan.intervals

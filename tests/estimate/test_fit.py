@@ -16,8 +16,8 @@ from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
-from titan.estimate.fit import available, choose_microbatches, memory_estimate, smallest_layout
-from titan.estimate.rank_sizes import GIB, rank_rows, weight_sharding
+from titan.estimate.fit import choose_microbatches, compute_available_gib, estimate_memory, find_smallest_layout
+from titan.estimate.rank_sizes import GIB, count_rank_rows, find_weight_sharding
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.schema import Recipe
@@ -49,14 +49,14 @@ COUNTS = st.integers(8, 64)
 @given(LAYOUTS, COUNTS)
 def test_tensor_parallelism_needs_less(layout: Layout, count: int) -> None:
     more = dataclasses.replace(layout, tensor=layout.tensor * 2)
-    assert memory_estimate(BASE, more, count).gib < memory_estimate(BASE, layout, count).gib
+    assert estimate_memory(BASE, more, count).gib < estimate_memory(BASE, layout, count).gib
 
 
 @given(LAYOUTS, st.sampled_from(["replicate", "shard", "context"]), COUNTS)
 def test_more_ranks_never_take_more_but_for_the_gathered_blocks(layout: Layout, name: str, count: int) -> None:
     more = dataclasses.replace(layout, **{name: getattr(layout, name) * 2})
-    before, after = memory.peak(BASE, layout, count), memory.peak(BASE, more, count)
-    assert memory.state_bytes(BASE, more) <= memory.state_bytes(BASE, layout)
+    before, after = memory.estimate_peak(BASE, layout, count), memory.estimate_peak(BASE, more, count)
+    assert memory.count_rank_state_bytes(BASE, more) <= memory.count_rank_state_bytes(BASE, layout)
     if layout.shard > 1:
         assert after.bytes <= before.bytes * (1 + 1e-9)
 
@@ -64,7 +64,7 @@ def test_more_ranks_never_take_more_but_for_the_gathered_blocks(layout: Layout, 
 @given(LAYOUTS, st.integers(2, 64), st.integers(2, 64))
 def test_from_two_on_more_microbatches_never_take_more(layout: Layout, first: int, second: int) -> None:
     layout, (few, many) = dataclasses.replace(layout, pipeline=1), sorted((first, second))
-    assert memory_estimate(BASE, layout, many).gib <= memory_estimate(BASE, layout, few).gib
+    assert estimate_memory(BASE, layout, many).gib <= estimate_memory(BASE, layout, few).gib
 
 
 def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
@@ -72,9 +72,9 @@ def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
     rows = Training(global_batch=8 * 2 * 2048, seq_len=2048, loss_chunk=256)
     small = with_(training=rows, memory=dataclasses.replace(BASE.memory, checkpointing="full"))
     whole = dataclasses.replace(small, parallelism=Parallelism(shard=8, accumulate="whole"))
-    one, two = (memory_estimate(small, Layout(shard=8), count).bytes for count in (1, 2))
-    assert memory_estimate(whole, Layout(shard=8), 1).bytes == one
-    extra = memory_estimate(whole, Layout(shard=8), 2).bytes - two
+    one, two = (estimate_memory(small, Layout(shard=8), count).bytes for count in (1, 2))
+    assert estimate_memory(whole, Layout(shard=8), 1).bytes == one
+    extra = estimate_memory(whole, Layout(shard=8), 2).bytes - two
     assert extra == pytest.approx(4 * BASE.model.parameters() * 7 / 8 * (1 + overhead.FRAGMENTS), rel=0.15)
     assert choose_microbatches(whole, Layout(shard=8), one / GIB) == 1
 
@@ -83,20 +83,20 @@ def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
 def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> None:
     full = with_(memory=dataclasses.replace(BASE.memory, checkpointing="full"))
     fp32 = with_(precision=dataclasses.replace(BASE.precision, compute="fp32"))
-    assert memory.peak(full, layout, count).bytes <= memory.peak(BASE, layout, count).bytes
-    assert memory.peak(fp32, layout, count).bytes > memory.peak(BASE, layout, count).bytes
+    assert memory.estimate_peak(full, layout, count).bytes <= memory.estimate_peak(BASE, layout, count).bytes
+    assert memory.estimate_peak(fp32, layout, count).bytes > memory.estimate_peak(BASE, layout, count).bytes
 
 
 @pytest.mark.full
 @given(LAYOUTS, st.floats(0.1, 500))
 def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> None:
     layout = dataclasses.replace(layout, pipeline=1)
-    count, rows = choose_microbatches(BASE, layout, gib), rank_rows(BASE, layout)
+    count, rows = choose_microbatches(BASE, layout, gib), count_rank_rows(BASE, layout)
     assert 1 <= count <= rows
-    fitting = [c for c in range(1, rows + 1) if memory_estimate(BASE, layout, c).gib <= gib]
-    least = min(range(1, rows + 1), key=lambda c: memory_estimate(BASE, layout, c).gib)
+    fitting = [c for c in range(1, rows + 1) if estimate_memory(BASE, layout, c).gib <= gib]
+    least = min(range(1, rows + 1), key=lambda c: estimate_memory(BASE, layout, c).gib)
     assert (
-        memory_estimate(BASE, layout, count).gib == memory_estimate(BASE, layout, fitting[0] if fitting else least).gib
+        estimate_memory(BASE, layout, count).gib == estimate_memory(BASE, layout, fitting[0] if fitting else least).gib
     )
 
 
@@ -109,7 +109,7 @@ def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
 @given(st.integers(1, 500), POWERS, POWERS)
 def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> None:
     layout = Layout(replicate=replicate, shard=shard)
-    room = rank_rows(with_(training=Training(global_batch=rows * 256)), layout)
+    room = count_rank_rows(with_(training=Training(global_batch=rows * 256)), layout)
     assert (room - 1) * layout.data_ranks < rows <= room * layout.data_ranks
 
 
@@ -127,7 +127,7 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
     ],
 )
 def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
-    answer = smallest_layout(any_layout(model, parallelism))
+    answer = find_smallest_layout(any_layout(model, parallelism))
     assert answer is not None
     layout, wants = answer
     assert layout.devices == devices_
@@ -145,7 +145,7 @@ def any_layout(model: str, parallelism: str) -> Recipe:
 
 @pytest.mark.parametrize("shard", [full(1), 8])
 def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> None:
-    assert memory.state_bytes(BASE, Layout(shard=shard)) == 12 * BASE.model.parameters() / shard
+    assert memory.count_rank_state_bytes(BASE, Layout(shard=shard)) == 12 * BASE.model.parameters() / shard
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
     """Bytes of a parameter: kept with state; of blocks and head, cast on one device; gathered by FSDP."""
     how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
     chosen, model = with_(precision=how), BASE.model
-    assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
+    assert memory.count_rank_state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
     for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
-        used = how.used_bytes(model.linear_layers(), weight_sharding(chosen.parallelism, layout))
+        used = how.count_used_bytes(model.linear_layers(), find_weight_sharding(chosen.parallelism, layout))
         assert used == each[0] * blocks + each[1] * head
 
 
@@ -175,14 +175,14 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
 def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, width: int) -> None:
     model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
     wide = with_(model=model, parallelism=Parallelism(shard=-1))
-    answer = smallest_layout(wide)
+    answer = find_smallest_layout(wide)
     if answer is None:
         return
     layout, gib = answer
     assert gib <= 80 * fit.USABLE
     if layout.devices > 1:
         half = Layout(shard=layout.devices // 2)
-        assert memory_estimate(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
+        assert estimate_memory(wide, half, count_rank_rows(wide, half)).gib > 80 * fit.USABLE
 
 
 @pytest.mark.full
@@ -198,7 +198,7 @@ def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, widt
 def test_available_memory(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
     machine = detector(kind)()
     cluster = dataclasses.replace(BASE.cluster, memory_gib=40.0 if overrides else None)
-    assert available(with_(cluster=cluster), Layout(replicate=ranks), machine) == pytest.approx(expected)
+    assert compute_available_gib(with_(cluster=cluster), Layout(replicate=ranks), machine) == pytest.approx(expected)
 
 
 @pytest.mark.full
@@ -206,32 +206,35 @@ def test_available_memory(kind: str, overrides: list[str], ranks: int, expected:
 def test_an_async_checkpoint_adds_a_host_copy_of_the_state(ranks: int) -> None:
     layout = Layout(shard=ranks)
     copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
-    more = memory_estimate(copied, layout, 1, "cpu").bytes - memory_estimate(with_(), layout, 1, "cpu").bytes
+    more = estimate_memory(copied, layout, 1, "cpu").bytes - estimate_memory(with_(), layout, 1, "cpu").bytes
     assert more == pytest.approx(12 * BASE.model.parameters() / ranks)
-    assert memory_estimate(copied, layout, 1) == memory_estimate(with_(), layout, 1), "the copy is in the host's memory"
+    assert estimate_memory(copied, layout, 1) == estimate_memory(with_(), layout, 1), "the copy is in the host's memory"
 
 
 def test_processes_and_allocators_are_counted() -> None:
-    live = memory.peak(BASE, Layout(shard=8), 4).bytes
+    live = memory.estimate_peak(BASE, Layout(shard=8), 4).bytes
     assert (
-        memory_estimate(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
+        estimate_memory(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
     )
-    on_cpu = memory_estimate(BASE, Layout(shard=8), 4, "cpu").bytes - memory.peak(BASE, Layout(shard=8), 4, "cpu").bytes
+    on_cpu = (
+        estimate_memory(BASE, Layout(shard=8), 4, "cpu").bytes
+        - memory.estimate_peak(BASE, Layout(shard=8), 4, "cpu").bytes
+    )
     assert on_cpu > overhead.PROCESS_GIB * GIB
 
 
 def test_unknown_memory_fits_everything() -> None:
     machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
-    assert available(unknown, Layout(), machine) == math.inf
+    assert compute_available_gib(unknown, Layout(), machine) == math.inf
     fit.check_memory(unknown, Layout(), machine, 1)
 
 
 def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
     machine = detector("gpu")()
     given = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
-    rows = rank_rows(given, Layout(shard=8))
-    wants = memory_estimate(given, Layout(shard=8), rows).gib
+    rows = count_rank_rows(given, Layout(shard=8))
+    wants = estimate_memory(given, Layout(shard=8), rows).gib
     for share, fits in ((0.99, False), (1.01, True)):
         there = dataclasses.replace(machine, memory_gib=wants * share / fit.USABLE)
         if fits:
@@ -266,7 +269,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
     sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
     run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
     assert run.layout == expected
-    assert memory_estimate(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
+    assert estimate_memory(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
 @pytest.mark.full
@@ -297,7 +300,7 @@ def test_state_of_optimizers(changes: list[str], matrices: int, others: int, lay
     norms = (2 * model.layers + 1) * model.dim
     in_blocks = model.layers * model.block_matmul_parameters()
     less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
-    saved = memory.state_bytes(BASE, layout) - memory.state_bytes(other, layout)
+    saved = memory.count_rank_state_bytes(BASE, layout) - memory.count_rank_state_bytes(other, layout)
     whole = (8 - others) * norms * (1 - 1 / layout.tensor)
     assert saved == pytest.approx((less / layout.tensor + whole) / layout.sharded)
 
@@ -306,9 +309,11 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
     chunked = with_(training=dataclasses.replace(BASE.training, loss_chunk=256))
     masked = with_(dataset=dataclasses.replace(BASE.dataset, mask_documents=True))
     flex = with_(dataset=masked.dataset, training=dataclasses.replace(BASE.training, attention="flex"))
-    plain, one = memory.peak(BASE, Layout(shard=8), 1).bytes, Layout(shard=8)
-    assert memory.peak(chunked, one, 1).bytes < plain
-    tokens = rank_rows(BASE, one) * BASE.training.seq_len
+    plain, one = memory.estimate_peak(BASE, Layout(shard=8), 1).bytes, Layout(shard=8)
+    assert memory.estimate_peak(chunked, one, 1).bytes < plain
+    tokens = count_rank_rows(BASE, one) * BASE.training.seq_len
     documents = 8 * tokens  # their ids
-    assert memory.peak(masked, one, 1).bytes - plain == pytest.approx(2 * tokens * BASE.training.seq_len + documents)
-    assert memory.peak(flex, one, 1).bytes - plain == pytest.approx(documents)
+    assert memory.estimate_peak(masked, one, 1).bytes - plain == pytest.approx(
+        2 * tokens * BASE.training.seq_len + documents
+    )
+    assert memory.estimate_peak(flex, one, 1).bytes - plain == pytest.approx(documents)

@@ -14,8 +14,8 @@ from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, table
 from titan.estimate import memory
-from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
-from titan.estimate.traced.memory import Live, peak
+from titan.estimate.pipeline_states import STEADY_STATE, State, find_schedule_states
+from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model.loss_terms import LossInputs
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
@@ -80,19 +80,19 @@ def run(shape: str, layout: str, *more: str) -> Run:
     return composed([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout][0].split(), *more])
 
 
-def traced(one: Run, rank: int, device: str = "cpu") -> Live:
+def traced(one: Run, rank: int, device: str = "cpu") -> LiveMemory:
     """The fullest moment of the traced step of a rank, in a process of its own."""
     return run_ranks(_traced, 1, one, rank, device, joined=False, timeout=600)[0]  # type: ignore[no-any-return]
 
 
-def _traced(_: int, __: int, one: Run, rank: int, device: str) -> Live:
-    return peak(trace_rank(one, rank, device).events)
+def _traced(_: int, __: int, one: Run, rank: int, device: str) -> LiveMemory:
+    return find_peak(trace_rank(one, rank, device).events)
 
 
-def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Live]:
+def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, LiveMemory]:
     """Bytes that are estimated for a rank, and its traced peak."""
     stage = one.layout.compute_coordinates(rank)["pipeline"]
-    return memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device)
+    return memory.estimate_peaks(one, one.layout, one.microbatches, device)[stage].bytes, traced(one, rank, device)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def with_term(one: Run, term: LossTerm) -> Run:
 def test_a_term_that_needs_logits_counts_them_again(layout: str, more: float) -> None:
     one = run("head", layout)
     without, needs = (
-        memory.peak(r, r.layout, r.microbatches, "cpu").bytes
+        memory.estimate_peak(r, r.layout, r.microbatches, "cpu").bytes
         for r in (with_term(one, LossTerm()), with_term(one, LogProbabilities()))
     )
     logits = 4 * one.microbatch_rows * one.training.seq_len * one.model.vocab
@@ -178,11 +178,14 @@ AVERAGED = "evaluation.ema=0.9"
 @pytest.mark.parametrize(("layout", "shards"), [("single", 1), full("fsdp-8", 8), full("fsdp-tp", 4)])
 def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(layout: str, shards: int) -> None:
     without, one = run("state", layout), run("state", layout, AVERAGED)
-    before, now = (memory.peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
+    before, now = (memory.estimate_peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
     norms = (2 * one.model.layers + 1) * one.model.dim  # whole on each tensor rank
     each = (one.model.parameters() + (one.layout.tensor - 1) * norms) / shards
     assert now - before == pytest.approx(4 * each)
-    assert sum(memory.whole_state(one)) - sum(memory.whole_state(without)) == 4 * one.model.parameters()
+    assert (
+        sum(memory.count_checkpoint_bytes(one)) - sum(memory.count_checkpoint_bytes(without))
+        == 4 * one.model.parameters()
+    )
 
 
 @pytest.mark.full
@@ -216,7 +219,7 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
     each = 1 if schedule == "1F1B" else 2
 
     def counts(microbatches: int) -> list[set[State]]:
-        return schedule_states(schedule, ranks, each, microbatches)
+        return find_schedule_states(schedule, ranks, each, microbatches)
 
     assert counts(STEADY_STATE * ranks) == counts(2 * STEADY_STATE * ranks)
 
@@ -237,9 +240,9 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
 )
 def test_the_phases_of_a_step_have_its_peak(layout: str) -> None:
     one = run("blocks", "single", *layout.split())
-    peaks = memory.peaks(one, one.layout, one.microbatches)
+    peaks = memory.estimate_peaks(one, one.layout, one.microbatches)
     for rank, most in enumerate(peaks):
-        steps = list(memory.step_phases(one, one.layout, one.microbatches, rank))
+        steps = list(memory.iterate_step_phases(one, one.layout, one.microbatches, rank))
         assert max(usage.bytes for _, phases in steps for usage in phases) == pytest.approx(most.bytes)
         assert [phases[-1].phase for _, phases in steps][-1] == "optimizer step"
         assert all(phases[0].phase == "start of forward" for action, phases in steps if action and action.kind == "F")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.composing import composed
 from tests.support.ranks import run_ranks
 from tests.support.tiers import table
-from titan.estimate.rank_sizes import RankSizes, Stage
+from titan.estimate.rank_sizes import RankSizes, StageBlocks
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.trace.rank import _build_world
@@ -43,6 +43,6 @@ def elements(_: int, __: int, run: Run) -> int:
 def test_weights_that_tensor_ranks_split_are_divided(model: str, layout: str) -> None:
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
     run = composed([*common, *LAYOUTS[layout].split()])
-    sizes = RankSizes(run, run.layout, 1, "cpu", {0: Stage(range(run.model.layers), True, True)})
+    sizes = RankSizes(run, run.layout, 1, "cpu", {0: StageBlocks(range(run.model.layers), True, True)})
     found = run_ranks(elements, 1, run, joined=False, timeout=300)[0]
     assert sizes.elements / sizes.shards == pytest.approx(found, rel=1e-3 if sizes.shards > 1 else 1e-12)

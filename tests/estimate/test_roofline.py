@@ -13,10 +13,10 @@ from tests.support.composing import composed
 from tests.support.machines import detector
 from titan.cluster import devices
 from titan.estimate import roofline
-from titan.estimate.roofline import Rates
+from titan.estimate.roofline import DeviceRates
 from titan.run.run import Run
 
-H200 = Rates(matmul=750e12, matmul_8bit=1400e12, copy=4.2e12, attention=0.65 * 750e12)
+H200 = DeviceRates(matmul=750e12, matmul_8bit=1400e12, copy=4.2e12, attention=0.65 * 750e12)
 """About what an H200 is measured to do."""
 LONG = ("training.seq_len=8192", "training.global_batch=8192", "precision=bf16", "cluster.memory_gib=1000000")
 
@@ -32,8 +32,8 @@ def run_of(*overrides: str) -> Run:
     return composed(["dataset=synthetic", *LONG, *overrides])
 
 
-def least(run: Run, rates: Rates) -> roofline.Roofline:
-    return roofline.step_roofline(run, run.microbatches, rates)
+def least(run: Run, rates: DeviceRates) -> roofline.Roofline:
+    return roofline.compute_roofline(run, run.microbatches, rates)
 
 
 EXPECTED = [
@@ -50,7 +50,7 @@ def test_known_models_are_expected_near_their_roofline(model: str, expected: flo
 
 def test_parts_of_a_block_by_hand() -> None:
     run = run_of("model=debug", "model.layers=1", "training.seq_len=256", "training.global_batch=1024")
-    parts, tokens = least(run, Rates(1, 1, 1, 1)).parts, 1024
+    parts, tokens = least(run, DeviceRates(1, 1, 1, 1)).parts, 1024
     block = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 640
     head = 256 * 4096
     weights = block + head + head + 3 * 256
@@ -89,9 +89,12 @@ def test_8_bit_matmuls_are_counted_apart() -> None:
 
 def test_rates_come_from_what_was_measured() -> None:
     found = {"matmul_bf16_tflops": 700.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4000.0}
-    assert roofline.rates(found, run_of("model=llama1b"), "cuda") == Rates(7e14, 7e14, 4e12, pytest.approx(0.65 * 7e14))
+    assert roofline.select_rates(found, run_of("model=llama1b"), "cuda") == DeviceRates(
+        7e14, 7e14, 4e12, pytest.approx(0.65 * 7e14)
+    )
     assert (
-        roofline.rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b"), "cuda").matmul_8bit == 1.3e15
+        roofline.select_rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b"), "cuda").matmul_8bit
+        == 1.3e15
     )
 
 

@@ -8,10 +8,17 @@ from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
-from titan.estimate.plan import device_speeds, hardware_of
-from titan.estimate.refine import UNCHANGED, Factors
-from titan.estimate.search import Bounds, Candidate, best_changes, override_of, points, search
-from titan.estimate.step_time import step_time
+from titan.estimate.plan import derive_device_speeds, resolve_hardware
+from titan.estimate.refine import UNCHANGED, CorrectionFactors
+from titan.estimate.search import (
+    LayoutCandidate,
+    LowerBounds,
+    find_best_changes,
+    iterate_options,
+    list_overrides,
+    search_layouts,
+)
+from titan.estimate.step_time import estimate_step
 from titan.run.run import Run
 
 COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")
@@ -37,15 +44,17 @@ def made(name: str) -> Run:
     [
         full("8-devices", UNCHANGED, id="8-devices"),
         pytest.param("4-devices-experts", UNCHANGED, id="4-devices-experts"),
-        full("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined"),
+        full("8-devices", CorrectionFactors(0.3, 0.2, 3.0), id="8-devices-refined"),
         full("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory"),
     ],
 )
 @pytest.mark.full
-def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> None:
+def test_pruning_finds_what_trying_all_finds(name: str, factors: CorrectionFactors) -> None:
     run = made(name)
     devices = run.layout.devices
-    pruned, whole = (search(run, devices, run.machine, keep=5, prune=prune, factors=factors) for prune in (True, False))
+    pruned, whole = (
+        search_layouts(run, devices, run.machine, keep=5, prune=prune, factors=factors) for prune in (True, False)
+    )
     assert [r.step.seconds for r in pruned.best] == [r.step.seconds for r in whole.best]
     assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
 
@@ -53,28 +62,28 @@ def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> Non
 @pytest.mark.parametrize("name", ["8-devices", "4-devices-experts"])
 def test_bounds_are_never_above_what_they_bound(name: str) -> None:
     run = made(name)
-    hardware = hardware_of(run.cluster, run.machine)
-    bound = Bounds(run, lambda layout: device_speeds(run, hardware, run.machine, layout), "cuda")
-    for point in list(points(run, run.layout.devices, run.machine))[::17]:
-        recipe, layout, count = vars(point.candidate(run)).values()
+    hardware = resolve_hardware(run.cluster, run.machine)
+    bound = LowerBounds(run, lambda layout: derive_device_speeds(run, hardware, run.machine, layout), "cuda")
+    for point in list(iterate_options(run, run.layout.devices, run.machine))[::17]:
+        recipe, layout, count = vars(point.build_candidate(run)).values()
         try:
-            step = step_time(recipe, layout, count, device_speeds(recipe, hardware, run.machine, layout))
-            usage = memory.peak(recipe, layout, count)
+            step = estimate_step(recipe, layout, count, derive_device_speeds(recipe, hardware, run.machine, layout))
+            usage = memory.estimate_peak(recipe, layout, count)
         except ConfigError:
             continue
         assert bound(point) <= step.seconds * 1.000001, point
-        assert bound.gib(point) <= usage.gib * 1.000001, point
+        assert bound.compute_gib(point) <= usage.gib * 1.000001, point
 
 
 def test_degrees_of_expert_parallelism_are_tried() -> None:
     run = made("4-devices-experts")
-    degrees = {(p.layout.sharded * p.layout.tensor, p.layout.expert) for p in points(run, 4, run.machine)}
+    degrees = {(p.layout.sharded * p.layout.tensor, p.layout.expert) for p in iterate_options(run, 4, run.machine)}
     assert degrees == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
 
 
 @pytest.mark.full
 def test_the_front_has_nothing_that_is_slower_and_larger() -> None:
-    front = search(made("8-devices"), 8, made("8-devices").machine).front
+    front = search_layouts(made("8-devices"), 8, made("8-devices").machine).front
     times, sizes = [r.step.seconds for r in front], [r.gib for r in front]
     assert times == sorted(times) and sizes == sorted(sizes, reverse=True)
 
@@ -82,19 +91,23 @@ def test_the_front_has_nothing_that_is_slower_and_larger() -> None:
 @pytest.mark.full
 def test_results_are_command_lines_that_compose_to_them() -> None:
     run = made("8-devices")
-    for result in search(run, 8, run.machine, keep=3).best:
-        words = override_of(result.candidate, run, run.layout, run.microbatches)
+    for result in search_layouts(run, 8, run.machine, keep=3).best:
+        words = list_overrides(result.candidate, run, run.layout, run.microbatches)
         again = composed([*COMMON, *RUNS["8-devices"], *words], elsewhere=True)
         assert again.layout == result.candidate.layout and again.microbatches == result.candidate.microbatches
-        speeds = device_speeds(again, hardware_of(again.cluster, again.machine), again.machine, again.layout)
-        assert step_time(again, again.layout, again.microbatches, speeds).seconds == pytest.approx(result.step.seconds)
+        speeds = derive_device_speeds(
+            again, resolve_hardware(again.cluster, again.machine), again.machine, again.layout
+        )
+        assert estimate_step(again, again.layout, again.microbatches, speeds).seconds == pytest.approx(
+            result.step.seconds
+        )
 
 
 def test_nothing_fits() -> None:
     run = made("8-devices")
     small = composed([*COMMON, *RUNS["8-devices"]], elsewhere=True)
     with pytest.raises(ConfigError, match=r"plan.search=true: none of .* layouts on 8 devices fits"):
-        search(_with_memory(small, 2.0), 8, run.machine)
+        search_layouts(_with_memory(small, 2.0), 8, run.machine)
 
 
 def _with_memory(run: Run, gib: float) -> Run:
@@ -105,10 +118,10 @@ def _with_memory(run: Run, gib: float) -> Run:
 
 def test_single_changes_fit_and_are_sorted() -> None:
     run = composed([*COMMON, *RUNS["8-devices"], "memory=full", "compile=off"], elsewhere=True)
-    results = best_changes(run, run.layout, run.microbatches, run.machine, keep=99)
+    results = find_best_changes(run, run.layout, run.microbatches, run.machine, keep=99)
     times = [r.step.seconds for r in results]
     assert times == sorted(times)
-    words = {" ".join(override_of(r.candidate, run, run.layout, run.microbatches)) for r in results}
+    words = {" ".join(list_overrides(r.candidate, run, run.layout, run.microbatches)) for r in results}
     assert {"compile.scope=block", "memory.checkpointing=none"} <= words
-    has = fit.available(run, run.layout, run.machine)
-    assert all(isinstance(r.candidate, Candidate) and r.gib <= has for r in results)
+    has = fit.compute_available_gib(run, run.layout, run.machine)
+    assert all(isinstance(r.candidate, LayoutCandidate) and r.gib <= has for r in results)

@@ -17,9 +17,9 @@ from titan.cluster.hardware import Hardware
 from titan.errors import ConfigError
 from titan.estimate import operations
 from titan.estimate import plan as planning
-from titan.estimate.constants import fitted
-from titan.estimate.operations import Speeds, collective
-from titan.estimate.step_time import CAUSES, StepModel, StepTime, step_time
+from titan.estimate.constants import load_constants
+from titan.estimate.operations import Speeds, estimate_collective
+from titan.estimate.step_time import CAUSES, StepModel, StepTime, estimate_step
 from titan.parallelism.pipeline.schedules import SCHEDULES, compute_timetable, order_actions, simulate_order
 from titan.run.run import Run
 
@@ -40,11 +40,11 @@ LAYOUTS = {
 
 def speeds(**changed: Any) -> Speeds:
     """The speeds of an H100 in bf16, with some figures changed."""
-    return operations.speeds(dataclasses.replace(H100, **changed), 8, dtype="bf16", kernel="flash")
+    return operations.derive_speeds(dataclasses.replace(H100, **changed), 8, dtype="bf16", kernel="flash")
 
 
 def predicted(run: Run, change: Callable[[Speeds], Speeds] = lambda s: s) -> StepTime:
-    return step_time(run, run.layout, run.microbatches, change(speeds()))
+    return estimate_step(run, run.layout, run.microbatches, change(speeds()))
 
 
 def composed_run(layout: str, *more: str) -> Run:
@@ -112,32 +112,38 @@ def test_a_timetable_without_transfers_is_the_simulation(schedule: str) -> None:
 
 def test_a_matmul_takes_whole_tiles() -> None:
     device = speeds()
-    one = operations.matmul(4096, 4096, 4096, device)
+    one = operations.estimate_matmul(4096, 4096, 4096, device)
     assert one == pytest.approx(2 * 4096**3 / device.matmul, rel=0.3)
-    assert operations.matmul(4096, 129, 4096, device) > 1.2 * operations.matmul(4096, 128, 4096, device)
-    assert operations.matmul(8192, 8192, 8192, device, eight_bit=True) < operations.matmul(8192, 8192, 8192, device)
+    assert operations.estimate_matmul(4096, 129, 4096, device) > 1.2 * operations.estimate_matmul(
+        4096, 128, 4096, device
+    )
+    assert operations.estimate_matmul(8192, 8192, 8192, device, eight_bit=True) < operations.estimate_matmul(
+        8192, 8192, 8192, device
+    )
 
 
 def test_collectives_of_known_size() -> None:
     device = speeds(link_microseconds=1e-6, network_microseconds=1e-6)
-    assert collective("all-gather", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
-    assert collective("all-reduce", 340e9, 8, 1, device) == pytest.approx(2 * 7 / 8, rel=1e-3)
-    assert collective("all-gather", 42.5e9, 4, 8, device) == pytest.approx(3 / 4, rel=1e-3)  # one device of each node
-    assert collective("all-gather", 8 * 42.5e9, 16, 1, device) == pytest.approx(max(1 / 2, 7 / 8), rel=1e-3)
-    assert collective("all-gather", 1e9, 1, 1, device) == 0
+    assert estimate_collective("all-gather", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
+    assert estimate_collective("all-reduce", 340e9, 8, 1, device) == pytest.approx(2 * 7 / 8, rel=1e-3)
+    assert estimate_collective("all-gather", 42.5e9, 4, 8, device) == pytest.approx(
+        3 / 4, rel=1e-3
+    )  # one device of each node
+    assert estimate_collective("all-gather", 8 * 42.5e9, 16, 1, device) == pytest.approx(max(1 / 2, 7 / 8), rel=1e-3)
+    assert estimate_collective("all-gather", 1e9, 1, 1, device) == 0
 
 
 def test_a_missing_figure_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cluster.hardware.memory_gb_per_second=null: the time of memory-bound"):
-        operations.speeds(Hardware(bf16_tflops=100), 8, dtype="bf16", kernel="flash")
+        operations.derive_speeds(Hardware(bf16_tflops=100), 8, dtype="bf16", kernel="flash")
     run = composed([*TINY, "hydra.run.dir=/x"])
     with pytest.raises(ConfigError, match=r"titan.calibrate"):
-        planning.plan(run, run.layout, run.microbatches, run.machine)
+        planning.build_plan(run, run.layout, run.microbatches, run.machine)
 
 
 def test_a_power_limit_slows_a_device() -> None:
     limited = speeds(watts=500, reference_watts=700)
-    assert limited.matmul / speeds().matmul == pytest.approx((5 / 7) ** fitted().power)
+    assert limited.matmul / speeds().matmul == pytest.approx((5 / 7) ** load_constants().power)
     assert speeds(watts=900, reference_watts=700).matmul == speeds().matmul
 
 
@@ -155,7 +161,7 @@ def published() -> list[Any]:
 @pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
     """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
-    (error,) = fit_costs.errors([row], fitted())
+    (error,) = fit_costs.errors([row], load_constants())
     assert abs(error) < math.log(1.1)
 
 
@@ -171,8 +177,8 @@ def test_a_pipelines_gradients_are_reduced_with_nothing_beside() -> None:
     pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=8", "training.global_batch=1048576")
     run = composed_run("fsdp", *pipeline, "parallelism.accumulate=whole")
     model = StepModel(run, run.layout, run.microbatches, speeds())
-    reduced = run.model.layers / 2 * model.block(0).reduce
-    others = step_time(run, run.layout, run.microbatches, speeds(), merged=True)
+    reduced = run.model.layers / 2 * model.get_block(0).reduce_seconds
+    others = estimate_step(run, run.layout, run.microbatches, speeds(), merged=True)
     assert predicted(run).parts["weights and gradients"] >= reduced > others.parts["weights and gradients"]
 
 

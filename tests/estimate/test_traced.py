@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titan.estimate.traced import allocator, compose, memory
 from titan.estimate.traced.allocator import MIB, Allocator
-from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Kind, Region, Trace
+from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Kind, Region, StepTrace
 from titan.estimate.traced.replay import Pricing, Replay
 
 HERE = Region("F", 0, 0, 0)
@@ -44,35 +44,35 @@ def free(key: int, region: Region = HERE) -> Event:
 def test_segments(sizes: list[int], expandable: bool, reserved: int) -> None:
     memory_of = Allocator(expandable)
     for size in sizes:
-        memory_of.alloc(size, "compute")
+        memory_of.allocate(size, "compute")
     assert memory_of.reserved == reserved
 
 
 def test_a_freed_block_is_used_again_by_its_own_stream_only() -> None:
     one = Allocator()
-    one.free(one.alloc(30 * MIB, "compute"))
-    one.alloc(28 * MIB, "compute")
+    one.free(one.allocate(30 * MIB, "compute"))
+    one.allocate(28 * MIB, "compute")
     assert one.reserved == 40 * MIB
-    one.alloc(28 * MIB, "all-gather")
+    one.allocate(28 * MIB, "all-gather")
     assert one.reserved == 80 * MIB
 
 
 def test_free_neighbours_are_joined() -> None:
     one = Allocator()
-    blocks = [one.alloc(10 * MIB, "compute") for _ in range(4)]
+    blocks = [one.allocate(10 * MIB, "compute") for _ in range(4)]
     for block in (blocks[1], blocks[2]):
         one.free(block)
-    one.alloc(20 * MIB, "compute")
+    one.allocate(20 * MIB, "compute")
     assert one.reserved == 40 * MIB
 
 
 def test_gaps_that_are_too_small_are_not_used() -> None:
     """Fragmentation: two free blocks of 10 MiB that are not adjacent can't take 20 MiB."""
     one = Allocator()
-    blocks = [one.alloc(10 * MIB, "compute") for _ in range(4)]
+    blocks = [one.allocate(10 * MIB, "compute") for _ in range(4)]
     one.free(blocks[0])
     one.free(blocks[2])
-    one.alloc(20 * MIB, "compute")
+    one.allocate(20 * MIB, "compute")
     assert (one.allocated, one.reserved) == (40 * MIB, 60 * MIB)
 
 
@@ -87,7 +87,7 @@ def test_blocks_never_overlap_and_sizes_add_up(actions: list[tuple[bool, int, in
         if frees and taken:
             one.free(taken.pop(which % len(taken)))
         else:
-            taken.append(one.alloc(size, "compute" if which % 3 else "all-gather"))
+            taken.append(one.allocate(size, "compute" if which % 3 else "all-gather"))
             assert taken[-1].size >= size
         spans = sorted((block.start, block.start + block.size) for block in taken)
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
@@ -100,7 +100,7 @@ def test_blocks_never_overlap_and_sizes_add_up(actions: list[tuple[bool, int, in
 
 def test_a_step_is_repeated_with_what_was_in_memory_before() -> None:
     events = [alloc(1, 30 * MIB, "weights"), alloc(2, 30 * MIB), free(2)]
-    found = allocator.simulate(events, steps=3)
+    found = allocator.simulate_step(events, steps=3)
     assert (found.allocated, found.reserved) == (60 * MIB, 60 * MIB)
 
 
@@ -110,15 +110,15 @@ def test_a_step_is_repeated_with_what_was_in_memory_before() -> None:
 def test_the_peak_names_region_and_categories() -> None:
     later = Region("B", 0, 0, 3)
     events = [alloc(1, 4, "weights"), alloc(2, 2), free(2), alloc(3, 5, "logits", region=later), free(3)]
-    found = memory.peak(events)
+    found = memory.find_peak(events)
     assert (found.region, found.parts, found.bytes) == (later, {"weights": 4, "logits": 5}, 9)
 
 
 def test_the_course_keeps_the_peak() -> None:
     events = [event for key in range(50) for event in (alloc(key, 1 + key % 7), free(key))]
-    course = memory.course(events, 10)
+    course = memory.sample_course(events, 10)
     assert len(course) == 10
-    assert max(moment.bytes for moment in course) == memory.peak(events).bytes
+    assert max(moment.bytes for moment in course) == memory.find_peak(events).bytes
 
 
 # ---- time ----
@@ -177,17 +177,17 @@ def test_a_cpu_does_one_thing_after_another() -> None:
 
 def test_what_an_operation_is() -> None:
     update = Event("op", Region("U", 0, -1, NONE))
-    assert Pricing.cause(Seconds(), update) == "optimizer"
-    assert Pricing.cause(Seconds(), Event("op", HERE, shape=(1, 1, 1), recomputed=True)) == "recomputation"
-    assert Pricing.cause(Seconds(), Event("op", HERE, shape=(1, 1, 1))) == "matmuls"
-    assert Pricing.cause(Seconds(), Event("op", HERE, shape=(1, 1, 1, 1))) == "attention"
-    assert Pricing.cause(Seconds(), Event("op", HERE)) == "memory-bound"
+    assert Pricing.find_cause(Seconds(), update) == "optimizer"
+    assert Pricing.find_cause(Seconds(), Event("op", HERE, shape=(1, 1, 1), recomputed=True)) == "recomputation"
+    assert Pricing.find_cause(Seconds(), Event("op", HERE, shape=(1, 1, 1))) == "matmuls"
+    assert Pricing.find_cause(Seconds(), Event("op", HERE, shape=(1, 1, 1, 1))) == "attention"
+    assert Pricing.find_cause(Seconds(), Event("op", HERE)) == "memory-bound"
 
 
 # ---- composition ----
 
 
-def step(blocks: int, rows: int) -> Trace:
+def step(blocks: int, rows: int) -> StepTrace:
     """A step whose blocks save tensors, free the previous one's output, and accumulate gradients over micro-batches."""
     events: list[Event] = []
     keys = iter(range(1, 10**6))
@@ -212,10 +212,10 @@ def step(blocks: int, rows: int) -> Trace:
     update = Region("U", 0, -1, NONE)
     for block in range(blocks):
         events += [Event("op", update, owner=block, size=2), Event("free", update, owner=block, key=grads[block])]
-    return Trace(0, events, {0: (0, blocks)})
+    return StepTrace(0, events, {0: (0, blocks)})
 
 
-def shape(trace: Trace) -> list[tuple[object, ...]]:
+def shape(trace: StepTrace) -> list[tuple[object, ...]]:
     """The events with tensors numbered in the order of their creation."""
     numbers: dict[int, int] = {}
     for event in trace.events:
@@ -228,7 +228,7 @@ def shape(trace: Trace) -> list[tuple[object, ...]]:
 def test_a_short_trace_repeated_is_the_whole_trace(blocks: int, rows: int, period: int) -> None:
     short = min(blocks, 5 * period + blocks % period)
     traced = step(short, min(rows, compose.MICROBATCHES))
-    whole = compose.composed(traced, {0: (0, blocks)}, period, rows)
+    whole = compose.compose_trace(traced, {0: (0, blocks)}, period, rows)
     assert shape(whole) == shape(step(blocks, rows))
 
 
@@ -239,10 +239,10 @@ def test_a_trace_that_does_not_repeat_is_recognised() -> None:
     kept = [e for e in trace.events if not (e.kind == "free" and e.key == saved)]
     index = next(i for i, e in enumerate(kept) if e.region == Region("B", 0, 0, 2))
     broken = replace(trace, events=[*kept[:index], Event("free", Region("B", 0, 0, 2), key=saved), *kept[index:]])
-    with pytest.raises(compose.Irregular, match="does not exist"):
-        compose.composed(broken, {0: (0, 9)}, 1, 1)
+    with pytest.raises(compose.IrregularTraceError, match="does not exist"):
+        compose.compose_trace(broken, {0: (0, 9)}, 1, 1)
 
 
 def test_counts_of_a_composed_trace() -> None:
-    whole = compose.composed(step(5, 4), {0: (0, 126)}, 1, 32)
+    whole = compose.compose_trace(step(5, 4), {0: (0, 126)}, 1, 32)
     assert Counter(event.kind for event in whole.events) == Counter(event.kind for event in step(126, 32).events)

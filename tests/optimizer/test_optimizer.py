@@ -14,8 +14,8 @@ from titan.config import settings
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.optimizer import mixed_precision
-from titan.optimizer.matrix_gather import coordinate
-from titan.optimizer.muon import orthogonalise, scale
+from titan.optimizer.matrix_gather import find_coordinate
+from titan.optimizer.muon import compute_scale, orthogonalise_matrix
 from titan.optimizer.schema import LARGEST_BETA2, SGD, AdamW, Group, Muon, Optimizer
 
 NAMES = {
@@ -119,14 +119,14 @@ def test_what_is_not_fp32_is_rounded_once(weights: str, moments: Any, implementa
 def test_pieces_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = after(AdamW(moments="bf16"))
     sizes: list[int] = []
-    update = mixed_precision.AdamW._update
+    update = mixed_precision.MixedPrecisionAdamW._update_bucket
 
     def watched(self: Any, bucket: list[mixed_precision.Piece], group: dict[str, Any]) -> None:
         sizes.append(sum(piece.weight.numel() for piece in bucket))
         update(self, bucket, group)
 
     monkeypatch.setattr(mixed_precision, "BUCKET", 9)
-    monkeypatch.setattr(mixed_precision.AdamW, "_update", watched)
+    monkeypatch.setattr(mixed_precision.MixedPrecisionAdamW, "_update_bucket", watched)
     pieces = after(AdamW(moments="bf16"))
     assert max(sizes) <= 9
     assert all(torch.equal(whole[name], pieces[name]) for name in NAMES)
@@ -190,27 +190,27 @@ def test_muon_is_adamw_for_all_but_the_blocks_matrices() -> None:
 def test_orthogonalised_matrices_have_singular_values_near_one(rows: int, columns: int, size: float) -> None:
     """Whatever their size and shape; of a chance matrix the least one may take more iterations to come up."""
     matrix = size * torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 13 + columns))
-    values = torch.linalg.svdvals(orthogonalise(matrix, 12))
+    values = torch.linalg.svdvals(orthogonalise_matrix(matrix, 12))
     assert float(values.max()) < 1.3
     assert float(values.min()) > 0.5
 
 
 def test_nothing_to_orthogonalise_is_no_fault() -> None:
-    assert not orthogonalise(torch.zeros(3, 5), 5).any()
+    assert not orthogonalise_matrix(torch.zeros(3, 5), 5).any()
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_updates_of_matrices_are_as_large_as_adamws(shape: tuple[int, int]) -> None:
     """About 0.2 per element (arXiv:2502.16982)."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    update = orthogonalise(matrix, 5) * scale("match_rms_adamw", shape)
+    update = orthogonalise_matrix(matrix, 5) * compute_scale("match_rms_adamw", shape)
     assert 0.14 < float(update.square().mean().sqrt()) < 0.24
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_owners_are_all_ranks_of_a_mesh_once(shape: list[int]) -> None:
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    assert all(ranks[tuple(coordinate(int(rank), tuple(shape)))] == rank for rank in ranks.flatten())
+    assert all(ranks[tuple(find_coordinate(int(rank), tuple(shape)))] == rank for rank in ranks.flatten())
 
 
 @given(st.integers(-100, 100), st.integers(0, 127))

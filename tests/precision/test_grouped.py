@@ -52,7 +52,7 @@ def computed(product: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("kind", SMALL)
 def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: bool) -> None:
     x, w, g = operands()
-    product = grouped.product(kind, emulate=True)
+    product = grouped.build_product(kind, emulate=True)
     function = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
     out, of_x, of_w = computed(function, x, w, g)
     for expert, (start, end) in enumerate(zip((0, *ENDS), ENDS, strict=False)):
@@ -71,7 +71,7 @@ def test_each_expert_is_a_linear_layer_of_rounded_operands(kind: str, compiled: 
 @pytest.mark.parametrize("kind", SMALL[:3])
 def test_emulation_computes_what_the_kernel_does(kind: str) -> None:
     """torch has the kernels of float8 for CPUs too."""
-    for one, other in zip(*(computed(grouped.product(kind, e), *operands()) for e in (True, False)), strict=True):
+    for one, other in zip(*(computed(grouped.build_product(kind, e), *operands()) for e in (True, False)), strict=True):
         assert float((one.float() - other.float()).norm() / one.float().norm()) < 1e-2
 
 
@@ -84,7 +84,7 @@ def test_a_kernel_gets_a_multiple_of_rows_and_no_others_count() -> None:
 
     x, w, g = operands()
     x[ENDS[-1] :] = torch.nan  # rows that no expert gets may have any value
-    found = computed(lambda *args: grouped.padded_product(*args, 16, kernel), x, w, g)
+    found = computed(lambda *args: grouped.multiply_padded(*args, 16, kernel), x, w, g)
     wanted = computed(multiply_grouped, x.nan_to_num(), w, g)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3 * float(other.abs().max()))
@@ -102,10 +102,10 @@ def test_a_kernel_gets_a_multiple_of_rows_and_no_others_count() -> None:
 )
 def test_experts_are_chosen_as_linear_layers(settings: Any, tensor: int, taken: set[str], why: str | None) -> None:
     model = Qwen3Moe(dim=128, layers=1, heads=4, kv_heads=4, head_dim=64, expert_ffn=48, vocab=64)
-    choice = Precision("bf16", matmuls="float8", **settings).select(model.matmuls(), tensor)
+    choice = Precision("bf16", matmuls="float8", **settings).select_layers(model.matmuls(), tensor)
     name = "layers.0.feed_forward.experts."
     assert {n.removeprefix(name) for n in choice.quantized if n.startswith(name)} == taken
-    assert {choice.kept[n] for n in choice.kept if n.startswith(name)} == ({why} if why else set())
+    assert {choice.exclusions[n] for n in choice.exclusions if n.startswith(name)} == ({why} if why else set())
     assert not any("router" in n for n in choice.quantized)
     with torch.device("meta"):
         module = model.build()

@@ -23,8 +23,8 @@ from titan.errors import ConfigError
 from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Matmul, Qwen3
 from titan.precision import low_precision
-from titan.precision.low_precision import Scales
-from titan.precision.low_precision import product as multiplication
+from titan.precision.low_precision import Float8Scales
+from titan.precision.low_precision import build_product as multiplication
 from titan.precision.schema import Precision, WeightSharding
 from titan.run.run import Run
 from titan.training.trainer import Trainer
@@ -79,12 +79,12 @@ class TestChoice:
     def test_layers_in_the_compute_type(self, layers: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
         shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
         model = {name: Matmul(*shape, rowwise=name == "c") for name, shape in shapes.items()}
-        choice = Precision("bf16", matmuls=layers, **settings).select(model, tensor)
-        assert choice.kept == left
+        choice = Precision("bf16", matmuls=layers, **settings).select_layers(model, tensor)
+        assert choice.exclusions == left
         assert choice.quantized == tuple(name for name in model if name not in left)
 
     def test_nothing_is_taken_nor_left_where_all_is_as_computed(self) -> None:
-        assert Precision("bf16").select(Llama().linear_layers()) == ((), {})
+        assert Precision("bf16").select_layers(Llama().linear_layers()) == ((), {})
 
     @pytest.mark.parametrize(
         ("cut", "without"),
@@ -103,12 +103,12 @@ class TestChoice:
             "c": Matmul(64, 96),
             "head": Matmul(64, 96),
         }
-        found = Precision("bf16", matmuls="float8", skip=()).gathered(layers, cut)
+        found = Precision("bf16", matmuls="float8", skip=()).select_gathered(layers, cut)
         assert set(found) == set(layers) - without
 
     def test_layers_in_the_compute_type_is_told_once_for_all_blocks(self) -> None:
         layers = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).linear_layers()
-        text = Precision("bf16", matmuls="float8").select(layers).describe_kept()
+        text = Precision("bf16", matmuls="float8").select_layers(layers).describe_exclusions()
         odd = "(24 is not a multiple of 16)"
         assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
@@ -227,7 +227,7 @@ class Runs:
 @pytest.fixture(scope="module", autouse=True)
 def torchao_is_imported() -> None:
     """Import what ranks need once, before they are forked."""
-    with low_precision.quiet():
+    with low_precision.silence_warnings():
         for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
             importlib.import_module(f"torchao.{name}")
 
@@ -322,7 +322,7 @@ class TestGathering:
     @pytest.mark.full
     def test_scales_beforehand_change_no_bit(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         _, ranks = runs("fsdp", "float8")
-        monkeypatch.setattr(Scales, "update", lambda self: None)
+        monkeypatch.setattr(Float8Scales, "update", lambda self: None)
         _, dynamic = runs("fsdp", "float8", "training.repeat=1")
         assert same(ranks[0].last, dynamic[0].last)
 
@@ -379,7 +379,7 @@ class TestGathering:
 
 
 def stored_whole(parameter: Any) -> Tensor:
-    found = low_precision.plain_tensor(parameter)
+    found = low_precision.unwrap_tensor(parameter)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 

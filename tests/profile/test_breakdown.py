@@ -12,7 +12,7 @@ import pytest
 
 from titan.estimate.step_time import CAUSES
 from titan.profile import kinds, summary
-from titan.profile.breakdown import Breakdown, breakdowns
+from titan.profile.breakdown import Breakdown, compute_breakdowns
 from titan.profile.trace import read
 
 
@@ -25,7 +25,7 @@ def of(tmp_path: Path, *events: dict[str, Any]) -> Breakdown:
     """The breakdown of the only step of a trace."""
     file = tmp_path / "trace.json.gz"
     file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    (found,) = breakdowns(read(file))
+    (found,) = compute_breakdowns(read(file))
     return found
 
 
@@ -51,7 +51,7 @@ def test_a_step_on_a_cpu(tmp_path: Path) -> None:
          "waiting for data": 1, "host": 7}
     )  # fmt: skip
     assert found.hidden == pytest.approx({"reduce-scatter": 1})
-    assert (found.step, found.seconds, found.exposed, found.own) == (7, 20, 3, 16)
+    assert (found.step, found.seconds, found.communication_seconds, found.own_seconds) == (7, 20, 3, 16)
 
 
 def test_a_step_on_a_gpu(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_kinds_of_collectives(name: str, kind: str | None) -> None:
-    assert kinds.collective(name) == kind
+    assert kinds.classify_collective(name) == kind
 
 
 @pytest.mark.parametrize("name", ["titan::grouped_product", "titan::low_grouped_grads", "aten::_grouped_mm"])
 def test_products_of_experts_are_matmuls(name: str) -> None:
-    assert kinds.operation(name) == kinds.MATMULS
+    assert kinds.classify_operation(name) == kinds.MATMULS
 
 
 def test_every_predicted_cause_has_its_row() -> None:
@@ -103,14 +103,14 @@ def test_every_predicted_cause_has_its_row() -> None:
 def test_the_table_has_the_prediction_and_names_the_slow_rank() -> None:
     def rank(number: int, matmuls: float) -> summary.Summary:
         step = Breakdown(5, 1.0, {"matmuls": matmuls, "all-gather": 1 - matmuls})
-        return summary.summarise(number, [step, step], {"matmuls": 0.4, "weights and gradients": 0.3})
+        return summary.average_steps(number, [step, step], {"matmuls": 0.4, "weights and gradients": 0.3})
 
     ranks = [rank(0, 0.4), rank(1, 0.8), rank(2, 0.41)]
-    text = "\n".join(summary.lines(ranks[0]))
+    text = "\n".join(summary.format_table(ranks[0]))
     assert "matmuls                        0.4   40.0%      0.4 s" in text
     assert "communication                  0.6   60.0%      0.3 s" in text
-    assert summary.comparison(ranks)[-1] == "rank 1 is slow: its own work takes 1.95 times the median rank's"
-    assert "no rank is slow" in summary.comparison([ranks[0], ranks[2]])[-1]
+    assert summary.compare_ranks(ranks)[-1] == "rank 1 is slow: its own work takes 1.95 times the median rank's"
+    assert "no rank is slow" in summary.compare_ranks([ranks[0], ranks[2]])[-1]
 
 
 @pytest.mark.parametrize(("factor", "named"), [(1.25, False), (1.1, True)])
@@ -118,6 +118,6 @@ def test_the_factor_of_a_slow_rank_is_that_of_the_run(factor: float, named: bool
     (tmp_path / "profile").mkdir()
     for number, matmuls in enumerate((0.4, 0.48, 0.4)):
         parts = {"matmuls": matmuls, "all-gather": 1 - matmuls}
-        one = summary.summarise(number, [Breakdown(5, 1.0, parts)], {})
+        one = summary.average_steps(number, [Breakdown(5, 1.0, parts)], {})
         summary.write(tmp_path / "profile", dataclasses.replace(one, slow_factor=factor))
-    assert ("rank 1 is slow" in summary.comparison(summary.read(tmp_path, None))[-1]) is named
+    assert ("rank 1 is slow" in summary.compare_ranks(summary.read(tmp_path, None))[-1]) is named

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.runs import tiny, train
 from titan.profile import memory, summary
-from titan.profile.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, WEIGHTS, peak
+from titan.profile.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, WEIGHTS, find_peak
 from titan.profile.tensors import describe_snapshot
 from titan.profile.trace import Allocation, Slice, Trace
 
@@ -23,11 +23,11 @@ def test_the_peak_by_category() -> None:
     ]  # fmt: skip
     slices = ranges(**{"ProfilerStep#4": (2, 40), "forward": (3, 10), "backward": (20, 30), "layer 3": (21, 24)})
     trace = Trace(slices, [Allocation(*change) for change in changes])
-    found = peak(trace, 4, {WEIGHTS: 200, OPTIMIZER: 400}, gradients={12})
+    found = find_peak(trace, 4, {WEIGHTS: 200, OPTIMIZER: 400}, gradients={12})
     assert found is not None
     assert found.parts == {WEIGHTS: 200, OPTIMIZER: 400, ACTIVATIONS: 130, GRADIENTS: 50, TEMPORARY: 60}
     assert " in backward, layer 3 were alive: optimizer 0.0 MiB (48%), weights" in found.sentence
-    assert peak(Trace(slices, []), 4, {}, set()) is None
+    assert find_peak(Trace(slices, []), 4, {}, set()) is None
 
 
 def test_a_snapshot_of_cuda() -> None:
@@ -54,4 +54,4 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     assert 2 * 4 * 19_616 <= found.memory[memory.OPTIMIZER] <= 2 * 4 * 19_616 + 1024
     assert found.memory[memory.ACTIVATIONS] > 4 * 16 * 64 * 4
     assert found.memory[memory.GRADIENTS] == 4 * 19_616, "of the first micro-batch, at the peak of the second"
-    assert "were alive" in "\n".join(summary.lines(found))
+    assert "were alive" in "\n".join(summary.format_table(found))

@@ -39,13 +39,15 @@ def runs() -> Iterator[tuple[str, list[str], float | None]]:
 def trace(overrides: Sequence[str]) -> dict[str, float]:
     """Return GiB of live tensors and what is reserved, of the rank that needs most."""
     from titan.bench.fit_costs import _run
-    from titan.estimate.operations import speeds
-    from titan.estimate.plan import hardware_of
+    from titan.estimate.operations import derive_speeds
+    from titan.estimate.plan import resolve_hardware
     from titan.estimate.rank_sizes import GIB
     from titan.training.trace.ranks import trace_run
 
     run = _run(tuple(overrides))
-    fullest = trace_run(run, speeds(hardware_of(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")).fullest
+    fullest = trace_run(
+        run, derive_speeds(resolve_hardware(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")
+    ).fullest
     return {"live": fullest.live.bytes / GIB, "reserved": fullest.gib, "events": fullest.events}
 
 

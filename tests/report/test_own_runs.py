@@ -18,7 +18,7 @@ from tests.support.runs import train as train_ranks
 from titan import plan
 from titan.errors import ConfigError
 from titan.estimate import plan as planning
-from titan.estimate.causes import COMMUNICATION, grouped
+from titan.estimate.causes import COMMUNICATION, sum_groups
 from titan.report import own_runs
 from titan.report.collect import collect_runs
 from titan.run.run import Run
@@ -45,7 +45,7 @@ def planned_run(*overrides: str) -> Run:
 def step(name: str) -> dict[str, float]:
     """The predicted seconds of a layout by group of causes."""
     run = planned_run(*LAYOUTS[name])
-    return grouped(planning.plan(run, run.layout, run.microbatches, run.machine).step.parts)
+    return sum_groups(planning.build_plan(run, run.layout, run.microbatches, run.machine).step.parts)
 
 
 def taken(name: str, computation: float, communication: float) -> float:

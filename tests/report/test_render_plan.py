@@ -14,7 +14,7 @@ from tests.support.page_reader import Reader
 from tests.support.tiers import table
 from titan.console.numbers import rounded
 from titan.estimate import overhead, search
-from titan.estimate.plan import Plan, plan
+from titan.estimate.plan import Plan, build_plan
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import PlanOutcome, list_figures
 from titan.report.render.plan_memory import ActionPhases
@@ -45,17 +45,17 @@ RUNS = {
 def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
     given = (*COMMON, *RUNS[name], *more)
     run = composed([*given], elsewhere=True)
-    planned = plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.best_changes(run, run.layout, run.microbatches, run.machine)
+    planned = build_plan(run, run.layout, run.microbatches, run.machine)
+    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine)
     rank = planned.memory.index(planned.fullest)
-    steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
+    steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
     return PlanOutcome(run, planned, changes, None, given), rank, steps
 
 
 @cache
 def searched() -> tuple[PlanOutcome, int, ActionPhases]:
     outcome, rank, steps = made("fsdp")
-    found = search.search(outcome.run, 8, outcome.run.machine, keep=3)
+    found = search.search_layouts(outcome.run, 8, outcome.run.machine, keep=3)
     return replace(outcome, found=found), rank, steps
 
 

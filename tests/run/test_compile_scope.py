@@ -15,7 +15,7 @@ from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.tiers import full
 from titan.cluster import devices
-from titan.compile.compiler import missing_compiler
+from titan.compile.compiler import find_missing_compiler
 from titan.errors import ConfigError
 from titan.run import compile_scope, identity
 from titan.run.compile_scope import eager_seconds
@@ -103,9 +103,9 @@ def test_compilers_that_it_takes(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     machine = detector(kind)()
-    assert missing_compiler(machine, "inductor") == why
+    assert find_missing_compiler(machine, "inductor") == why
     for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
-        assert missing_compiler(machine, backend, elsewhere) is None
+        assert find_missing_compiler(machine, backend, elsewhere) is None
     run, where = on(kind, LONG, monkeypatch=monkeypatch), "model" if kind == "cpu" else "block"
     assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == where
     if why:
@@ -116,7 +116,7 @@ def test_compilers_that_it_takes(
 def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = detector("gpu")()
     for capability, why in ((6.1, "compute capability 6.1, but triton needs 7.0 or higher"), (7.0, ""), (None, "")):
-        found = missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
+        found = find_missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
         assert (found or "").endswith(why) and bool(found) == bool(why)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     assert on("gpu", monkeypatch=monkeypatch).compile_why == "triton is not installed"
@@ -153,12 +153,12 @@ def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.M
 
 
 def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_scope, "torch_version", lambda: (2, 11))
+    monkeypatch.setattr(compile_scope, "read_torch_version", lambda: (2, 11))
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
     assert on("gpu", "parallelism=fsdp", monkeypatch=monkeypatch).compile.scope == "block"
     job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, elsewhere=True)
     assert job.compile.scope == "block"
-    monkeypatch.setattr(compile_scope, "torch_version", tuple)  # there is none
+    monkeypatch.setattr(compile_scope, "read_torch_version", tuple)  # there is none
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
 
 

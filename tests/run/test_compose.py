@@ -348,8 +348,8 @@ def test_defaults_follow_from_the_machine(
 
 def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    demand = fit.memory_estimate
-    monkeypatch.setattr(fit, "memory_estimate", lambda *given: (asked.append(given[2]), demand(*given))[1])
+    demand = fit.estimate_memory
+    monkeypatch.setattr(fit, "estimate_memory", lambda *given: (asked.append(given[2]), demand(*given))[1])
     assert composed(["training.global_batch=104857600"]).microbatches > 1000
     assert len(asked) < 100, "as many micro-batches as there are rows were tried"
 

@@ -60,7 +60,7 @@ def test_an_error_of_the_planner_is_a_note(tmp_path: Path, monkeypatch: pytest.M
     def broken(*given: Any) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(prediction, "plan", broken)
+    monkeypatch.setattr(prediction, "build_plan", broken)
     attempt = begun(tiny(tmp_path / "run", *MEASURED))
     assert attempt.prediction is None
     assert attempt.notes == ("step time and memory are not predicted: ZeroDivisionError: division by zero",)

@@ -151,22 +151,22 @@ FAULTS = (
     fault(
         "profile: hidden communication is exposed",
         "titan/profile/breakdown.py",
-        "parts[kind], left = _take(left, inside)",
-        "parts[kind] = total(inside) / 1e6",
+        "parts[kind], remaining = _subtract_part(remaining, exchanges)",
+        "parts[kind] = sum_lengths(exchanges) / 1e6",
         "profile/test_breakdown.py::test_a_step_on_a_cpu",
     ),
     fault(
         "profile: recomputation counts as matmuls",
         "titan/profile/breakdown.py",
-        "yield kinds.RECOMPUTATION if again else kind, one.start, one.end",
-        "yield kind, one.start, one.end",
+        "yield kinds.RECOMPUTATION if is_recomputed else kind, event.start, event.end",
+        "yield kind, event.start, event.end",
         "profile/test_breakdown.py::test_a_step_on_a_gpu",
     ),
     fault(
         "profile: what a forward pass releases is kept",
         "titan/profile/memory.py",
-        "return ACTIVATIONS if block.end > one.end else TEMPORARY",
-        "return ACTIVATIONS if block.end < one.end else TEMPORARY",
+        "return ACTIVATIONS if block.end > forward_range.end else TEMPORARY",
+        "return ACTIVATIONS if block.end < forward_range.end else TEMPORARY",
         "profile/test_memory.py",
     ),
     fault(

@@ -274,22 +274,22 @@ ESTIMATES = (
     fault(
         "estimate: micro-batches in flight are one",
         "titan/estimate/memory.py",
-        "(count * each[i] for i, count in state.in_flight)",
-        "(each[i] for i, _ in state.in_flight)",
+        "(count * saved_by_stage[stage_index] for stage_index, count in state.in_flight)",
+        "(saved_by_stage[stage_index] for stage_index, _ in state.in_flight)",
         "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-gpipe-last-none]",
     ),
     fault(
         "estimate: what is computed again takes no time",
         "titan/estimate/roofline.py",
-        "(6 + again) * matmul.inputs",
+        "(6 + recomputed_flops) * matmul.inputs",
         "6 * matmul.inputs",
         "estimate/test_roofline.py::test_recomputation_takes_time",
     ),
     fault(
         "trace: waits for collectives take no time",
         "titan/estimate/traced/replay.py",
-        "        if ready > now:",
-        "        if ready < now:",
+        "        if ready > current:",
+        "        if ready < current:",
         "estimate/test_traced.py::test_waits_for_collectives",
     ),
     fault(
@@ -303,7 +303,7 @@ ESTIMATES = (
         "trace: repeated blocks refer to those of the short trace",
         "titan/estimate/traced/compose.py",
         "return at + target - source",
-        "return target",
+        "return map_target",
         "estimate/test_traced.py::test_a_short_trace_repeated_is_the_whole_trace",
     ),
     fault(

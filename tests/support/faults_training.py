@@ -249,14 +249,14 @@ TRAINING = (
     fault(
         "optimizer: a skipped step counts",
         "titan/optimizer/mixed_precision.py",
-        "torch._foreach_sub_(steps, [self._bad] * len(steps))",
+        "torch._foreach_sub_(steps, [self._skip_flag] * len(steps))",
         "pass",
         "optimizer/test_optimizer.py::test_a_bad_step_changes_nothing_and_needs_no_host",
     ),
     fault(
         "optimizer: muon's momentum takes a bad step",
         "titan/optimizer/muon.py",
-        "stored.copy_(momentum if self._bad is None else torch.where(self._bad > 0, stored.float(), momentum))",
+        "stored.copy_(momentum if self._skip_flag is None else torch.where(self._skip_flag > 0, stored.float(), momentum))",
         "stored.copy_(momentum)",
         "optimizer/test_optimizer_layouts.py::test_a_bad_step_leaves_all_as_it_was",
         "optimizer/test_optimizer.py::test_a_bad_step_changes_nothing_and_needs_no_host",

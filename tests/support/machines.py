@@ -9,7 +9,7 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.gpus import GIB
 from titan.cluster.probe import Probe
-from titan.compile.compiler import missing_compiler
+from titan.compile.compiler import find_missing_compiler
 
 H100S = "".join(f"GPU-{i}{i}aa-bb, NVIDIA H100 80GB HBM3, 81559, 9.0\n" for i in range(8))
 H200 = "GPU-00aa-bb, NVIDIA H200, 143167, 9.0\n"  # 139.8 GiB
@@ -33,6 +33,6 @@ def detector(kind: str) -> Callable[..., Machine]:
     return lambda device="auto": REAL(device, probe)
 
 
-_lacking = missing_compiler(devices.detect_machine("cpu"), "inductor")
+_lacking = find_missing_compiler(devices.detect_machine("cpu"), "inductor")
 NO_COMPILER = f"{_lacking}: apt-get install g++" if _lacking else ""
 """Why tests that compile for CPUs are skipped; empty where they run."""

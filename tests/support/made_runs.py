@@ -17,7 +17,7 @@ import yaml
 
 from tests.support.composing import composed
 from tests.support.runs import TINY
-from titan.estimate.plan import Figure
+from titan.estimate.plan import PredictedValue
 from titan.run import identity, prediction
 from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
@@ -204,7 +204,7 @@ def _document(
 def predicted(seconds: float, gib: float = 10.0) -> Prediction:
     """A prediction of so many seconds a step and GiB; ten per cent of the time is communication."""
     parts = {"matmuls": 0.9 * seconds, "weights and gradients": 0.1 * seconds}
-    step, memory = Figure(seconds, seconds / 1.1, seconds * 1.1), Figure(gib, gib / 1.1, gib * 1.1)
+    step, memory = PredictedValue(seconds, seconds / 1.1, seconds * 1.1), PredictedValue(gib, gib / 1.1, gib * 1.1)
     return Prediction(step, memory, memory, parts, {"weights": gib}, "c0575a27")
 
 

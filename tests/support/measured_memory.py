@@ -113,11 +113,11 @@ def main(names: list[str]) -> None:
         if names and name not in names:
             continue
         run = composed(["model=debug", "dataset=synthetic", *FEW, *overrides])
-        live = memory.peaks(run, run.layout, run.microbatches, "cpu")
+        live = memory.estimate_peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
         trace = 0 if run.compile.scope != "off" else traced(run, rank).bytes  # compiled graphs can't be traced
-        whole = fit.memory_estimate(run, run.layout, run.microbatches, "cpu").bytes
+        whole = fit.estimate_memory(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
             measured = resident(overrides, Path(folder) / "run")
         figures = (live[fullest].bytes, trace, whole, measured)

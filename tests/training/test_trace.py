@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiers import table
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
-from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.traced import result
 from titan.estimate.traced.result import RankResult
 from titan.run.run import Run
@@ -46,7 +46,7 @@ def run(layout: str, *more: str) -> Run:
 
 
 def speeds(one: Run) -> Speeds:
-    return device_speeds(one, hardware_of(one.cluster, one.machine), one.machine, one.layout)
+    return derive_device_speeds(one, resolve_hardware(one.cluster, one.machine), one.machine, one.layout)
 
 
 def results(one: Run, rank: int, *whole: bool) -> list[RankResult]:
@@ -55,7 +55,7 @@ def results(one: Run, rank: int, *whole: bool) -> list[RankResult]:
 
 
 def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
-    return result.rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
+    return result.build_rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
 
 
 @pytest.mark.parametrize("layout", table(LAYOUTS, ("fsdp",)))

@@ -40,7 +40,7 @@ class BareLoop:
         with torch.device("meta"):
             self.model: Any = run.model.build()
         if not autocast:
-            set_compute_dtype(self.model, run.precision, run.precision.select(run.model.matmuls()).quantized)
+            set_compute_dtype(self.model, run.precision, run.precision.select_layers(run.model.matmuls()).quantized)
         loss_terms.set_head_loss(self.model.head, chunk=run.training.loss_chunk, cap=run.model.logit_cap)
         checkpoint_blocks(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)

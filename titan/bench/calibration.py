@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan.bench.bare_loop import copy_gb_per_second, seconds
 from titan.bench.ranks import group, run_together
-from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, slower
+from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, compute_slowdown
 
 SHAPES = {
     "cpu": (
@@ -103,7 +103,7 @@ def attention_figures(device: torch.device, dtype: torch.dtype) -> dict[str, flo
     powers, rows = (HEAD_POWERS, SHORT) if len(shapes) > 1 else ((HEAD_POWER,), (SHORT_ROWS,))
 
     def rates(way: int, power: float, short: float) -> list[float]:
-        work = [(1, 2.5)[way] * 2 * b * h * t * t * d * slower(t, d, short, power) for b, h, t, d in shapes]
+        work = [(1, 2.5)[way] * 2 * b * h * t * t * d * compute_slowdown(t, d, short, power) for b, h, t, d in shapes]
         return [flops / time[way] for flops, time in zip(work, times, strict=True)]
 
     def spread(way: int, power: float, short: float) -> float:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from titan.estimate import constants, memory, operations
 from titan.estimate.constants import Constants
 from titan.estimate.overhead import CONTEXT_GIB
-from titan.estimate.plan import hardware_of
-from titan.estimate.step_time import step_time
+from titan.estimate.plan import resolve_hardware
+from titan.estimate.step_time import estimate_step
 from titan.run.compose import composed
 from titan.run.run import Run
 
@@ -123,9 +123,9 @@ def predicted(row: Mapping[str, str], known: Constants) -> Any:
     """Return the predicted step time of a published run."""
     run = _run(tuple(overrides(row)))
     dtype: Literal["bf16", "fp32"] = "bf16" if run.precision.compute == "bf16" else "fp32"
-    hardware = hardware_of(run.cluster, run.machine)
-    speeds = operations.speeds(hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
-    return step_time(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
+    hardware = resolve_hardware(run.cluster, run.machine)
+    speeds = operations.derive_speeds(hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
+    return estimate_step(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
 
 
 def errors(published: Sequence[Mapping[str, str]], known: Constants) -> list[float]:
@@ -256,7 +256,7 @@ def memory_of(published: Sequence[Mapping[str, str]]) -> list[tuple[float, float
     for row in published:
         if row["mem_GiB"] and kernel(row) == "flash":
             run = _run(tuple(overrides(row)))
-            found.append((memory.peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
+            found.append((memory.estimate_peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
     return found
 
 

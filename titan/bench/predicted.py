@@ -205,8 +205,8 @@ def hardware(file: str) -> list[str]:
 
 def predict(run: Run) -> Figures:
     """Return the prediction for a run."""
-    plan = planning.plan(run, run.layout, run.microbatches, run.machine)
-    live = memory.peak(run, run.layout, run.microbatches, run.machine.device)
+    plan = planning.build_plan(run, run.layout, run.microbatches, run.machine)
+    live = memory.estimate_peak(run, run.layout, run.microbatches, run.machine.device)
     return Figures(plan.step.seconds, plan.fullest.gib, live.bytes)
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titan.bench.suites import Case
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.errors import ConfigError
-from titan.estimate.roofline import Roofline, rates, step_roofline
+from titan.estimate.roofline import Roofline, compute_roofline, select_rates
 from titan.run import attempts, compose
 from titan.run.run import Run
 from titan.training.signals import StopSignals
@@ -116,7 +116,7 @@ def measure(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float],
     rate = {side: tokens / statistics.median(r.seconds) if r.seconds else 0.0 for side, r in sides.items()}
     peak = run.cluster.peak_tflops or look_up_peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
     tflops = rate["titan"] * run.model.flops_per_token(run.training.seq_len) / 1e12
-    roofline = step_roofline(run, run.microbatches, rates(ceilings, run, run.machine.device))
+    roofline = compute_roofline(run, run.microbatches, select_rates(ceilings, run, run.machine.device))
     return Speed(
         title=case.title,
         **rate,

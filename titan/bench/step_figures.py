@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from titan.bench import trials
 from titan.cluster.hardware import Hardware
 from titan.estimate.block_time import LAUNCHES
-from titan.estimate.plan import device_speeds
-from titan.estimate.step_time import StepModel, step_time
+from titan.estimate.plan import derive_device_speeds
+from titan.estimate.step_time import StepModel, estimate_step
 from titan.run.compose import composed
 from titan.run.run import Run
 
@@ -109,22 +109,24 @@ def single_prices(timed: Sequence[Timed], figures: Mapping[str, float]) -> Price
 def single_causes(model: StepModel) -> Prices:
     """Return the seconds that each price's unit costs in a step on one device."""
     blocks = model.model.layers * model.microbatches
-    work = [model.block(0).forward, model.block(0).backward]
-    loss = sum(model.head(kind)["memory-bound"] for kind in "FB")
+    work = [model.get_block(0).forward, model.get_block(0).backward]
+    loss = sum(model.estimate_head(kind)["memory-bound"] for kind in "FB")
     return {
         "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
         "step_microseconds": 1e-6,
         "eager_factor": blocks * sum(each.work["memory-bound"] for each in work),
         "loss_factor": model.microbatches * loss,
-        "update_factor": model.update(),
+        "update_factor": model.estimate_update(),
     }
 
 
 def _known(model: StepModel) -> float:
     """Return the seconds of matmuls and attention in a step."""
     names = ("matmuls", "attention")
-    blocks = sum(each.work[name] for each in (model.block(0).forward, model.block(0).backward) for name in names)
-    head = sum(model.head(kind)["matmuls"] for kind in "FB")
+    blocks = sum(
+        each.work[name] for each in (model.get_block(0).forward, model.get_block(0).backward) for name in names
+    )
+    head = sum(model.estimate_head(kind)["matmuls"] for kind in "FB")
     return model.microbatches * (model.model.layers * blocks + head)
 
 
@@ -179,13 +181,13 @@ def _hardware(figures: Mapping[str, float]) -> Hardware:
 
 
 def _model(run: Run, figures: Mapping[str, float]) -> StepModel:
-    speeds = device_speeds(run, _hardware(figures), run.machine, run.layout)
+    speeds = derive_device_speeds(run, _hardware(figures), run.machine, run.layout)
     return StepModel(run, run.layout, run.microbatches, speeds)
 
 
 def _parts(run: Run, figures: Mapping[str, float]) -> Mapping[str, float]:
-    speeds = device_speeds(run, _hardware(figures), run.machine, run.layout)
-    return step_time(run, run.layout, run.microbatches, speeds).parts
+    speeds = derive_device_speeds(run, _hardware(figures), run.machine, run.layout)
+    return estimate_step(run, run.layout, run.microbatches, speeds).parts
 
 
 def _seconds(run: Run, figures: Mapping[str, float]) -> float:

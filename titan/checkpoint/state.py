@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.errors import RunError
-from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
+from titan.optimizer.evaluation_weights import HasEvaluationWeights, compute_evaluation_weights
 from titan.parallelism import data
-from titan.precision.low_precision import plain_tensor
+from titan.precision.low_precision import unwrap_tensor
 
 AVERAGE = "ema"
 """The key of the weights' moving average beside the optimizer's state. A checkpoint may have it or lack it."""
@@ -55,7 +55,7 @@ def train_state_dict(state: TrainState) -> dict[str, Tensor]:
     for stage in state.stages:
         data.reshard_parameters(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
-    tensors = {f"{MODEL}{name}": plain_tensor(weight) for name, weight in state.named_weights()}
+    tensors = {f"{MODEL}{name}": unwrap_tensor(weight) for name, weight in state.named_weights()}
     tensors |= {f"{STATE}{name}": value for name, value in state.named_state()}
     for name, parameter in parameters.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
@@ -72,8 +72,8 @@ def evaluation_state_dict(state: TrainState) -> dict[str, Tensor]:
     if not isinstance(state.optimizer, HasEvaluationWeights):
         return {}
     weights = dict(state.named_weights())
-    weights |= {name: evaluation_weights(state.optimizer, p) for name, p in state.named_parameters()}
-    return {f"{EVALUATION}{name}": plain_tensor(weight) for name, weight in weights.items()}
+    weights |= {name: compute_evaluation_weights(state.optimizer, p) for name, p in state.named_parameters()}
+    return {f"{EVALUATION}{name}": unwrap_tensor(weight) for name, weight in weights.items()}
 
 
 def is_average(name: str) -> bool:

@@ -40,7 +40,7 @@ class ConfiguredBackend:
         with ExitStack() as stack:
             stack.enter_context(_without_rng_state())
             if self.share is not None:
-                stack.enter_context(_activation_budget(self.share))
+                stack.enter_context(_set_activation_budget(self.share))
             if self.keep_buffers:
                 stack.enter_context(_without_donated_buffers())
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
@@ -48,7 +48,7 @@ class ConfiguredBackend:
 
 
 @contextmanager
-def _activation_budget(share: float) -> Iterator[None]:
+def _set_activation_budget(share: float) -> Iterator[None]:
     """Set torch's activation memory budget."""
     from torch._functorch import config
 
@@ -72,11 +72,11 @@ def _without_donated_buffers() -> Iterator[None]:
     from torch._functorch._aot_autograd import graph_compile
     from torch.compiler import config as caching
 
-    now = "force_non_lazy_backward_lowering"
+    lowering_option = "force_non_lazy_backward_lowering"
     with (
-        config.patch({now: True} if hasattr(config, now) else {}),
+        config.patch({lowering_option: True} if hasattr(config, lowering_option) else {}),
         caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),  # type: ignore[attr-defined]
-        _patched(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+        _patch_attribute(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
     ):
         yield
 
@@ -91,12 +91,12 @@ def _without_rng_state() -> Iterator[None]:
     from torch._functorch import partitioners
 
     name = "has_recomputable_rng_ops"
-    with _patched(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
+    with _patch_attribute(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
         yield
 
 
 @contextmanager
-def _patched(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _patch_attribute(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace the attribute `name` of a module within this context."""
     original = getattr(module, name)
     setattr(module, name, function)
@@ -110,8 +110,8 @@ def compile_stage(
     stage: Any,
     settings: Compile,
     *,
-    whole: bool = False,
-    whole_blocks: bool = True,
+    fullgraph: bool = False,
+    fullgraph_blocks: bool = True,
     share: float | None = None,
     keep_buffers: bool = False,
 ) -> None:
@@ -123,9 +123,9 @@ def compile_stage(
     Args:
         stage: a module with a `model`, a `titan.model.decoder.DecoderModel` or a part of one.
         settings: scope and backend.
-        whole: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
+        fullgraph: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
             all-gathers weights inside.
-        whole_blocks: with scope "block", likewise of each block.
+        fullgraph_blocks: with scope "block", likewise of each block.
         share: activation memory budget of the blocks (with scope "model", of the model) from 0, as with full
             checkpointing, to 1, the fastest. None: torch's default. No effect with backend "eager".
         keep_buffers: leave saved activations intact in backward, for schedules that compute the gradients of inputs
@@ -134,14 +134,14 @@ def compile_stage(
     backend = ConfiguredBackend(settings.backend, share, keep_buffers)
     if settings.scope == "block":
         for block in stage.model.blocks():
-            block.compile(backend=backend, fullgraph=whole_blocks)
+            block.compile(backend=backend, fullgraph=fullgraph_blocks)
         if stage.model.head is not None:
             stage.model.head.compile(backend=replace(backend, share=None), fullgraph=True)
     elif settings.scope == "model":
-        stage.compile(backend=backend, fullgraph=whole, **_separate_cache())
+        stage.compile(backend=backend, fullgraph=fullgraph, **_isolate_recompiles())
 
 
-def _separate_cache() -> dict[str, bool]:
+def _isolate_recompiles() -> dict[str, bool]:
     """Return the argument that counts recompilations per module, if this version of torch has it.
 
     torch stops compiling a function after eight graphs, and a rank may have more than four stages.

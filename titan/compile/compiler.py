@@ -16,39 +16,39 @@ TRITON_CAPABILITY = 7.0
 """The lowest compute capability that triton supports."""
 
 
-def missing_compiler(machine: Machine, backend: str, elsewhere: bool = False) -> str | None:
+def find_missing_compiler(machine: Machine, backend: str, is_remote: bool = False) -> str | None:
     """Return what is missing to compile kernels with a backend; None if nothing is, or if it can't be known.
 
     Args:
         machine: the machine that compiles.
         backend: as in `Compile`; only inductor compiles kernels.
-        elsewhere: whether `machine` is a node that a scheduler will allocate, which may have other programs.
+        is_remote: whether `machine` is a node that a scheduler will allocate, which may have other programs.
     """
-    if elsewhere or backend != "inductor":
+    if is_remote or backend != "inductor":
         return None
     if machine.device == "cuda":
-        return _missing_triton(machine)
-    return _missing_program("C++", os.environ.get("CXX", "g++"))  # Inductor looks for no other
+        return _find_missing_triton(machine)
+    return _find_missing_program("C++", os.environ.get("CXX", "g++"))  # Inductor looks for no other
 
 
-def _missing_triton(machine: Machine) -> str | None:
+def _find_missing_triton(machine: Machine) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if machine.capability is not None and machine.capability < TRITON_CAPABILITY:
-        has = f"{machine.name} has compute capability {machine.capability:g}"
-        return f"{has}, but triton needs {TRITON_CAPABILITY} or higher"
-    named = os.environ.get("CC")
-    return _missing_program("C", named) if named else _missing_program("C", "gcc", "clang")
+        capability = f"{machine.name} has compute capability {machine.capability:g}"
+        return f"{capability}, but triton needs {TRITON_CAPABILITY} or higher"
+    compiler = os.environ.get("CC")
+    return _find_missing_program("C", compiler) if compiler else _find_missing_program("C", "gcc", "clang")
 
 
-def _missing_program(language: str, *programs: str) -> str | None:
+def _find_missing_program(language: str, *programs: str) -> str | None:
     """Return that none of these compilers is in PATH; None if one is."""
     if any(map(shutil.which, programs)):
         return None
     return f"no {language} compiler ({' or '.join(programs)}) in PATH"
 
 
-def torch_version() -> tuple[int, ...]:
+def read_torch_version() -> tuple[int, ...]:
     """Return the installed torch's version without importing it; empty without torch."""
     try:
         return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))

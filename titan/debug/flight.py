@@ -185,7 +185,7 @@ def _build_operation(entry: Mapping[str, Any], familiar: bool, has_timing: bool)
 def describe_kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
-    return kinds.words(plain) or plain
+    return kinds.name_collective(plain) or plain
 
 
 def _find_user_line(frames: Sequence[Mapping[str, Any]]) -> str:

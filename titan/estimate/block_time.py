@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.estimate import operations
-from titan.estimate.operations import Speeds, collective
-from titan.estimate.rank_sizes import block_elements, rank_rows, weight_sharding
-from titan.estimate.roofline import elementwise_bytes, routing_bytes
+from titan.estimate.operations import Speeds, estimate_collective
+from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
+from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder, Matmul
@@ -28,7 +28,7 @@ EXPERT_LAUNCHES = {True: 16, False: 34}
 """Kernel launches that a router and the sorting of tokens by expert add."""
 
 
-class Parts(dict[str, float]):
+class SecondsByCause(dict[str, float]):
     """Seconds by cause; 0 for those that are not entered."""
 
     def __missing__(self, cause: str) -> float:
@@ -36,7 +36,7 @@ class Parts(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class Pass:
+class BlockPass:
     """The time of one block, forward or backward, without collectives on its weights.
 
     Attributes:
@@ -44,7 +44,7 @@ class Pass:
         launches: kernel launches.
     """
 
-    work: Parts
+    work: SecondsByCause
     launches: float
 
     @property
@@ -59,39 +59,39 @@ class RankWork:
     def __init__(self, recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> None:
         self.recipe, self.layout, self.microbatches, self.speeds = recipe, layout, microbatches, speeds
         self.model, self.precision, self.tensor = recipe.model, recipe.precision, layout.tensor
-        self.rows = math.ceil(rank_rows(recipe, layout) / microbatches)
+        self.rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = self.rows * recipe.training.seq_len / layout.context
         self.merged = merged
         self.compiled = recipe.compile.scope in ("block", "model")
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
         self._blocks: dict[str, BlockTime] = {}
-        self.head_layer, self.quantized = _layers_of(self.model, self.precision, self.tensor)
+        self.head_layer, self.quantized = _select_layers(self.model, self.precision, self.tensor)
 
     # ---- operations ----
 
-    def matmul(self, name: str, layer: Matmul, part: str) -> float:
+    def estimate_matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
-        tokens = self.tokens * layer.compute_token_share(self.sequence_parallel_ranks())
-        shape = sizes(tokens, layer.split(self.tensor), part)
-        eight = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
-        seconds = operations.matmul(*shape, self.speeds, eight_bit=eight)
-        if eight:
+        tokens = self.tokens * layer.compute_token_share(self.count_sequence_ranks())
+        shape = compute_matmul_sizes(tokens, layer.split(self.tensor), part)
+        eight_bit = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
+        seconds = operations.estimate_matmul(*shape, self.speeds, eight_bit=eight_bit)
+        if eight_bit:
             seconds *= operations.ROWWISE if self.precision.rowwise else 1.0
-            seconds += operations.cast_seconds(*shape, self.precision.bytes, self.eager, self.speeds)
+            seconds += operations.estimate_cast(*shape, self.precision.bytes, self.eager, self.speeds)
         return seconds
 
-    def sequence_parallel_ranks(self) -> int:
+    def count_sequence_ranks(self) -> int:
         """Return the ranks that the residual stream is split over."""
         return self.tensor if self.recipe.parallelism.sequence_parallel else 1
 
-    def tensor_exchange(self) -> float:
+    def estimate_tensor_exchange(self) -> float:
         """Return the exposed time of one all-gather or reduce-scatter of the residual stream between tensor ranks."""
         if self.tensor == 1:
             return 0.0
         size = self.tokens * self.model.dim * self.precision.bytes
-        whole = collective("all-gather", size, self.tensor, 1, self.speeds)
-        return whole * (self.speeds.overlapped if self.recipe.parallelism.async_tensor else 1.0)
+        seconds = estimate_collective("all-gather", size, self.tensor, 1, self.speeds)
+        return seconds * (self.speeds.overlapped if self.recipe.parallelism.async_tensor else 1.0)
 
     # ---- host ----
 
@@ -105,38 +105,38 @@ class RankWork:
         }  # fmt: skip
         return [name for name, degree in degrees.items() if degree > 1 and name in self.speeds.host]
 
-    def weights_host(self) -> float:
+    def estimate_weights_host(self) -> float:
         """Return the host time of one of a block's two gathers or its reduction, where nothing runs beside it."""
         return self.speeds.host["shard"][0] / 3 if self.speeds.synchronous and "shard" in self.dimensions else 0.0
 
     # ---- collectives of weights and gradients ----
 
-    def gather(self, size: float, experts: bool = False) -> float:
+    def estimate_gather(self, size: float, experts: bool = False) -> float:
         """Return the time to all-gather weights of so many bytes; `experts`: those of expert-parallel ranks."""
-        ranks, stride = self._shards(experts)
+        ranks, stride = self._find_shards(experts)
         if ranks == 1 or not (self.fsdp or experts):
             return 0.0
-        return collective("all-gather", size, ranks, stride, self.speeds) + self.weights_host()
+        return estimate_collective("all-gather", size, ranks, stride, self.speeds) + self.estimate_weights_host()
 
-    def _shards(self, experts: bool) -> tuple[int, int]:
+    def _find_shards(self, experts: bool) -> tuple[int, int]:
         """Return the ranks that a weight is sharded over, and the distance of neighbours among them."""
         layout = self.layout
         if experts and layout.expert > 1:
             return layout.expert_shards, layout.expert
         return layout.sharded, layout.tensor
 
-    def reduce(self, size: float, experts: bool = False) -> float:
-        """Return the time to reduce gradients of so many bytes over shards and replicas; `experts`: see `gather`."""
-        layout, (shards, stride) = self.layout, self._shards(experts)
+    def estimate_reduce(self, size: float, experts: bool = False) -> float:
+        """Return the time to reduce gradients of so many bytes over shards and replicas; `experts`: see `estimate_gather`."""
+        layout, (shards, stride) = self.layout, self._find_shards(experts)
         if layout.only_replicated:
             host = self.speeds.host["replicate"][0] if self.speeds.synchronous else 0.0
-            return host + collective("all-reduce", size, layout.replicate, stride, self.speeds)
-        seconds = collective("reduce-scatter", size, shards, stride, self.speeds)
-        replicas = collective("all-reduce", size / shards, layout.replicate, stride * shards, self.speeds)
-        return seconds + replicas + self.weights_host()
+            return host + estimate_collective("all-reduce", size, layout.replicate, stride, self.speeds)
+        seconds = estimate_collective("reduce-scatter", size, shards, stride, self.speeds)
+        replicas = estimate_collective("all-reduce", size / shards, layout.replicate, stride * shards, self.speeds)
+        return seconds + replicas + self.estimate_weights_host()
 
 
-def sizes(tokens: float, layer: Sequence[int], part: str) -> tuple[float, float, float]:
+def compute_matmul_sizes(tokens: float, layer: Sequence[int], part: str) -> tuple[float, float, float]:
     """Return the sizes of a linear layer's matmul: forward, or the gradient of its input or weight."""
     inputs, outputs = layer[0], layer[1]
     return {
@@ -156,155 +156,173 @@ class BlockTime:
         """
         self.rank, self.layer = rank, layer
         self.stored = rank.model.block_matmuls(layer)
-        self.layers = _merged(self.stored) if rank.merged else self.stored
+        self.layers = _merge_layers(self.stored) if rank.merged else self.stored
         self.experts = rank.model.expert_matmuls(layer)
 
     @cached_property
-    def forward(self) -> Pass:
+    def forward(self) -> BlockPass:
         """The forward pass of a block."""
-        work = Parts()
-        work["matmuls"] = sum(self._matmul(name, layer, "forward") for name, layer in self.layers.items())
-        work["attention"] = self._attention[0]
-        work["experts"] = self._experts("forward")
-        work["memory-bound"] = self._elementwise("forward")
-        work["tensor parallelism"] = self._regions * self.rank.tensor_exchange()
-        work["context parallelism"] = self._context_exchange("forward")
-        work["expert parallelism"] = 2 * self._exchange_rows()
-        work["host"] = self._synchronous_host(1)
-        return Pass(work, self._launches)
+        work = SecondsByCause()
+        work["matmuls"] = sum(self._estimate_matmul(name, layer, "forward") for name, layer in self.layers.items())
+        work["attention"] = self._attention_seconds[0]
+        work["experts"] = self._estimate_experts("forward")
+        work["memory-bound"] = self._estimate_elementwise("forward")
+        work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
+        work["context parallelism"] = self._estimate_context_exchange("forward")
+        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["host"] = self._estimate_host(1)
+        return BlockPass(work, self._launch_count)
 
     @cached_property
-    def backward(self) -> Pass:
+    def backward(self) -> BlockPass:
         """The backward pass of a block, with what is recomputed."""
-        work = Parts()
+        work = SecondsByCause()
         for part in ("input", "weight"):
-            work["matmuls"] += sum(self._matmul(name, layer, part) for name, layer in self.layers.items())
-        work["attention"] = self._attention[1]
-        work["experts"] = self._experts("input") + self._experts("weight")
-        work["memory-bound"] = self._elementwise("backward")
-        work["tensor parallelism"] = self._regions * self.rank.tensor_exchange() + self._regathered()
-        work["context parallelism"] = self._context_exchange("backward")
-        work["expert parallelism"] = 2 * self._exchange_rows()
-        work["host"] = self._synchronous_host(2)
-        return Pass(work, 2 * self._launches)
+            work["matmuls"] += sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items())
+        work["attention"] = self._attention_seconds[1]
+        work["experts"] = self._estimate_experts("input") + self._estimate_experts("weight")
+        work["memory-bound"] = self._estimate_elementwise("backward")
+        work["tensor parallelism"] = (
+            self._exchange_count * self.rank.estimate_tensor_exchange() + self._estimate_regather()
+        )
+        work["context parallelism"] = self._estimate_context_exchange("backward")
+        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["host"] = self._estimate_host(2)
+        return BlockPass(work, 2 * self._launch_count)
 
     @cached_property
-    def recomputed(self) -> Pass:
+    def recomputation(self) -> BlockPass:
         """What selective or full checkpointing recomputes of a block; nothing without checkpointing.
 
         Recomputation ends when all saved tensors exist, so the block's last matmul is not repeated. Selective
         checkpointing saves attention, what is exchanged, and every other matmul (`titan.memory.checkpointing`).
         """
-        memory, work = self.rank.recipe.memory, Parts()
+        memory, work = self.rank.recipe.memory, SecondsByCause()
         if memory.checkpointing == "none":
-            return Pass(work, 0)
+            return BlockPass(work, 0)
         names = [name for name in self.layers if not name.endswith(".w2")]
-        whole = memory.checkpointing in ("full", "every_n")
-        again = names if whole else names[1::2]
+        is_full = memory.checkpointing in ("full", "every_n")
+        recomputed_names = names if is_full else names[1::2]
         if memory.checkpointing == "budget":
             fraction = 1 - memory.budget
             work["matmuls"] = fraction * self.forward.work["matmuls"]
             work["experts"] = fraction * self.forward.work["experts"]
             work["memory-bound"] = fraction * self.forward.work["memory-bound"]
-            return Pass(work, 0)
-        work["matmuls"] = sum(self._matmul(name, self.layers[name], "forward") for name in again)
+            return BlockPass(work, 0)
+        work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
-        work["experts"] = self._experts("forward") * (1 if whole else 2 / 3)  # one of w1 and w3 is saved
-        if whole:
-            work["attention"] = self._attention[0]
-            work["expert parallelism"] = 2 * self._exchange_rows()
-            work["context parallelism"] = self._context_exchange("forward")
-        work["tensor parallelism"] = (self._regions - 1 if whole else self._regions / 2) * self.rank.tensor_exchange()
-        work["host"] = self._synchronous_host(1)
-        return Pass(work, self._launches)
+        work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
+        if is_full:
+            work["attention"] = self._attention_seconds[0]
+            work["expert parallelism"] = 2 * self._estimate_row_exchange()
+            work["context parallelism"] = self._estimate_context_exchange("forward")
+        work["tensor parallelism"] = (
+            self._exchange_count - 1 if is_full else self._exchange_count / 2
+        ) * self.rank.estimate_tensor_exchange()
+        work["host"] = self._estimate_host(1)
+        return BlockPass(work, self._launch_count)
 
     @property
-    def _launches(self) -> int:
+    def _launch_count(self) -> int:
         return LAUNCHES[self.rank.compiled] + (EXPERT_LAUNCHES[self.rank.compiled] if self.experts else 0)
 
     @property
-    def _regions(self) -> int:
+    def _exchange_count(self) -> int:
         """Exchanges between tensor ranks of a forward pass: one before and one after each region of split matmuls."""
         return 2 * sum(matmul.rowwise for matmul in self.stored.values())
 
-    def _matmul(self, name: str, layer: Matmul, part: str) -> float:
-        return self.rank.matmul(f"layers.{self.layer}.{name}", layer, part)
+    def _estimate_matmul(self, name: str, layer: Matmul, part: str) -> float:
+        return self.rank.estimate_matmul(f"layers.{self.layer}.{name}", layer, part)
 
-    def _synchronous_host(self, passes: int) -> float:
+    def _estimate_host(self, passes: int) -> float:
         """Return the host time of a block's pass where nothing runs beside it; backward counts as two passes."""
         if not self.rank.speeds.synchronous:
             return 0.0
-        added = sum(self.rank.speeds.host[name][0] for name in self.rank.dimensions if name in ("tensor", "context"))
-        launches = self._launches + len(self.experts) * self._resident  # a loop over the experts
-        return passes * (launches * self.rank.speeds.launch + added / 3)
+        dimension_seconds = sum(
+            self.rank.speeds.host[name][0] for name in self.rank.dimensions if name in ("tensor", "context")
+        )
+        launches = self._launch_count + len(self.experts) * self._local_experts  # a loop over the experts
+        return passes * (launches * self.rank.speeds.launch + dimension_seconds / 3)
 
     @cached_property
-    def _attention(self) -> tuple[float, float]:
+    def _attention_seconds(self) -> tuple[float, float]:
         rank, model = self.rank, self.rank.model
         length, heads = rank.recipe.training.seq_len, model.heads / rank.tensor
         if rank.recipe.training.attention == "flex":  # only it skips what a mask of chunks hides
             length = int(model.attention_span(length, self.layer))
-        return operations.attention(rank.tokens, length, heads, model.head_size, rank.speeds)
+        return operations.estimate_attention(rank.tokens, length, heads, model.head_size, rank.speeds)
 
-    def _elementwise(self, part: str) -> float:
+    def _estimate_elementwise(self, part: str) -> float:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
-        size = elementwise_bytes(rank.model, element, part, rank.tensor, rank.sequence_parallel_ranks(), self.layer)
-        size += routing_bytes(rank.model, element, part, self.layer) / rank.sequence_parallel_ranks()
+        size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
+        size += count_routing_bytes(rank.model, element, part, self.layer) / rank.count_sequence_ranks()
         return rank.eager * size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
 
     @cached_property
-    def _chosen(self) -> float:
+    def _experts_per_token(self) -> float:
         """Experts of a token."""
-        return self._count * self.rank.model.active_expert_parameters(self.layer) / self._of_experts
+        return self._expert_count * self.rank.model.active_expert_parameters(self.layer) / self._expert_parameters
 
     @cached_property
-    def _of_experts(self) -> int:
+    def _expert_parameters(self) -> int:
         return self.rank.model.expert_parameters(self.layer)
 
     @cached_property
-    def _count(self) -> float:
+    def _expert_count(self) -> float:
         """Experts of the block."""
-        return self._of_experts / sum(m.inputs * m.outputs for m in self.experts.values()) if self.experts else 0.0
+        return (
+            self._expert_parameters / sum(m.inputs * m.outputs for m in self.experts.values()) if self.experts else 0.0
+        )
 
     @property
-    def _resident(self) -> float:
+    def _local_experts(self) -> float:
         """Experts that the rank computes."""
-        return self._count / self.rank.layout.expert
+        return self._expert_count / self.rank.layout.expert
 
     @property
-    def _rows(self) -> float:
+    def _expert_rows(self) -> float:
         """Rows that the rank's experts compute, if all experts have equally many."""
-        return self._chosen * self.rank.tokens / self.rank.sequence_parallel_ranks() if self.experts else 0.0
+        return self._experts_per_token * self.rank.tokens / self.rank.count_sequence_ranks() if self.experts else 0.0
 
-    def _experts(self, part: str) -> float:
+    def _estimate_experts(self, part: str) -> float:
         """Return the time of the experts' matmuls and the router's: forward, or the gradient of inputs or weights."""
         if not self.experts:
             return 0.0
-        rank, each = self.rank, self._rows / self._resident
-        products = sum(
-            operations.matmul(*sizes(each, matmul, part), rank.speeds, count=self._resident)
+        rank, expert_rows = self.rank, self._expert_rows / self._local_experts
+        matmuls = sum(
+            operations.estimate_matmul(
+                *compute_matmul_sizes(expert_rows, matmul, part), rank.speeds, count=self._local_experts
+            )
             for matmul in self.experts.values()
         )
-        tokens = rank.tokens / rank.sequence_parallel_ranks()
-        router = operations.matmul(*sizes(tokens, (rank.model.dim, int(self._count)), part), rank.speeds)
-        full = operations.FP32 if rank.precision.bytes < 4 and not rank.speeds.synchronous else 1.0
-        return products + full * router
+        tokens = rank.tokens / rank.count_sequence_ranks()
+        router = operations.estimate_matmul(
+            *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
+        )
+        router_factor = operations.FP32 if rank.precision.bytes < 4 and not rank.speeds.synchronous else 1.0
+        return matmuls + router_factor * router
 
-    def _exchange_rows(self) -> float:
+    def _estimate_row_exchange(self) -> float:
         """Return the time of one all-to-all of rows between expert ranks."""
-        size = self._rows * self.rank.model.dim * self.rank.precision.bytes
-        return collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds) if self.experts else 0.0
-
-    def _regathered(self) -> float:
-        """Return the time to gather the inputs of regions again: only a shard of them is saved."""
+        size = self._expert_rows * self.rank.model.dim * self.rank.precision.bytes
         return (
-            self._regions / 2 * self.rank.tensor_exchange() if self.rank.recipe.parallelism.sequence_parallel else 0.0
+            estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
+            if self.experts
+            else 0.0
         )
 
-    def _context_exchange(self, part: str) -> float:
+    def _estimate_regather(self) -> float:
+        """Return the time to gather the inputs of regions again: only a shard of them is saved."""
+        return (
+            self._exchange_count / 2 * self.rank.estimate_tensor_exchange()
+            if self.rank.recipe.parallelism.sequence_parallel
+            else 0.0
+        )
+
+    def _estimate_context_exchange(self, part: str) -> float:
         """Return the exposed time of keys and values between context ranks, in one block."""
         rank = self.rank
         context, model = rank.layout.context, rank.model
@@ -314,48 +332,56 @@ class BlockTime:
         keys = 2 * model.kv_heads * model.head_size / rank.tensor * rank.precision.bytes * rank.tokens
         if method == "ulysses":
             queries = 2 * model.heads * model.head_size / rank.tensor * rank.precision.bytes * rank.tokens
-            return collective("all-to-all", (keys + queries), context, stride, rank.speeds)
-        whole = collective("all-gather", keys * context, context, stride, rank.speeds)
-        times = 1 if part == "forward" else 2  # gathered again, and gradients reduce-scattered
+            return estimate_collective("all-to-all", (keys + queries), context, stride, rank.speeds)
+        gather_seconds = estimate_collective("all-gather", keys * context, context, stride, rank.speeds)
+        repeats = 1 if part == "forward" else 2  # gathered again, and gradients reduce-scattered
         if method == "ring" and not rank.speeds.synchronous:  # each hop runs beside attention to the block before
-            attention = self._attention[0 if part == "forward" else 1]
-            return max(0.0, times * whole - (context - 1) / context * attention)
-        return times * whole
+            attention = self._attention_seconds[0 if part == "forward" else 1]
+            return max(0.0, repeats * gather_seconds - (context - 1) / context * attention)
+        return repeats * gather_seconds
 
     # ---- weights and gradients ----
 
     @cached_property
-    def bytes(self) -> Weights:
+    def weight_bytes(self) -> WeightBytes:
         """Bytes of its weights as gathered, and of its gradients as reduced, on one tensor rank."""
         model, precision, layout = self.rank.model, self.rank.precision, self.rank.layout
-        sharding = weight_sharding(self.rank.recipe.parallelism, layout)
-        used = precision.used_bytes({f"layers.{self.layer}.{name}": m for name, m in self.stored.items()}, sharding)
-        experts = self._of_experts / layout.expert
-        dense = block_elements(model, self.layer, layout.tensor)
-        return Weights(
-            used, 4 * (dense.matrices + dense.vectors), precision.bytes * experts, 4 * experts, 4 * dense.whole
+        sharding = find_weight_sharding(self.rank.recipe.parallelism, layout)
+        used = precision.count_used_bytes(
+            {f"layers.{self.layer}.{name}": matmul for name, matmul in self.stored.items()}, sharding
+        )
+        experts = self._expert_parameters / layout.expert
+        dense = count_block_elements(model, self.layer, layout.tensor)
+        return WeightBytes(
+            used, 4 * (dense.matrices + dense.vectors), precision.bytes * experts, 4 * experts, 4 * dense.unsplit
         )
 
     @cached_property
-    def gather(self) -> float:
+    def gather_seconds(self) -> float:
         """The time to all-gather its weights."""
-        return self._collective(self.rank.gather, self.bytes.gathered, self.bytes.experts_gathered)
+        return self._estimate_collective(
+            self.rank.estimate_gather, self.weight_bytes.gathered, self.weight_bytes.experts_gathered
+        )
 
     @cached_property
-    def reduce(self) -> float:
+    def reduce_seconds(self) -> float:
         """The time to reduce its gradients, those of whole matrices over tensor ranks too."""
-        seconds = self._collective(self.rank.reduce, self.bytes.reduced, self.bytes.experts_reduced)
-        whole = self.bytes.whole + self.bytes.experts_reduced * (self.rank.layout.expert == 1)
-        size = whole / (self.rank.layout.sharded if self.rank.fsdp else 1)
-        return seconds + (collective("all-reduce", size, self.rank.tensor, 1, self.rank.speeds) if whole else 0.0)
+        seconds = self._estimate_collective(
+            self.rank.estimate_reduce, self.weight_bytes.reduced, self.weight_bytes.experts_reduced
+        )
+        unsplit_bytes = self.weight_bytes.unsplit + self.weight_bytes.experts_reduced * (self.rank.layout.expert == 1)
+        size = unsplit_bytes / (self.rank.layout.sharded if self.rank.fsdp else 1)
+        return seconds + (
+            estimate_collective("all-reduce", size, self.rank.tensor, 1, self.rank.speeds) if unsplit_bytes else 0.0
+        )
 
-    def _collective(self, of: Callable[..., float], dense: float, experts: float) -> float:
+    def _estimate_collective(self, estimate: Callable[..., float], dense: float, experts: float) -> float:
         if not self.experts or self.rank.layout.expert == 1:
-            return of(dense + experts)
-        return of(dense) + of(experts, experts=True)
+            return estimate(dense + experts)
+        return estimate(dense) + estimate(experts, experts=True)
 
 
-class Weights(NamedTuple):
+class WeightBytes(NamedTuple):
     """Bytes of a block's weights as gathered and of its gradients as reduced, the same of its experts, and of the
     gradients of other matrices that each tensor rank has as a whole."""
 
@@ -363,24 +389,24 @@ class Weights(NamedTuple):
     reduced: float
     experts_gathered: float
     experts_reduced: float
-    whole: float
+    unsplit: float
 
 
 @lru_cache(256)
-def _layers_of(model: Decoder, precision: Precision, tensor: int) -> tuple[Matmul, set[str]]:
+def _select_layers(model: Decoder, precision: Precision, tensor: int) -> tuple[Matmul, set[str]]:
     """Return the head, and the names of the linear layers that compute in 8 bits."""
     layers = model.linear_layers()
-    return layers["head"], set(precision.select(layers, tensor).quantized)
+    return layers["head"], set(precision.select_layers(layers, tensor).quantized)
 
 
-def _merged(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
+def _merge_layers(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
     """Return a block's linear layers with those merged that have the same input, under the name of the first."""
     merged = dict(layers)
-    for first, *others in (
+    for first_name, *other_names in (
         ("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"),
     ):  # fmt: skip
-        if not merged.keys() >= {first, *others}:
+        if not merged.keys() >= {first_name, *other_names}:
             continue
-        outputs = sum(merged.pop(name).outputs for name in others)
-        merged[first] = merged[first]._replace(outputs=merged[first].outputs + outputs)
+        outputs = sum(merged.pop(name).outputs for name in other_names)
+        merged[first_name] = merged[first_name]._replace(outputs=merged[first_name].outputs + outputs)
     return merged

@@ -13,14 +13,14 @@ _GROUPS = {
 """Of the causes of `titan.estimate.step_time`; the others are computation."""
 
 
-def group(cause: str) -> str:
+def find_group(cause: str) -> str:
     """Return the group of a cause."""
     return _GROUPS.get(cause, COMPUTATION)
 
 
-def grouped(parts: Mapping[str, float]) -> dict[str, float]:
+def sum_groups(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each group; 0 for one without any."""
     sums = dict.fromkeys((COMPUTATION, COMMUNICATION, IDLE), 0.0)
     for cause, seconds in parts.items():
-        sums[group(cause)] += seconds
+        sums[find_group(cause)] += seconds
     return sums

@@ -57,6 +57,6 @@ class Constants:
 
 
 @cache
-def fitted() -> Constants:
+def load_constants() -> Constants:
     """Return the fitted constants."""
     return Constants(**json.loads(FILE.read_text())["constants"]) if FILE.is_file() else Constants()

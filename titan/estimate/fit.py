@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.memory import Usage
-from titan.estimate.rank_sizes import rank_rows
+from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
 from titan.parallelism.schema import Layout
 
@@ -30,7 +30,7 @@ MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
 
 
-def memory_estimate(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
+def estimate_memory(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
     """Return the memory estimate of the fullest rank: live tensors at their peak plus process and allocator overhead.
 
     Args:
@@ -40,11 +40,11 @@ def memory_estimate(recipe: Recipe, layout: Layout, microbatches: int, device: s
             supports.
         device: "cuda" or "cpu".
     """
-    peak = memory.peak(recipe, layout, microbatches, device)
+    peak = memory.estimate_peak(recipe, layout, microbatches, device)
     return overhead.add_overhead(recipe, layout, microbatches, peak, device)
 
 
-def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
+def compute_available_gib(recipe: Recipe, layout: Layout, machine: Machine) -> float:
     """Return the GiB that one rank may use: a whole GPU, or an equal part of the host's memory; infinite if unknown."""
     memory_gib = recipe.cluster.memory_gib or machine.memory_gib or math.inf
     return memory_gib * USABLE / (layout.devices if machine.device == "cpu" else 1)
@@ -56,30 +56,30 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
     From the second micro-batch on, the gradients of the earlier ones are in memory, so two can need more than one. From
     two on, more micro-batches never need more memory without a pipeline, so the number is found by bisection.
     """
-    rows = rank_rows(recipe, layout)
+    rows = count_rank_rows(recipe, layout)
 
-    def required(count: int) -> float:
-        return memory_estimate(recipe, layout, count, device).gib
+    def estimate_gib(count: int) -> float:
+        return estimate_memory(recipe, layout, count, device).gib
 
     if layout.pipeline > 1:
-        counts = _smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
-        return next((n for n in counts if required(n) <= gib), min(counts, key=required))
-    if required(1) <= gib or rows == 1:
+        counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
+        return next((n for n in counts if estimate_gib(n) <= gib), min(counts, key=estimate_gib))
+    if estimate_gib(1) <= gib or rows == 1:
         return 1
-    found = _bisect(2, rows, lambda count: required(count) <= gib)
-    return found if required(found) <= gib else min(1, rows, key=required)
+    smallest = _bisect_smallest(2, rows, lambda count: estimate_gib(count) <= gib)
+    return smallest if estimate_gib(smallest) <= gib else min(1, rows, key=estimate_gib)
 
 
-def _smaller_microbatches(counts: list[int], rows: int) -> list[int]:
+def _select_smaller_microbatches(counts: list[int], rows: int) -> list[int]:
     """Return the numbers of micro-batches whose micro-batches have fewer rows than those of the number before."""
-    kept = counts[:1]
+    selected = counts[:1]
     for count in counts[1:]:
-        if -(-rows // count) < -(-rows // kept[-1]):
-            kept.append(count)
-    return kept
+        if -(-rows // count) < -(-rows // selected[-1]):
+            selected.append(count)
+    return selected
 
 
-def _bisect(first: int, last: int, fits: Callable[[int], bool]) -> int:
+def _bisect_smallest(first: int, last: int, fits: Callable[[int], bool]) -> int:
     """Return the smallest number in [first, last] that fits, given that all larger ones fit too; else `last`."""
     while first < last:
         middle = (first + last) // 2
@@ -87,18 +87,18 @@ def _bisect(first: int, last: int, fits: Callable[[int], bool]) -> int:
     return first
 
 
-def _required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
+def _compute_required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
     """Return the GiB that a layout needs with the micro-batches chosen for `gib`; infinite if it is not possible."""
-    given = recipe.parallelism.microbatches
+    setting = recipe.parallelism.microbatches
     try:
-        count = choose_microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
+        count = choose_microbatches(recipe, layout, gib, device) if setting == "auto" else int(setting)
         plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count)
-        return memory_estimate(recipe, layout, count, device).gib
+        return estimate_memory(recipe, layout, count, device).gib
     except ConfigError:
         return math.inf
 
 
-def smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
+def find_smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
     """Return the smallest layout on `REFERENCE_NODE` devices that fits the recipe, and its GiB per device.
 
     None if there is no such layout, in particular if all degrees are given and do not fit. A batch with fewer rows than
@@ -110,10 +110,10 @@ def smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
         for depth in (2**p for p in range(shallowest, power + 1)):
             if depth > recipe.model.layers:
                 break
-            layout = _layout(recipe, 2**power, per_node, depth)
+            layout = _build_layout(recipe, 2**power, per_node, depth)
             if layout is None:
                 continue
-            gib = _required_gib(_with_rows(recipe, 2**power), layout, memory_gib * USABLE, "cuda")
+            gib = _compute_required_gib(_extend_batch(recipe, 2**power), layout, memory_gib * USABLE, "cuda")
             if gib <= memory_gib * USABLE:
                 return layout, gib
             if layout.devices != 2**power:
@@ -121,7 +121,7 @@ def smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
     return None
 
 
-def _with_rows(recipe: Recipe, devices: int) -> Recipe:
+def _extend_batch(recipe: Recipe, devices: int) -> Recipe:
     """Return the recipe with a global batch of at least one row per device."""
     training = recipe.training
     rows = max(training.rows, devices) * training.seq_len
@@ -134,31 +134,31 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
     Raises:
         ConfigError: if the degrees do not multiply to `devices`.
     """
-    found, deepest = [], recipe.model.layers // find_default_stages(recipe.parallelism)
+    candidates, deepest = [], recipe.model.layers // find_default_stages(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
         replicas = max(2, devices // devices_per_node)
-        one = recipe.parallelism.resolve_layout(
-            devices, largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
+        layout = recipe.parallelism.resolve_layout(
+            devices, find_largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
         )
-        has = available(recipe, one, machine)
-        required = _required_gib(recipe, one, has, machine.device)
-        found.append((required, one))
-        deeper = recipe.parallelism.pipeline == "auto" and one.pipeline == depth
-        if required <= has:
-            return one
+        available_gib = compute_available_gib(recipe, layout, machine)
+        required_gib = _compute_required_gib(recipe, layout, available_gib, machine.device)
+        candidates.append((required_gib, layout))
+        deeper = recipe.parallelism.pipeline == "auto" and layout.pipeline == depth
+        if required_gib <= available_gib:
+            return layout
         if not deeper:
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(candidates, key=lambda pair: pair[0])[1]
 
 
-def largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
+def find_largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """Return the largest useful degree of each dimension that may be "auto"."""
-    tensor = math.gcd(devices_per_node, tensor_divisor(recipe.model))
+    tensor = math.gcd(devices_per_node, compute_tensor_divisor(recipe.model))
     expert = math.gcd(devices_per_node, getattr(recipe.model, "experts", 1))
     return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2, "expert": expert}
 
 
-def tensor_divisor(model: Decoder) -> int:
+def compute_tensor_divisor(model: Decoder) -> int:
     """Return the number whose divisors tensor parallelism may have: of heads, and of the widths that it splits."""
     split = [matmul.inputs if matmul.rowwise else matmul.outputs for matmul in model.linear_layers().values()]
     return math.gcd(model.kv_heads, model.heads, *set(split))
@@ -178,75 +178,81 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -
     """
     if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
-    required, has = memory_estimate(recipe, layout, count, machine.device).gib, available(recipe, layout, machine)
-    if required <= has:
+    required_gib, available_gib = (
+        estimate_memory(recipe, layout, count, machine.device).gib,
+        compute_available_gib(recipe, layout, machine),
+    )
+    if required_gib <= available_gib:
         return
-    if machine.device == "cpu" and layout.devices > 1 and has < overhead.PROCESS_GIB:
-        raise ConfigError(_too_many_processes(recipe, layout, machine))
+    if machine.device == "cpu" and layout.devices > 1 and available_gib < overhead.PROCESS_GIB:
+        raise ConfigError(_explain_process_memory(recipe, layout, machine))
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     raise ConfigError(
-        f"{recipe.describe()}: estimated memory is {_gib(required)}{ranks}, but {_machine_has(machine, layout, has)}. "
-        f"{_needs(recipe)} Try {_suggestion(recipe, layout, has, machine.device)}, or set cluster.memory_gib if the "
+        f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but {_describe_machine(machine, layout, available_gib)}. "
+        f"{_describe_requirement(recipe)} Try {_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
         "detected memory is wrong."
     )
 
 
-def _too_many_processes(recipe: Recipe, layout: Layout, machine: Machine) -> str:
+def _explain_process_memory(recipe: Recipe, layout: Layout, machine: Machine) -> str:
     """Return the error message for ranks whose processes alone exceed the host's memory."""
-    most = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
+    max_ranks = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
     return (
         f"{recipe.describe()}: each of {layout.devices} ranks ({layout}) needs about {overhead.PROCESS_GIB} GiB for "
-        f"its process alone, but {_machine_has(machine, Layout(), 0)}; reduce the degrees to at most {most} ranks."
+        f"its process alone, but {_describe_machine(machine, Layout(), 0)}; reduce the degrees to at most {max_ranks} ranks."
     )
 
 
-def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
+def _build_layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
-        return recipe.parallelism.resolve_layout(devices, largest_degrees(recipe, min(per_node, devices), depth))
+        return recipe.parallelism.resolve_layout(devices, find_largest_degrees(recipe, min(per_node, devices), depth))
     except ConfigError:
         return None
 
 
-def _needs(recipe: Recipe) -> str:
+def _describe_requirement(recipe: Recipe) -> str:
     """Return a sentence that names hardware on which the recipe fits."""
     memory_gib, _ = REFERENCE_NODE
-    for change, one in (("It needs", recipe), ("With memory=full it needs", _recomputing(recipe))):
-        if answer := smallest_layout(one):
-            layout, gib = answer
+    for change, variant in (("It needs", recipe), ("With memory=full it needs", _set_full_checkpointing(recipe))):
+        if smallest := find_smallest_layout(variant):
+            layout, gib = smallest
             if layout.devices == 1:
-                return f"{change} 1 device of {memory_gib} GiB, using {_gib(gib)}."
-            return f"{change} at least {layout.devices} devices of {memory_gib} GiB ({layout}), using {_gib(gib)} each."
-    alone = memory_estimate(_recomputing(recipe), Layout(), recipe.training.rows).gib
-    whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
-    for extra, sharded in (("", smallest_layout(whole)), (" and memory=full", smallest_layout(_recomputing(whole)))):
-        if sharded:
-            more = f", or {sharded[0].devices} of {memory_gib} GiB with parallelism=fsdp{extra}"
-            return f"It needs a device of {_gib(alone / USABLE)}{more}."
-    return f"It needs a device of {_gib(alone / USABLE)}."
+                return f"{change} 1 device of {memory_gib} GiB, using {_format_gib(gib)}."
+            return f"{change} at least {layout.devices} devices of {memory_gib} GiB ({layout}), using {_format_gib(gib)} each."
+    single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
+    fsdp_recipe = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
+    for suffix, fsdp_layout in (
+        ("", find_smallest_layout(fsdp_recipe)),
+        (" and memory=full", find_smallest_layout(_set_full_checkpointing(fsdp_recipe))),
+    ):
+        if fsdp_layout:
+            alternative = f", or {fsdp_layout[0].devices} of {memory_gib} GiB with parallelism=fsdp{suffix}"
+            return f"It needs a device of {_format_gib(single_device_gib / USABLE)}{alternative}."
+    return f"It needs a device of {_format_gib(single_device_gib / USABLE)}."
 
 
-def _machine_has(machine: Machine, layout: Layout, has: float) -> str:
+def _describe_machine(machine: Machine, layout: Layout, available_gib: float) -> str:
     """Return a clause with the memory of this machine."""
-    memory_gib = "unknown memory" if machine.memory_gib is None else _gib(machine.memory_gib)
+    memory_gib = "unknown memory" if machine.memory_gib is None else _format_gib(machine.memory_gib)
     if machine.device == "cpu":
-        per_rank = "" if layout.devices == 1 else f", {_gib(max(0.0, has))} per rank"
+        per_rank = "" if layout.devices == 1 else f", {_format_gib(max(0.0, available_gib))} per rank"
         return f"this machine has {memory_gib}{per_rank}"
     return f"this machine has {machine.count} x {machine.name} with {memory_gib} each"
 
 
-def _recomputing(recipe: Recipe) -> Recipe:
+def _set_full_checkpointing(recipe: Recipe) -> Recipe:
     return replace(recipe, memory=replace(recipe.memory, checkpointing="full"))
 
 
-def _suggestion(recipe: Recipe, layout: Layout, has: float, device: str) -> str:
+def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> str:
     """Return the override that most likely makes the run fit."""
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
-    if _required_gib(_recomputing(recipe), layout, has, device) <= has:
+    if _compute_required_gib(_set_full_checkpointing(recipe), layout, available_gib, device) <= available_gib:
         return "memory=full"
-    smallest = getattr(recipe, "choices", {}).get("model") == "debug"
-    return "a smaller training.seq_len" if smallest else "model=debug"
+    is_debug = getattr(recipe, "choices", {}).get("model") == "debug"
+    return "a smaller training.seq_len" if is_debug else "model=debug"
 
 
-def _gib(value: float) -> str:
+def _format_gib(value: float) -> str:
     return f"{value / 1024:.1f} TiB" if value >= 1024 else f"{value:.1f} GiB" if value < 100 else f"{value:.0f} GiB"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from titan.estimate.constants import Constants, fitted
+from titan.estimate.constants import Constants, load_constants
 
 if TYPE_CHECKING:
     from titan.cluster.hardware import Hardware
@@ -96,7 +96,7 @@ class Speeds:
     head_power: float = HEAD_POWER
 
 
-def speeds(
+def derive_speeds(
     hardware: Hardware,
     per_node: int,
     *,
@@ -116,66 +116,68 @@ def speeds(
     Raises:
         ConfigError: when a figure is missing.
     """
-    known = constants or fitted()
+    factors = constants or load_constants()
     peak = 1e12 * hardware.require_figure(f"{dtype}_tflops", f"the time of {dtype} matmuls")
-    clock = _clock(hardware, known.power)
-    efficiency = hardware.matmul_efficiency or known.matmul
+    clock = _compute_clock(hardware, factors.power)
+    efficiency = hardware.matmul_efficiency or factors.matmul
     forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
-    eight = hardware.fp8_tflops
-    eight_peak = known.matmul_8bit * clock * 1e12 * eight if eight else efficiency * clock * peak
+    fp8_tflops = hardware.fp8_tflops
+    peak_8bit = factors.matmul_8bit * clock * 1e12 * fp8_tflops if fp8_tflops else efficiency * clock * peak
     memory = 1e9 * hardware.require_figure("memory_gb_per_second", "the time of memory-bound operations")
     return Speeds(
         matmul=efficiency * clock * peak,
-        matmul_8bit=eight_peak,
-        prologue=_given(hardware.matmul_prologue, PROLOGUE),
+        matmul_8bit=peak_8bit,
+        prologue=_fall_back(hardware.matmul_prologue, PROLOGUE),
         prologue_8bit=PROLOGUE_8BIT,
         units=hardware.units or 1,
-        casts=known.casts,
+        casts=factors.casts,
         attention=1e12 * (hardware.attention_tflops or 0) or forward,
         attention_backward=1e12 * (hardware.attention_backward_tflops or 0) or backward,
-        memory=memory * (hardware.memory_efficiency or known.memory),
-        eager=hardware.eager_factor or known.eager,
+        memory=memory * (hardware.memory_efficiency or factors.memory),
+        eager=hardware.eager_factor or factors.eager,
         launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
         link=1e9 * (hardware.link_gb_per_second or 0.0),
         network=1e9 * (hardware.network_gb_per_second or 0.0),
         link_latency=1e-6 * (hardware.link_microseconds or 0.0),
         network_latency=1e-6 * (hardware.network_microseconds or 0.0),
         per_node=per_node,
-        overlapped=known.overlapped,
-        per_doubling=known.per_doubling,
+        overlapped=factors.overlapped,
+        per_doubling=factors.per_doubling,
         synchronous=hardware.cores is not None,
         loss=hardware.loss_factor or 0.0,
         update=hardware.update_factor or 1.0,
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
         sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
-        host={name: _host_seconds(hardware, name) for name in HOST_UNITS},
+        host={name: _read_host_seconds(hardware, name) for name in HOST_UNITS},
         step=1e-6 * (hardware.step_microseconds or 0.0),
         short_rows=(
-            _given(hardware.attention_short_rows, SHORT_ROWS),
-            _given(hardware.attention_backward_short_rows, SHORT_ROWS),
+            _fall_back(hardware.attention_short_rows, SHORT_ROWS),
+            _fall_back(hardware.attention_backward_short_rows, SHORT_ROWS),
         ),
-        head_power=_given(hardware.attention_head_power, HEAD_POWER),
+        head_power=_fall_back(hardware.attention_head_power, HEAD_POWER),
     )
 
 
-def _given(figure: float | None, otherwise: float) -> float:
-    return otherwise if figure is None else figure
+def _fall_back(figure: float | None, default: float) -> float:
+    return default if figure is None else figure
 
 
-def _host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
+def _read_host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
     """Return the host seconds that a dimension adds to a block or action, and to a step."""
-    each, once = (getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step"))
-    return 1e-6 * (each or 0.0), 1e-6 * (once or 0.0)
+    per_unit, per_step = (
+        getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step")
+    )
+    return 1e-6 * (per_unit or 0.0), 1e-6 * (per_step or 0.0)
 
 
-def _clock(hardware: Hardware, power: float) -> float:
+def _compute_clock(hardware: Hardware, power: float) -> float:
     """Return the clock at the power limit, relative to that at the reference power."""
     if not hardware.watts or not hardware.reference_watts:
         return 1.0
     return float(min(1.0, hardware.watts / hardware.reference_watts) ** power)
 
 
-def matmul(
+def estimate_matmul(
     m: float, n: float, k: float, speeds: Speeds, *, eight_bit: bool = False, count: float | None = None
 ) -> float:
     """Return the time of a matmul [m, k] x [k, n], or of `count` of them that one grouped kernel computes.
@@ -185,17 +187,21 @@ def matmul(
     rate, prologue = (speeds.matmul_8bit, speeds.prologue_8bit) if eight_bit else (speeds.matmul, speeds.prologue)
     if speeds.units == 1:  # a CPU: its library divides the work evenly
         return (count or 1) * m * n * 2 * (k + prologue) / rate
-    slower = 1.0 if count is None else GROUPED
-    return slower * min(_tiled(m, n, k + prologue, tile, speeds.units, count or 1) for tile in TILES) / rate
+    grouped_factor = 1.0 if count is None else GROUPED
+    return (
+        grouped_factor
+        * min(_count_tile_flops(m, n, k + prologue, tile, speeds.units, count or 1) for tile in TILES)
+        / rate
+    )
 
 
-def cast_seconds(m: float, n: float, k: float, element: int, factor: float, speeds: Speeds) -> float:
+def estimate_cast(m: float, n: float, k: float, element: int, factor: float, speeds: Speeds) -> float:
     """Return the time to cast both factors of a matmul [m, k] x [k, n] to 8 bits.
 
     Each is read, its scale found, and written in one byte.
 
     Args:
-        m, n, k: see `matmul`.
+        m, n, k: see `estimate_matmul`.
         element: bytes of an element before.
         factor: traffic of uncompiled casts, relative to compiled ones.
         speeds: of the device.
@@ -203,7 +209,7 @@ def cast_seconds(m: float, n: float, k: float, element: int, factor: float, spee
     return (2 * element + 1) * (m * k + n * k) * 0.5 * factor * speeds.casts / speeds.memory
 
 
-def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: int, count: float) -> float:
+def _count_tile_flops(m: float, n: float, k: float, tile: tuple[int, int, float], units: int, count: float) -> float:
     """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
     rows, columns, speed = tile
     tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
@@ -211,7 +217,7 @@ def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: in
     return waves * units * rows * columns * 2 * k / speed
 
 
-def attention(tokens: float, keys: float, heads: float, size: int, speeds: Speeds) -> tuple[float, float]:
+def estimate_attention(tokens: float, keys: float, heads: float, size: int, speeds: Speeds) -> tuple[float, float]:
     """Return the times of causal attention, forward and backward.
 
     Args:
@@ -222,19 +228,21 @@ def attention(tokens: float, keys: float, heads: float, size: int, speeds: Speed
         speeds: of the device.
     """
     flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
-    there, back = (slower(keys, size, short, speeds.head_power) for short in speeds.short_rows)
-    return flops * there / speeds.attention, 2.5 * flops * back / speeds.attention_backward
+    forward_slowdown, backward_slowdown = (
+        compute_slowdown(keys, size, short, speeds.head_power) for short in speeds.short_rows
+    )
+    return flops * forward_slowdown / speeds.attention, 2.5 * flops * backward_slowdown / speeds.attention_backward
 
 
-def slower(keys: float, size: int, short_rows: float, head_power: float) -> float:
+def compute_slowdown(keys: float, size: int, short_rows: float, head_power: float) -> float:
     """Return how much longer attention takes for short rows and narrow heads than for long rows and heads of 128."""
     return float((1 + short_rows / keys) * (128 / min(size, 128)) ** head_power)
 
 
-Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 
-def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: Speeds) -> float:
+def estimate_collective(kind: CollectiveKind, size: float, ranks: int, stride: int, speeds: Speeds) -> float:
     """Return the time of a collective.
 
     A ring, or a hierarchy of rings: (n - 1) / n of the whole tensor passes each device, over the network if the group
@@ -253,15 +261,15 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
         if stride < speeds.per_node:
             return speeds.link_latency + size / speeds.link
         return speeds.link_latency + speeds.network_latency + size / speeds.network
-    twice = 2 if kind == "all-reduce" else 1
-    near = max(1, min(ranks, speeds.per_node // stride))
-    nodes = math.ceil(ranks / near)
+    passes = 2 if kind == "all-reduce" else 1
+    local_ranks = max(1, min(ranks, speeds.per_node // stride))
+    nodes = math.ceil(ranks / local_ranks)
     if nodes == 1:
         rate = {"reduce-scatter": speeds.reduce, "all-reduce": speeds.sum}.get(kind, 0.0) or speeds.link
-        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / rate)
+        return passes * (speeds.link_latency + size * (ranks - 1) / ranks / rate)
     # devices of a node share out the traffic between nodes, each over its own network adapter; not an all-to-all's,
     # in which each has other data
-    adapters = 1 if kind == "all-to-all" else near
-    between = size * (nodes - 1) / nodes / (speeds.network * adapters)
-    within = size * (near - 1) / (ranks if kind == "all-to-all" else near) / speeds.link
-    return twice * (max(between, within) + speeds.link_latency + speeds.network_latency * math.log2(nodes))
+    adapters = 1 if kind == "all-to-all" else local_ranks
+    between_nodes = size * (nodes - 1) / nodes / (speeds.network * adapters)
+    within_node = size * (local_ranks - 1) / (ranks if kind == "all-to-all" else local_ranks) / speeds.link
+    return passes * (max(between_nodes, within_node) + speeds.link_latency + speeds.network_latency * math.log2(nodes))

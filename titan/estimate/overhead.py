@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.estimate.constants import fitted
+from titan.estimate.constants import load_constants
 from titan.estimate.memory import (
     Usage,
+    compute_received_share,
+    count_rank_state_bytes,
+    find_largest_activations,
     iterate_peaks,
-    largest_activations,
-    received_share,
-    state_bytes,
-    step_phases,
+    iterate_step_phases,
 )
 from titan.estimate.rank_sizes import GIB
 
@@ -54,40 +54,44 @@ def add_overhead(
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
     """
     if layout.expert > 1:
-        usage = usage.plus(imbalance=IMBALANCE * received_share(recipe, layout, microbatches) * _saved(usage))
+        usage = usage.add_parts(
+            imbalance=IMBALANCE * compute_received_share(recipe, layout, microbatches) * _read_activations(usage)
+        )
     if device != "cpu":
-        return usage.plus(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
-    logits, block = largest_activations(recipe, layout, microbatches)
+        return usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
+    logits, block = find_largest_activations(recipe, layout, microbatches)
     sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):
-        unused += EXPERT_FRAGMENTATION * _saved(usage)
-    staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
+        unused += EXPERT_FRAGMENTATION * _read_activations(usage)
+    staged = count_rank_state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
-    return usage.plus(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
+    return usage.add_parts(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
 
 
-def _saved(usage: Usage) -> float:
+def _read_activations(usage: Usage) -> float:
     return usage.parts.get("activations", 0.0)
 
 
-def memory_over_step(
+def list_step_phases(
     recipe: Recipe, layout: Layout, microbatches: int, rank: int, device: str
 ) -> list[tuple[Action | None, list[Usage]]]:
     """Return the phases of a pipeline rank in the order of a step, with a plan's overhead."""
-    fragments = fitted().fragments
+    fragments = load_constants().fragments
     return [
         (action, [add_overhead(recipe, layout, microbatches, usage, device, fragments) for usage in phases])
-        for action, phases in step_phases(recipe, layout, microbatches, rank, device)
+        for action, phases in iterate_step_phases(recipe, layout, microbatches, rank, device)
     ]
 
 
-def gib_if_fits(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
+def compute_fitting_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
     """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
-    most = 0.0
+    largest = 0.0
     for usage in iterate_peaks(recipe, layout, microbatches, device):
-        most = max(most, add_overhead(recipe, layout, microbatches, usage, device, fitted().fragments).gib)
-        if most > gib:
+        largest = max(
+            largest, add_overhead(recipe, layout, microbatches, usage, device, load_constants().fragments).gib
+        )
+        if largest > gib:
             return None
-    return most
+    return largest

@@ -43,7 +43,7 @@ class State(NamedTuple):
     has_grads: bool
 
 
-def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
+def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
     """Return the states of each pipeline rank in which its memory can be largest.
 
     Args:
@@ -53,19 +53,24 @@ def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list
     """
     if ranks == 1:
         has_grads = (False, True) if microbatches > 1 else (False,)
-        return [{State(0, kind, ((0, 1),), ((0, 0),), earlier) for kind in "FB" for earlier in has_grads}]
+        return [{State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads}]
     if parallelism.schedule not in ALL_FORWARD:
         microbatches = min(microbatches, STEADY_STATE * ranks)
-    return schedule_states(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)
+    return find_schedule_states(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)
 
 
 @lru_cache(1024)
-def schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
+def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
     """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
-    return [_largest(set(_replay(actions))) for actions in _actions(schedule, ranks, stages, microbatches)]
+    return [
+        _select_largest(set(_replay_actions(actions)))
+        for actions in _list_actions(schedule, ranks, stages, microbatches)
+    ]
 
 
-def action_states(parallelism: Parallelism, ranks: int, rank: int, microbatches: int) -> list[tuple[Action, State]]:
+def list_action_states(
+    parallelism: Parallelism, ranks: int, rank: int, microbatches: int
+) -> list[tuple[Action, State]]:
     """Return all actions of a pipeline rank in a step, in order, each with the rank's state during it.
 
     Without a pipeline these are the first two micro-batches; later ones repeat the second.
@@ -73,11 +78,13 @@ def action_states(parallelism: Parallelism, ranks: int, rank: int, microbatches:
     if ranks == 1:
         actions = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
-        actions = _actions(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)[rank]
-    return list(zip(actions, _replay(actions), strict=True))
+        actions = _list_actions(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)[
+            rank
+        ]
+    return list(zip(actions, _replay_actions(actions), strict=True))
 
 
-def _actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+def _list_actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
     """Return the actions of each rank in its order."""
     custom = schedule.endswith(".csv")
     rows = (
@@ -88,7 +95,7 @@ def _actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[
     return [[action for cell in row for action in list_actions(cell)] for row in rows]
 
 
-def _replay(actions: list[Action]) -> Iterator[State]:
+def _replay_actions(actions: list[Action]) -> Iterator[State]:
     """Yield the state of a rank during each of its actions."""
     in_flight, has_grads = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
     awaiting = dict.fromkeys(in_flight, 0)
@@ -101,28 +108,28 @@ def _replay(actions: list[Action]) -> Iterator[State]:
         has_grads = has_grads or kind in "BW"
 
 
-def _largest(states: set[State]) -> set[State]:
+def _select_largest(states: set[State]) -> set[State]:
     """Return the states that no other state of the same stage and kind dominates in every count."""
     groups: dict[tuple[int, str], list[tuple[tuple[int, ...], State]]] = {}
     for state in states:
         counts = tuple(count for _, count in (*state.in_flight, *state.awaiting_weight_grads))
         groups.setdefault((state.stage, state.kind), []).append(((*counts, state.has_grads), state))
-    return {state for group in groups.values() for state in _maximal(group)}
+    return {state for group in groups.values() for state in _iterate_maximal(group)}
 
 
-def _maximal(group: list[tuple[tuple[int, ...], State]]) -> Iterator[State]:
+def _iterate_maximal(group: list[tuple[tuple[int, ...], State]]) -> Iterator[State]:
     """Yield the states with counts that no other's equal or exceed throughout; those with the largest sums first."""
-    kept: list[tuple[int, ...]] = []
+    maximal: list[tuple[int, ...]] = []
     for counts, state in sorted(group, key=lambda entry: sum(entry[0]), reverse=True):
-        if not any(all(map(operator.le, counts, other)) for other in kept):
-            kept.append(counts)
+        if not any(all(map(operator.le, counts, larger)) for larger in maximal):
+            maximal.append(counts)
             yield state
 
 
 @lru_cache(1024)
-def most_in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> int:
+def find_most_in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> int:
     """Return the most micro-batches that the stages of a rank have in flight at once, added up, on any rank."""
     if schedule not in ALL_FORWARD:
         microbatches = min(microbatches, STEADY_STATE * ranks)
-    states = schedule_states(schedule, ranks, stages, microbatches)
+    states = find_schedule_states(schedule, ranks, stages, microbatches)
     return max(sum(count for _, count in state.in_flight) for rank in states for state in rank)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.estimate import memory, operations, overhead
-from titan.estimate.constants import fitted
+from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.step_time import StepTime, step_time
+from titan.estimate.step_time import StepTime, estimate_step
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -26,24 +26,24 @@ HOPPER = 9.0
 """The compute capability from which `training.attention=auto` takes cuDNN's kernel."""
 PUBLISHED = "nine in ten published runs that the fit has not seen lie within"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
-OWN = "nine in ten of your own runs lie within, each predicted from the others"
-"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `EXPERTS` on GPUs for models with them."""
+OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
+"""What the interval of a figure is: on GPUs, on CPUs, and with `build_plan.fit`; `EXPERTS` on GPUs for models with them."""
 EXPERTS = "models with experts: no constant is fitted on them, and three published runs lie within"
 EXPERTS_ERROR = 1.6
 """The relative error of step times of models with experts on GPUs: the largest of those is 1.55 (docs/plan.md)."""
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
 
 
-class Figure(NamedTuple):
+class PredictedValue(NamedTuple):
     """A predicted value, and its interval: the error that nine in ten published runs stay below, both ways."""
 
     value: float
     low: float
     high: float
 
-    def scaled(self, factor: float) -> Figure:
+    def scale(self, factor: float) -> PredictedValue:
         """Return the figure in another unit."""
-        return Figure(self.value * factor, self.low * factor, self.high * factor)
+        return PredictedValue(self.value * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -81,53 +81,53 @@ class Plan:
         return max(self.memory, key=lambda usage: usage.bytes)
 
     @property
-    def step_seconds(self) -> Figure:
+    def step_seconds(self) -> PredictedValue:
         """The time of a step."""
-        return _interval(self.step.seconds, self.error)
+        return _build_interval(self.step.seconds, self.error)
 
     @property
-    def memory_gib_needed(self) -> Figure:
+    def memory_gib_needed(self) -> PredictedValue:
         """The memory of the fullest rank in GiB."""
-        return _interval(self.fullest.gib, self.memory_error)
+        return _build_interval(self.fullest.gib, self.memory_error)
 
     @property
-    def tokens_per_second_per_device(self) -> Figure:
+    def tokens_per_second_per_device(self) -> PredictedValue:
         """The throughput of a device."""
         value, low, high = self.step_seconds
         tokens = self.step.tokens / self.step.devices
-        return Figure(tokens / value, tokens / high, tokens / low)
+        return PredictedValue(tokens / value, tokens / high, tokens / low)
 
     @property
-    def tflops(self) -> Figure:
+    def tflops(self) -> PredictedValue:
         """Model FLOPs of a device in TFLOP/s."""
-        return self.tokens_per_second_per_device.scaled(self.flops_per_token / 1e12)
+        return self.tokens_per_second_per_device.scale(self.flops_per_token / 1e12)
 
     @property
-    def mfu(self) -> Figure | None:
+    def mfu(self) -> PredictedValue | None:
         """Model FLOPs utilisation; None without a known peak."""
-        return None if self.peak_tflops is None else self.tflops.scaled(1 / self.peak_tflops)
+        return None if self.peak_tflops is None else self.tflops.scale(1 / self.peak_tflops)
 
     @property
-    def days(self) -> Figure:
+    def days(self) -> PredictedValue:
         """The time of the whole run in days."""
-        return self.step_seconds.scaled(self.steps / SECONDS_PER_DAY)
+        return self.step_seconds.scale(self.steps / SECONDS_PER_DAY)
 
     @property
-    def device_hours(self) -> Figure:
+    def device_hours(self) -> PredictedValue:
         """Device-hours of the whole run."""
-        return self.step_seconds.scaled(self.steps * self.step.devices / SECONDS_PER_HOUR)
+        return self.step_seconds.scale(self.steps * self.step.devices / SECONDS_PER_HOUR)
 
     @property
-    def cost(self) -> Figure | None:
+    def cost(self) -> PredictedValue | None:
         """The cost of the whole run; None without a price."""
-        return None if self.price is None else self.device_hours.scaled(self.price)
+        return None if self.price is None else self.device_hours.scale(self.price)
 
 
-def _interval(value: float, error: float) -> Figure:
-    return Figure(value, value / (1 + error), value * (1 + error))
+def _build_interval(value: float, error: float) -> PredictedValue:
+    return PredictedValue(value, value / (1 + error), value * (1 + error))
 
 
-def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
+def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
     """Return the plan of a recipe.
 
     Args:
@@ -139,45 +139,45 @@ def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) ->
     Raises:
         ConfigError: when a figure of the hardware is missing.
     """
-    hardware = hardware_of(recipe.cluster, machine)
-    speeds = device_speeds(recipe, hardware, machine, layout)
-    known = fitted()
+    hardware = resolve_hardware(recipe.cluster, machine)
+    speeds = derive_device_speeds(recipe, hardware, machine, layout)
+    constants = load_constants()
     usages = [
-        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, known.fragments)
-        for usage in memory.peaks(recipe, layout, microbatches, machine.device)
+        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, constants.fragments)
+        for usage in memory.estimate_peaks(recipe, layout, microbatches, machine.device)
     ]
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
     experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters) > 0
     return Plan(
         memory=tuple(usages),
-        step=step_time(recipe, layout, microbatches, speeds),
-        error=known.cpu_error if cpu else EXPERTS_ERROR if experts else known.error,
-        memory_error=known.cpu_memory_error if cpu else known.memory_error,
-        memory_gib=_device_memory(recipe, machine, layout),
+        step=estimate_step(recipe, layout, microbatches, speeds),
+        error=constants.cpu_error if cpu else EXPERTS_ERROR if experts else constants.error,
+        memory_error=constants.cpu_memory_error if cpu else constants.memory_error,
+        memory_gib=_compute_device_memory(recipe, machine, layout),
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
         flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
         steps=recipe.training.steps,
-        checkpoint_bytes=sum(memory.whole_state(recipe)),
+        checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
         intervals=MEASURED if cpu else EXPERTS if experts else PUBLISHED,
     )
 
 
-def hardware_of(cluster: Cluster, machine: Machine) -> Hardware:
+def resolve_hardware(cluster: Cluster, machine: Machine) -> Hardware:
     """Return the figures of a cluster's hardware, with peaks of known devices where it gives none."""
     hardware = cluster.hardware
     dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
     for dtype in dtypes:
         name = f"{dtype}_tflops"
-        known = cluster.peak_tflops if dtype == "bf16" else None
-        known = known or look_up_peak_tflops(machine.name, dtype)
-        if getattr(hardware, name) is None and known is not None:
-            known_peak: Any = {name: known}
-            hardware = replace(hardware, **known_peak)
+        peak = cluster.peak_tflops if dtype == "bf16" else None
+        peak = peak or look_up_peak_tflops(machine.name, dtype)
+        if getattr(hardware, name) is None and peak is not None:
+            change: Any = {name: peak}
+            hardware = replace(hardware, **change)
     return hardware
 
 
-def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: Layout) -> Speeds:
+def derive_device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: Layout) -> Speeds:
     """Return the speeds of a device.
 
     The ranks of a CPU share its cores, so each has its part of the measured speed.
@@ -185,41 +185,43 @@ def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: 
     Raises:
         ConfigError: when a figure is missing.
     """
-    per_node = ranks_per_node(recipe.cluster, machine, layout.devices)
+    per_node = count_ranks_per_node(recipe.cluster, machine, layout.devices)
     if layout.devices > 1:
         hardware.require_figure("link_gb_per_second", "communication between devices of a node")
     if layout.devices > per_node:
         hardware.require_figure("network_gb_per_second", "communication between nodes")
     dtype: Literal["bf16", "fp32"] = "bf16" if recipe.precision.compute == "bf16" else "fp32"
     if machine.device == "cpu":
-        whole = operations.speeds(hardware, per_node, dtype=dtype, kernel="flash")
-        return _shared(whole, min(per_node, layout.devices), hardware)
-    return operations.speeds(hardware, per_node, dtype=dtype, kernel=attention_kernel(recipe, machine))
+        machine_speeds = operations.derive_speeds(hardware, per_node, dtype=dtype, kernel="flash")
+        return _share_cpu(machine_speeds, min(per_node, layout.devices), hardware)
+    return operations.derive_speeds(hardware, per_node, dtype=dtype, kernel=choose_attention_kernel(recipe, machine))
 
 
-def ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:
+def count_ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:
     """Return the ranks on each node: one for each GPU; a CPU has as many as the layout needs."""
     if cluster.devices_per_node != "auto":
         return int(cluster.devices_per_node)
     return machine.count if machine.device == "cuda" else math.ceil(devices / cluster.nodes)
 
 
-def _shared(speeds: Speeds, ranks: int, hardware: Hardware) -> Speeds:
+def _share_cpu(speeds: Speeds, ranks: int, hardware: Hardware) -> Speeds:
     """Return the speeds of one of several ranks on a CPU: their computation, and where they are more than cores, their
     launches and communication too."""
-    part = (hardware.rank_speed or 1.0) / ranks if ranks > 1 else 1.0
-    waiting = max(1.0, ranks / (hardware.cores or ranks))
-    shared: Any = {
-        name: part * getattr(speeds, name)
+    share = (hardware.rank_speed or 1.0) / ranks if ranks > 1 else 1.0
+    wait_factor = max(1.0, ranks / (hardware.cores or ranks))
+    changes: Any = {
+        name: share * getattr(speeds, name)
         for name in ("matmul", "matmul_8bit", "attention", "attention_backward", "memory")
     }
-    shared |= {name: getattr(speeds, name) / waiting for name in ("link", "reduce", "sum")}
-    shared |= {name: waiting * getattr(speeds, name) for name in ("launch", "link_latency", "step")}
-    shared["host"] = {name: (waiting * each, waiting * once) for name, (each, once) in speeds.host.items()}
-    return replace(speeds, turns=waiting, **shared)
+    changes |= {name: getattr(speeds, name) / wait_factor for name in ("link", "reduce", "sum")}
+    changes |= {name: wait_factor * getattr(speeds, name) for name in ("launch", "link_latency", "step")}
+    changes["host"] = {
+        name: (wait_factor * per_unit, wait_factor * per_step) for name, (per_unit, per_step) in speeds.host.items()
+    }
+    return replace(speeds, turns=wait_factor, **changes)
 
 
-def attention_kernel(recipe: Recipe, machine: Machine) -> str:
+def choose_attention_kernel(recipe: Recipe, machine: Machine) -> str:
     """Return the attention kernel of a run on a GPU."""
     kernel = recipe.training.attention
     if kernel != "auto":
@@ -227,7 +229,7 @@ def attention_kernel(recipe: Recipe, machine: Machine) -> str:
     return "cudnn" if (machine.capability or 0) >= HOPPER else "flash"
 
 
-def _device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | None:
+def _compute_device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | None:
     """Return the GiB of one device, or of a rank's part of a CPU's memory."""
     memory_gib = recipe.cluster.memory_gib or machine.memory_gib
     if memory_gib is None or machine.device != "cpu":
@@ -235,6 +237,6 @@ def _device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | 
     return memory_gib / layout.devices
 
 
-def parts_of(plan: Plan) -> Mapping[str, float]:
+def list_memory_parts(plan: Plan) -> Mapping[str, float]:
     """Return the bytes of the fullest rank by category, without those that are zero."""
     return {name: size / GIB for name, size in plan.fullest.parts.items() if size > 0}

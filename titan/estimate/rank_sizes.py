@@ -34,7 +34,7 @@ INDEX_BYTES = 8
 """Bytes of a token, a target, a position or a document id: int64."""
 
 
-class Stage(NamedTuple):
+class StageBlocks(NamedTuple):
     """The layers of one pipeline stage, and whether it has the embedding (`first`) and the head (`last`)."""
 
     layers: range
@@ -42,18 +42,18 @@ class Stage(NamedTuple):
     last: bool
 
 
-def rank_rows(recipe: Recipe, layout: Layout) -> int:
+def count_rank_rows(recipe: Recipe, layout: Layout) -> int:
     """Return the rows of a global batch that the rank with most rows reads."""
     return math.ceil(recipe.training.rows / layout.data_ranks)
 
 
-def weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightSharding:
+def find_weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightSharding:
     """Return how a layout shards weights."""
     sharded = 1 if layout.only_replicated else layout.sharded
     return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
 
 
-def average_bytes(recipe: Recipe) -> float:
+def count_average_bytes(recipe: Recipe) -> float:
     """Return the bytes of the weights' moving average for each of their elements: it is float32."""
     return 0.0 if recipe.evaluation.ema is None else 4.0
 
@@ -69,7 +69,7 @@ class BlockSizes(NamedTuple):
         first: elements of the matrices whose gradients are computed first, while most activations exist.
         gathered: bytes of the weights as FSDP gathers them; 0 without it.
         casts: bytes of the weights as autograd saves casts of them; 0 with FSDP.
-        apart: bytes of experts that are gathered apart from the block, only while they compute.
+        experts_gathered: bytes of experts that are gathered apart from the block, only while they compute.
     """
 
     activations: BlockActivations
@@ -79,15 +79,15 @@ class BlockSizes(NamedTuple):
     first: float
     gathered: float
     casts: float
-    apart: float = 0.0
+    experts_gathered: float = 0.0
 
     @property
-    def whole(self) -> float:
+    def full_bytes(self) -> float:
         """Bytes that are saved for backward without checkpointing."""
         return self.activations.saved + self.casts
 
 
-class Group(NamedTuple):
+class BlockGroup(NamedTuple):
     """Blocks of one kind: one of them, how many there are, and how many of them are recomputed as a whole."""
 
     layer: int
@@ -96,11 +96,11 @@ class Group(NamedTuple):
 
 
 @lru_cache(4096)
-def block_groups(model: Decoder, layers: range, every: int = 0) -> tuple[Group, ...]:
+def group_blocks(model: Decoder, layers: range, every: int = 0) -> tuple[BlockGroup, ...]:
     """Return the blocks of each kind; each `every`-th block of the model is recomputed, with 0 none."""
     return tuple(
-        Group(found[0], len(found), sum((layer + 1) % every == 0 for layer in found) if every else 0)
-        for found in model.kinds(layers).values()
+        BlockGroup(members[0], len(members), sum((layer + 1) % every == 0 for layer in members) if every else 0)
+        for members in model.kinds(layers).values()
     )
 
 
@@ -109,25 +109,25 @@ class BlockElements(NamedTuple):
 
     Attributes:
         matrices: in its matrices but those of experts.
-        whole: those of them that each rank has as a whole.
+        unsplit: those of them that each rank has as a whole.
         vectors: in its norms, which are whole.
         experts: of all experts, which no tensor parallelism splits.
     """
 
     matrices: int
-    whole: int
+    unsplit: int
     vectors: int
     experts: int
 
 
 @lru_cache(256)
-def block_elements(model: Decoder, layer: int, tensor: int) -> BlockElements:
+def count_block_elements(model: Decoder, layer: int, tensor: int) -> BlockElements:
     """Return how many elements of a block's weights a tensor-parallel rank has, before FSDP shards them."""
     matmuls, experts = model.block_matmuls(layer).values(), model.expert_parameters(layer)
     router = model.block_matmul_parameters(layer) - sum(matmul.size for matmul in matmuls) - experts
-    whole = router + sum(matmul.size for matmul in matmuls if matmul.split(2).size == matmul.size)
+    unsplit = router + sum(matmul.size for matmul in matmuls if matmul.split(2).size == matmul.size)
     vectors = model.block_parameters(layer) - model.block_matmul_parameters(layer)
-    return BlockElements(router + sum(m.split(tensor).size for m in matmuls), whole, vectors, experts)
+    return BlockElements(router + sum(m.split(tensor).size for m in matmuls), unsplit, vectors, experts)
 
 
 class RankSizes:
@@ -139,11 +139,11 @@ class RankSizes:
         layout: Layout,
         microbatches: int,
         device: str,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, StageBlocks],
     ) -> None:
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
         model, precision = recipe.model, recipe.precision
-        rows = math.ceil(rank_rows(recipe, layout) / microbatches)
+        rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
         self.share = RankBatch(
             self.tokens,
@@ -164,10 +164,10 @@ class RankSizes:
             reads_logits=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        self.sharding = _as_used(weight_sharding(recipe.parallelism, layout), self.fsdp)
+        self.sharding = _adjust_sharding(find_weight_sharding(recipe.parallelism, layout), self.fsdp)
         self._size_blocks()
         self._count_elements()
-        self.shards = self._mean_shards()
+        self.shards = self._compute_mean_shards()
         self._size_states()
         self._size_ends()
 
@@ -175,66 +175,66 @@ class RankSizes:
         """Compute the sizes of each kind of block; a block's activations are those of one micro-batch."""
         every = {"full": 1, "every_n": self.recipe.memory.every}.get(self.recipe.memory.checkpointing, 0)
         self.every = every
-        found = block_groups(self.recipe.model, range(self.recipe.model.layers))
-        self._blocks = {self.recipe.model.kind(group.layer): self._block_sizes(group.layer) for group in found}
-        self.input = self.of(0).activations.input
+        groups = group_blocks(self.recipe.model, range(self.recipe.model.layers))
+        self._blocks = {self.recipe.model.kind(group.layer): self._compute_block_sizes(group.layer) for group in groups}
+        self.input = self.get_block(0).activations.input
 
-    def of(self, layer: int) -> BlockSizes:
+    def get_block(self, layer: int) -> BlockSizes:
         """Return the sizes of a block."""
         return self._blocks[self.recipe.model.kind(layer)]
 
-    def _block_sizes(self, layer: int) -> BlockSizes:
+    def _compute_block_sizes(self, layer: int) -> BlockSizes:
         model, tensor = self.recipe.model, self.layout.tensor
-        divided, weights = self.layout.expert > 1, block_elements(model, layer, tensor)
+        is_divided, weights = self.layout.expert > 1, count_block_elements(model, layer, tensor)
         experts = weights.experts / self.layout.expert
-        dense, used = _used_by_block(model, layer, self.recipe.precision, self.sharding)
-        used = self.recipe.precision.bytes * experts if divided else used
+        dense, expert_bytes = _count_used_bytes(model, layer, self.recipe.precision, self.sharding)
+        expert_bytes = self.recipe.precision.bytes * experts if is_divided else expert_bytes
         return BlockSizes(
-            model.block_activations(self.share, self._context_parallel_bytes(), layer),
+            model.block_activations(self.share, self._count_context_bytes(), layer),
             elements=weights.matrices + weights.vectors + experts,
             experts=experts,
             matrices=weights.matrices + experts,
             first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
-            gathered=dense * self.fsdp + used * (self.fsdp or divided),
-            casts=dense * (not self.fsdp) + used * (not self.fsdp and not divided),
-            apart=used if divided else 0.0,
+            gathered=dense * self.fsdp + expert_bytes * (self.fsdp or is_divided),
+            casts=dense * (not self.fsdp) + expert_bytes * (not self.fsdp and not is_divided),
+            experts_gathered=expert_bytes if is_divided else 0.0,
         )
 
-    def total(self, of: Callable[[BlockSizes], float], layers: range) -> float:
+    def sum_blocks(self, size_of: Callable[[BlockSizes], float], layers: range) -> float:
         """Return the sum over blocks."""
-        groups = block_groups(self.recipe.model, layers)
-        return sum(group.size * of(self.of(group.layer)) for group in groups)
+        groups = group_blocks(self.recipe.model, layers)
+        return sum(group.size * size_of(self.get_block(group.layer)) for group in groups)
 
-    def on_rank(self, of: Callable[[BlockSizes], float]) -> float:
+    def sum_rank(self, size_of: Callable[[BlockSizes], float]) -> float:
         """Return the sum over all blocks of the rank."""
-        return sum(self.total(of, stage.layers) for stage in self.stages.values())
+        return sum(self.sum_blocks(size_of, stage.layers) for stage in self.stages.values())
 
     def _count_elements(self) -> None:
         """Count the weight elements of this rank before FSDP shards them."""
         model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
-        self.head_elements = 0.0 if self._tied() or not last else model.vocab * model.dim / tensor + model.dim
-        blocks = self.on_rank(lambda block: block.elements)
+        self.head_elements = 0.0 if self._has_tied_head() or not last else model.vocab * model.dim / tensor + model.dim
+        blocks = self.sum_rank(lambda block: block.elements)
         self.elements = blocks + self.embedding_elements + self.head_elements
 
-    def _mean_shards(self) -> float:
+    def _compute_mean_shards(self) -> float:
         """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
 
         Vectors, which are few elements, count as in no group. Experts that do not divide evenly count as on the rank
         with most of them.
         """
-        usual = self._shards_of_dense()
+        usual = self._compute_dense_shards()
         experts = sum(
-            group.size * (block.experts / self._shards_of_experts(group.layer) - block.experts / usual)
+            group.size * (block.experts / self._count_expert_shards(group.layer) - block.experts / usual)
             for stage in self.stages.values()
-            for group in block_groups(self.recipe.model, stage.layers)
-            for block in [self.of(group.layer)]
+            for group in group_blocks(self.recipe.model, stage.layers)
+            for block in [self.get_block(group.layer)]
             if block.experts
         )
         return self.elements / (self.elements / usual + experts)
 
-    def _shards_of_experts(self, layer: int) -> float:
+    def _count_expert_shards(self, layer: int) -> float:
         """Return the ranks that experts are sharded over; fewer where they can't be divided evenly."""
         model, layout = self.recipe.model, self.layout
         matmuls = model.expert_matmuls(layer)
@@ -243,7 +243,7 @@ class RankSizes:
         along_width = layout.expert > 1 and not any(matmul.outputs % ranks for matmul in matmuls.values())
         return ranks if along_width or count % ranks == 0 else max(1, count) / max(1, math.ceil(count / ranks))
 
-    def _shards_of_dense(self) -> float:
+    def _compute_dense_shards(self) -> float:
         """Return the shards of an element outside of experts; with groups the mean."""
         groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
         if not groups or not self.fsdp:
@@ -254,73 +254,73 @@ class RankSizes:
             for name, matmul in model.block_matmuls(layer).items():
                 matrices[f"layers.{layer}.{name}"] = float(matmul.split(tensor).size)
             for name in (experts := model.expert_matmuls(layer)):
-                matrices[f"layers.{layer}.{name}"] = self.of(layer).experts / len(experts)
+                matrices[f"layers.{layer}.{name}"] = self.get_block(layer).experts / len(experts)
         shards = count_shards(matrices, groups, self.layout)
-        more = sum(n / shards[name] - n / usual for name, n in matrices.items())
-        return self.elements / (self.elements / usual + more)
+        extra = sum(n / shards[name] - n / usual for name, n in matrices.items())
+        return self.elements / (self.elements / usual + extra)
 
     def _size_states(self) -> None:
         """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
         precision = self.recipe.precision
         on_device = 0.0 if self.recipe.memory.offload else 1.0
-        matrices = self.on_rank(lambda block: block.matrices)
+        matrices = self.sum_rank(lambda block: block.matrices)
         self.weights = on_device * precision.weight_bytes * self.elements / self.shards
         state: float = self.recipe.optimizer.state_bytes(
             int(matrices), int(self.elements - matrices), precision.weight_bytes
         )
-        state += average_bytes(self.recipe) * self.elements
+        state += count_average_bytes(self.recipe) * self.elements
         self.optimizer = on_device * state / self.shards
         self.grad_element = on_device * precision.weight_bytes / self.shards
 
     def _size_ends(self) -> None:
         """Compute the bytes of the embedding's and the head's weights as FSDP gathers them, or as casts of them."""
         head = Matmul(self.recipe.model.dim, self.recipe.model.vocab)
-        used = float(self.recipe.precision.used_bytes({"head": head}, self.sharding))
+        used = float(self.recipe.precision.count_used_bytes({"head": head}, self.sharding))
         used = used if any(stage.last for stage in self.stages.values()) else 0.0
         self.head_gathered, self.head_cast = (used, 0.0) if self.fsdp else (0.0, used)
         self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
     # ---- activations ----
 
-    def _saved(self, stage: Stage) -> float:
+    def _count_saved_bytes(self, stage: StageBlocks) -> float:
         """Return the bytes that a stage saves for backward of one micro-batch."""
         rotation: float = 4 * self.recipe.model.rotary_size * self.tokens  # cosines and sines in float32
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
         ends = self.head.saved + self.head_cast if stage.last else self.input
-        return self._saved_by_blocks(stage.layers) + ends + rotation + self._attention_mask()
+        return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
 
-    def _saved_for_weight_grads(self, stage: Stage) -> float:
+    def _count_saved_for_weight_grads(self, stage: StageBlocks) -> float:
         """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.
 
         A recomputed block has only its input saved, because "W" recomputes it once more.
         """
         blocks = sum(
-            again * self.input + (size - again) * self.of(layer).whole
-            for layer, size, again in block_groups(self.recipe.model, stage.layers, self.every)
+            recomputed * self.input + (size - recomputed) * self.get_block(layer).full_bytes
+            for layer, size, recomputed in group_blocks(self.recipe.model, stage.layers, self.every)
         )
-        ends = self._saved(stage) - self._saved_by_blocks(stage.layers)
-        return ends + blocks + self.total(lambda block: block.activations.outputs, stage.layers)
+        ends = self._count_saved_bytes(stage) - self._count_saved_by_blocks(stage.layers)
+        return ends + blocks + self.sum_blocks(lambda block: block.activations.outputs, stage.layers)
 
-    def _saved_by_blocks(self, layers: range) -> float:
+    def _count_saved_by_blocks(self, layers: range) -> float:
         """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
-        groups = block_groups(self.recipe.model, layers, self.every)
-        return sum(self._saved_by(group, self.of(group.layer)) for group in groups)
+        groups = group_blocks(self.recipe.model, layers, self.every)
+        return sum(self._count_saved_by_group(group, self.get_block(group.layer)) for group in groups)
 
-    def _saved_by(self, group: Group, block: BlockSizes) -> float:
-        memory, whole = self.recipe.memory, block.whole
+    def _count_saved_by_group(self, group: BlockGroup, block: BlockSizes) -> float:
+        memory, saved = self.recipe.memory, block.full_bytes
         if self.every or memory.checkpointing == "none":
-            return (group.size - group.recomputed) * whole + group.recomputed * self.input
+            return (group.size - group.recomputed) * saved + group.recomputed * self.input
         if memory.checkpointing == "selective":
             return group.size * block.activations.selective
-        return group.size * (self.input + memory.budget * (whole - self.input))
+        return group.size * (self.input + memory.budget * (saved - self.input))
 
-    def _computed_again(self, layers: range) -> list[float]:
+    def _list_recomputed_bytes(self, layers: range) -> list[float]:
         """Return the bytes that each of these blocks has saved once it is recomputed, where it is as a whole."""
-        again = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
-        return [self.of(layer).whole for layer in again]
+        recomputed = [layer for layer in layers if self.every and (layer + 1) % self.every == 0]
+        return [self.get_block(layer).full_bytes for layer in recomputed]
 
-    def _backward_of_block(self, layers: range) -> list[tuple[float, float, float]]:
+    def _list_backward_moments(self, layers: range) -> list[tuple[float, float, float]]:
         """Return the moments of a block's backward pass, in order.
 
         With experts the first one is the gradient of the sum of their outputs, before that of any weight exists.
@@ -329,12 +329,19 @@ class RankSizes:
             Bytes beyond what the last of these blocks has saved; elements whose gradients exist; and bytes of weights
             that are not gathered, though they are of these blocks.
         """
-        block, apart = self.of(layers[-1]), [self.of(layer).apart for layer in layers[-2:]]
-        again = max(0.0, block.whole - self._saved_by_blocks(layers[-1:]))
-        before = [(again + block.activations.routing, 0.0, sum(apart))] if block.activations.routing else []
-        return [*before, (again + block.activations.backward, block.first, sum(apart[:-1]))]
+        block, expert_bytes = (
+            self.get_block(layers[-1]),
+            [self.get_block(layer).experts_gathered for layer in layers[-2:]],
+        )
+        recomputed_bytes = max(0.0, block.full_bytes - self._count_saved_by_blocks(layers[-1:]))
+        routing_moments = (
+            [(recomputed_bytes + block.activations.routing, 0.0, sum(expert_bytes))]
+            if block.activations.routing
+            else []
+        )
+        return [*routing_moments, (recomputed_bytes + block.activations.backward, block.first, sum(expert_bytes[:-1]))]
 
-    def _context_parallel_bytes(self) -> ContextBytes:
+    def _count_context_bytes(self) -> ContextBytes:
         """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
         model, layout, method = self.recipe.model, self.layout, self.recipe.parallelism.context_method
         if layout.context == 1:
@@ -342,11 +349,11 @@ class RankSizes:
         ulysses = method == "ulysses"
         repeats = count_key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
         copies = layout.context if method == "allgather" else repeats
-        each = self.share.bytes * model.head_size / layout.tensor
-        kept = each * (model.heads + 2 * model.kv_heads * (copies - 1))
-        return ContextBytes(kept, each * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
+        head_bytes = self.share.bytes * model.head_size / layout.tensor
+        saved = head_bytes * (model.heads + 2 * model.kv_heads * (copies - 1))
+        return ContextBytes(saved, head_bytes * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
 
-    def _attention_mask(self) -> float:
+    def _count_mask_bytes(self) -> float:
         """Return the bytes of a micro-batch's masks [T, T]; ring attention and FlexAttention have none.
 
         One is of documents in each row; one of chunks too, which without documents is the same for all rows.
@@ -356,46 +363,46 @@ class RankSizes:
         if recipe.training.attention == "flex" or method == "ring":
             return 0.0
         length, ranks = recipe.training.seq_len, 1 if method == "ulysses" else layout.context
-        one = self.share.bytes * length * math.ceil(length / ranks)
+        mask_bytes = self.share.bytes * length * math.ceil(length / ranks)
         rows = math.ceil(self.tokens * layout.context / length) if recipe.dataset.mask_documents else 0
-        return float(one * (rows + max(1, rows) * recipe.model.needs_mask(length)))
+        return float(mask_bytes * (rows + max(1, rows) * recipe.model.needs_mask(length)))
 
     # ---- weights and gradients ----
 
-    def _gathered(self, used: range, left: range, head: bool = False) -> float:
+    def _count_gathered_bytes(self, used: range, unfinished: range, head: bool = False) -> float:
         """Return the bytes of weights that FSDP has all-gathered.
 
         Args:
             used: blocks gathered at once where FSDP reshards after forward.
-            left: where weights stay gathered from forward to backward: blocks whose backward has not ended.
+            unfinished: where weights stay gathered from forward to backward: blocks whose backward has not ended.
             head: whether the head is in use.
         """
         if not self.fsdp and self.layout.expert == 1:
             return 0.0
         reshards = self.recipe.parallelism.resolve_reshard(self.layout)
-        ends = self.head_gathered if head or self._tied() else 0.0
+        ends = self.head_gathered if head or self._has_tied_head() else 0.0
         if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
-            blocks = self.on_rank(lambda block: block.gathered)
+            blocks = self.sum_rank(lambda block: block.gathered)
             return blocks + self.head_gathered + self.embedding_gathered
-        at_once = self.total(lambda block: block.gathered, used)
+        at_once = self.sum_blocks(lambda block: block.gathered, used)
         if reshards is True:
             return at_once + ends
-        kept = self.total(lambda block: block.gathered, left)
+        unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
         if reshards is False:
-            return max(at_once, kept) + ends + self.embedding_gathered
-        return at_once + kept / reshards + ends
+            return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
+        return at_once + unfinished_bytes / reshards + ends
 
-    def _most_gathered(self, layers: range, blocks: int) -> range:
+    def _find_most_gathered(self, layers: range, blocks: int) -> range:
         """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""
         if len(layers) <= blocks or len(self._blocks) == 1:
             return layers[:blocks]
         windows = [layers[first : first + blocks] for first in range(len(layers) - blocks + 1)]
-        return max(windows, key=lambda window: self.total(lambda block: block.gathered, window))
+        return max(windows, key=lambda window: self.sum_blocks(lambda block: block.gathered, window))
 
-    def _tied(self) -> bool:
+    def _has_tied_head(self) -> bool:
         return self.recipe.model.tied and self.layout.pipeline == 1
 
-    def _gradients(self, elements: float, has_grads: bool) -> float:
+    def _count_gradient_bytes(self, elements: float, has_grads: bool) -> float:
         """Return the bytes of accumulated gradients.
 
         Args:
@@ -408,60 +415,62 @@ class RankSizes:
             elements = self.elements
         return self.grad_element * elements
 
-    def _reduce_buffer(self, elements: float) -> float:
+    def _count_reduce_buffer(self, elements: float) -> float:
         """Return the bytes of FSDP's reduce-scatter input."""
         return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
 
-    def _not_freed(self, stages: Iterable[Stage], has_grads: bool) -> float:
+    def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
 
         Without a pipeline it frees the last one at the end of each backward pass; with one, at the end of the step.
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        last = (
-            self.embedding_elements if stage.first else self.of(stage.layers.start).elements
+        last_elements = (
+            self.embedding_elements if stage.first else self.get_block(stage.layers.start).elements
             for stage in stages
             if stage.first or len(stage.layers)
         )
-        return sum(map(self._reduce_buffer, last))
+        return sum(map(self._count_reduce_buffer, last_elements))
 
-    def _reduced(self, elements: float, has_grads: bool) -> float:
+    def _count_reduced_bytes(self, elements: float, has_grads: bool) -> float:
         """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
-        return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
+        return self._count_reduce_buffer(elements) / self.shards if has_grads else 0.0
 
-    def _reduction_of_experts(self, layer: int) -> tuple[float, float]:
+    def _size_expert_reduction(self, layer: int) -> tuple[float, float]:
         """Return the bytes of gradients, with the output, and of buffers while those of a block's experts are reduced.
 
         On a single rank FSDP divides the input into a copy, when only one of the weights' gradients is left.
         """
-        experts, shards = self.of(layer).experts, self._shards_of_experts(layer)
-        unreduced, buffer = self._unreduced(experts), self._reduce_buffer(experts)
+        experts, shards = self.get_block(layer).experts, self._count_expert_shards(layer)
+        unreduced, buffer = self._count_unreduced_bytes(experts), self._count_reduce_buffer(experts)
         alone = shards == 1 and buffer > 0
         return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * (1 + alone)
 
-    def _unreduced(self, elements: float) -> float:
+    def _count_unreduced_bytes(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
         return self.recipe.precision.bytes * elements
 
 
-def _as_used(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
+def _adjust_sharding(sharding: WeightSharding, fsdp: bool) -> WeightSharding:
     """Return the sharding with at least two shards where FSDP gathers weights, and one where it does not."""
     return sharding._replace(sharded=max(2, sharding.sharded) if fsdp else 1)
 
 
 @lru_cache(256)
-def _used_by_block(model: Decoder, layer: int, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
+def _count_used_bytes(
+    model: Decoder, layer: int, precision: Precision, sharding: WeightSharding
+) -> tuple[float, float]:
     """Return the bytes of one block's weights while they are used, on one tensor-parallel rank, and of its experts."""
     matmuls = {f"layers.{layer}.{name}": matmul for name, matmul in model.block_matmuls(layer).items()}
     linear = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
     experts = model.expert_parameters(layer)
     router = model.block_matmul_parameters(layer) - linear - experts
     cast = precision.bytes if sharding.sharded > 1 or precision.bytes < precision.weight_bytes else 0
-    return precision.used_bytes(matmuls, sharding) + cast * router, float(cast * experts)
+    return precision.count_used_bytes(matmuls, sharding) + cast * router, float(cast * experts)
 
 
 @lru_cache(256)
-def largest_matrix(model: Decoder) -> int:
+def find_largest_matrix(model: Decoder) -> int:
     """Return the elements of the largest linear layer."""
     return max(matmul.inputs * matmul.outputs for matmul in model.linear_layers().values())

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, group, grouped
+from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, find_group, sum_groups
 from titan.estimate.memory import Usage
-from titan.estimate.plan import OWN, Plan
+from titan.estimate.plan import OWN_RUNS, Plan
 from titan.estimate.step_time import StepTime
 
 SEPARATE = 4
@@ -36,7 +36,7 @@ SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredRun:
     """A measured run.
 
     Attributes:
@@ -54,13 +54,13 @@ class Sample:
     devices: int = 1
 
     @property
-    def predicted(self) -> float:
+    def prediction(self) -> float:
         """The predicted seconds of a step."""
         return self.computation + self.communication
 
 
 @dataclass(frozen=True)
-class Factors:
+class CorrectionFactors:
     """What predictions are multiplied by."""
 
     computation: float = 1.0
@@ -72,26 +72,26 @@ class Factors:
         """The least factor on any part of a step's time."""
         return min(self.computation, self.communication)
 
-    def step(self, step: StepTime) -> StepTime:
+    def scale_step(self, step: StepTime) -> StepTime:
         """Return a step's time with its parts multiplied."""
         if self == UNCHANGED:
             return step
-        by = {COMPUTATION: self.computation, IDLE: self.computation, COMMUNICATION: self.communication}
-        parts = {cause: by[group(cause)] * seconds for cause, seconds in step.parts.items()}
+        factors = {COMPUTATION: self.computation, IDLE: self.computation, COMMUNICATION: self.communication}
+        parts = {cause: factors[find_group(cause)] * seconds for cause, seconds in step.parts.items()}
         ratio = sum(parts.values()) / step.seconds
         spans = tuple(replace(span, start=ratio * span.start, end=ratio * span.end) for span in step.spans)
         return replace(step, parts=parts, spans=spans)
 
-    def usage(self, usage: Usage) -> Usage:
+    def scale_usage(self, usage: Usage) -> Usage:
         """Return a rank's memory, multiplied."""
         return replace(usage, parts={name: self.memory * size for name, size in usage.parts.items()})
 
 
-UNCHANGED = Factors()
+UNCHANGED = CorrectionFactors()
 
 
 @dataclass(frozen=True)
-class Errors:
+class RelativeErrors:
     """The relative errors of one figure over the runs.
 
     Attributes:
@@ -117,13 +117,13 @@ class Refinement:
         time, memory: their errors; memory None where no run measured it.
     """
 
-    factors: Factors
+    factors: CorrectionFactors
     runs: int
     devices: int
-    time: Errors
-    memory: Errors | None
+    time: RelativeErrors
+    memory: RelativeErrors | None
 
-    def plan(self, planned: Plan) -> Plan:
+    def refine_plan(self, planned: Plan) -> Plan:
         """Return a plan with the factors and intervals of the runs.
 
         The plan keeps its own interval where that is wider and the runs do not show more: for more devices than any of
@@ -132,21 +132,21 @@ class Refinement:
         beyond = planned.step.devices > self.devices
         return replace(
             planned,
-            step=self.factors.step(planned.step),
-            memory=tuple(map(self.factors.usage, planned.memory)),
-            error=_interval(planned.error, self.time, beyond),
-            memory_error=_interval(planned.memory_error, self.memory, beyond),
-            intervals=OWN if self.time.left_out and not beyond else planned.intervals,
+            step=self.factors.scale_step(planned.step),
+            memory=tuple(map(self.factors.scale_usage, planned.memory)),
+            error=_refine_error(planned.error, self.time, beyond),
+            memory_error=_refine_error(planned.memory_error, self.memory, beyond),
+            intervals=OWN_RUNS if self.time.left_out and not beyond else planned.intervals,
         )
 
 
-def _interval(own: float, found: Errors | None, beyond: bool) -> float:
-    if found is None:
-        return own
-    return found.ninety if found.left_out and not beyond else max(own, found.ninety)
+def _refine_error(planned_error: float, errors: RelativeErrors | None, beyond: bool) -> float:
+    if errors is None:
+        return planned_error
+    return errors.ninety if errors.left_out and not beyond else max(planned_error, errors.ninety)
 
 
-def sample(planned: Plan, memory: float, seconds: float, measured_memory: float | None) -> Sample:
+def build_measured_run(planned: Plan, memory: float, seconds: float, measured_memory: float | None) -> MeasuredRun:
     """Return a run as the fit needs it.
 
     Args:
@@ -155,47 +155,53 @@ def sample(planned: Plan, memory: float, seconds: float, measured_memory: float 
         seconds: measured, of a step.
         measured_memory: None: unknown.
     """
-    sums = grouped(planned.step.parts)
-    return Sample(
+    sums = sum_groups(planned.step.parts)
+    return MeasuredRun(
         sums[COMPUTATION] + sums[IDLE], sums[COMMUNICATION], seconds, memory, measured_memory or 0.0,
         planned.step.devices,
     )  # fmt: skip
 
 
-def fit(samples: Sequence[Sample]) -> Refinement:
+def fit_factors(samples: Sequence[MeasuredRun]) -> Refinement:
     """Return the factors that runs ask for, and their errors.
 
     Args:
         samples: at least one.
     """
-    times = separate_factors if _separate(samples) else one_factor
+    fit_times = fit_separate_factors if _prefers_separate(samples) else fit_single_factor
     measured = [s for s in samples if s.measured_memory > 0]
     return Refinement(
-        factors=replace(times(samples), memory=memory_factor(measured)),
+        factors=replace(fit_times(samples), memory=fit_memory_factor(measured)),
         runs=len(samples),
         devices=max(s.devices for s in samples),
-        time=_errors(samples, lambda rest: times(rest), time_error),
-        memory=_errors(measured, lambda rest: Factors(memory=memory_factor(rest)), memory_error) if measured else None,
+        time=_compute_errors(samples, lambda rest: fit_times(rest), compute_time_error),
+        memory=_compute_errors(
+            measured, lambda rest: CorrectionFactors(memory=fit_memory_factor(rest)), compute_memory_error
+        )
+        if measured
+        else None,
     )
 
 
-def _separate(samples: Sequence[Sample]) -> bool:
+def _prefers_separate(samples: Sequence[MeasuredRun]) -> bool:
     """Return whether separate factors predict runs that are left out clearly better than one."""
-    return len(samples) >= SEPARATE and _squares(samples, separate_factors) < BETTER * _squares(samples, one_factor)
+    return len(samples) >= SEPARATE and _sum_squares(samples, fit_separate_factors) < BETTER * _sum_squares(
+        samples, fit_single_factor
+    )
 
 
-def one_factor(samples: Sequence[Sample]) -> Factors:
+def fit_single_factor(samples: Sequence[MeasuredRun]) -> CorrectionFactors:
     """Return one factor on all of a step's time."""
-    factor = math.exp(fmean(math.log(s.seconds / s.predicted) for s in samples))
-    return Factors(factor, factor)
+    factor = math.exp(fmean(math.log(s.seconds / s.prediction) for s in samples))
+    return CorrectionFactors(factor, factor)
 
 
-def memory_factor(samples: Sequence[Sample]) -> float:
+def fit_memory_factor(samples: Sequence[MeasuredRun]) -> float:
     """Return the factor on memory; 1 without runs that measured it."""
     return math.exp(fmean(math.log(s.measured_memory / s.memory) for s in samples)) if samples else 1.0
 
 
-def separate_factors(samples: Sequence[Sample]) -> Factors:
+def fit_separate_factors(samples: Sequence[MeasuredRun]) -> CorrectionFactors:
     """Return factors on computation and communication.
 
     For a given ratio of the two their size follows; the ratio is searched for on a grid of angles, then between the
@@ -203,15 +209,15 @@ def separate_factors(samples: Sequence[Sample]) -> Factors:
     """
     least, most = math.atan(1 / WIDEST), math.atan(WIDEST)
     angles = [least + (most - least) * i / ANGLES for i in range(ANGLES + 1)]
-    best = min(range(len(angles)), key=lambda i: (_size(samples, angles[i])[1], abs(2 * i - ANGLES)))
-    angle = _golden(
-        lambda a: _size(samples, a)[1], angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
+    best = min(range(len(angles)), key=lambda i: (_fit_size(samples, angles[i])[1], abs(2 * i - ANGLES)))
+    angle = _search_golden_section(
+        lambda a: _fit_size(samples, a)[1], angles[max(0, best - 1)], angles[min(ANGLES, best + 1)], angles[best]
     )
-    size = _size(samples, angle)[0]
-    return Factors(size * math.cos(angle), size * math.sin(angle))
+    size = _fit_size(samples, angle)[0]
+    return CorrectionFactors(size * math.cos(angle), size * math.sin(angle))
 
 
-def _size(samples: Sequence[Sample], angle: float) -> tuple[float, float]:
+def _fit_size(samples: Sequence[MeasuredRun], angle: float) -> tuple[float, float]:
     """Return the best size of factors whose ratio is an angle's tangent, and the sum of squared logarithms left."""
     computation, communication = math.cos(angle), math.sin(angle)
     logs = [math.log(s.seconds / (computation * s.computation + communication * s.communication)) for s in samples]
@@ -219,46 +225,46 @@ def _size(samples: Sequence[Sample], angle: float) -> tuple[float, float]:
     return math.exp(middle), sum((log - middle) ** 2 for log in logs)
 
 
-def _golden(value: Callable[[float], float], low: float, high: float, best: float) -> float:
+def _search_golden_section(value: Callable[[float], float], low: float, high: float, best: float) -> float:
     """Return where a function is least between two points, by golden sections; `best` where nothing is less."""
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(40):
-        one, two = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, two) if value(one) < value(two) else (one, high)
+        lower, upper = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, upper) if value(lower) < value(upper) else (lower, high)
     return min((best, (low + high) / 2), key=value)
 
 
-def time_error(sample: Sample, factors: Factors) -> float:
+def compute_time_error(sample: MeasuredRun, factors: CorrectionFactors) -> float:
     """Return the logarithm of predicted over measured step time."""
     predicted = factors.computation * sample.computation + factors.communication * sample.communication
     return math.log(predicted / sample.seconds)
 
 
-def memory_error(sample: Sample, factors: Factors) -> float:
+def compute_memory_error(sample: MeasuredRun, factors: CorrectionFactors) -> float:
     """Return the logarithm of predicted over measured memory."""
     return math.log(factors.memory * sample.memory / sample.measured_memory)
 
 
-Fit = Callable[[Sequence[Sample]], Factors]
-Error = Callable[[Sample, Factors], float]
+FitFunction = Callable[[Sequence[MeasuredRun]], CorrectionFactors]
+ErrorFunction = Callable[[MeasuredRun, CorrectionFactors], float]
 
 
-def _left_out(samples: Sequence[Sample], fitted: Fit, error: Error) -> list[float]:
+def _leave_one_out(samples: Sequence[MeasuredRun], fit_function: FitFunction, error: ErrorFunction) -> list[float]:
     """Return the error of each run when the others determine the factors."""
-    return [error(s, fitted([*samples[:i], *samples[i + 1 :]])) for i, s in enumerate(samples)]
+    return [error(s, fit_function([*samples[:i], *samples[i + 1 :]])) for i, s in enumerate(samples)]
 
 
-def _squares(samples: Sequence[Sample], fitted: Fit) -> float:
-    return sum(error**2 for error in _left_out(samples, fitted, time_error))
+def _sum_squares(samples: Sequence[MeasuredRun], fit_function: FitFunction) -> float:
+    return sum(error**2 for error in _leave_one_out(samples, fit_function, compute_time_error))
 
 
-def _errors(samples: Sequence[Sample], fitted: Fit, error: Error) -> Errors:
-    left_out, factors = len(samples) >= LEFT_OUT, fitted(samples)
-    logs = _left_out(samples, fitted, error) if left_out else [error(s, factors) for s in samples]
-    before, after = [_relative(error(s, UNCHANGED)) for s in samples], sorted(map(_relative, logs))
-    ninety = max(NOISE, after[math.ceil(SHARE * len(after)) - 1])
-    return Errors(median(before), median(after), ninety, left_out)
+def _compute_errors(samples: Sequence[MeasuredRun], fit_function: FitFunction, error: ErrorFunction) -> RelativeErrors:
+    left_out, factors = len(samples) >= LEFT_OUT, fit_function(samples)
+    logs = _leave_one_out(samples, fit_function, error) if left_out else [error(s, factors) for s in samples]
+    errors_before, errors_after = [_to_relative(error(s, UNCHANGED)) for s in samples], sorted(map(_to_relative, logs))
+    ninety = max(NOISE, errors_after[math.ceil(SHARE * len(errors_after)) - 1])
+    return RelativeErrors(median(errors_before), median(errors_after), ninety, left_out)
 
 
-def _relative(log: float) -> float:
+def _to_relative(log: float) -> float:
     return math.expm1(abs(log))

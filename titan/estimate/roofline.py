@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 ATTENTION = {"cuda": 0.65, "cpu": 0.5}
 """Speed of attention, forward and backward, as a fraction of a large matmul's: an assumption, about what
 FlashAttention-3 (arXiv:2407.08608, figures 5 and 6) reaches on an H100; on a CPU a guess."""
-SORTED = 48.0
+SORTING_BYTES = 48.0
 """Bytes that a router moves for each score, in float32 and int64: an assumption."""
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """Measured speeds of a device.
 
     Attributes:
@@ -62,14 +62,14 @@ class Roofline:
         return ", ".join(f"{name} {part / self.seconds:.1%}" for name, part in self.parts.items() if part)
 
 
-def rates(ceilings: Mapping[str, float], recipe: Recipe, device: str) -> Rates:
+def select_rates(ceilings: Mapping[str, float], recipe: Recipe, device: str) -> DeviceRates:
     """Return the speeds that apply to `recipe`, from the ceilings that `titan.bench` measured."""
     matmul = ceilings[f"matmul_{recipe.precision.compute}_tflops"] * 1e12
     matmul_8bit = ceilings.get("matmul_float8_tflops", 0) * 1e12 or matmul
-    return Rates(matmul, matmul_8bit, ceilings["copy_gb_per_second"] * 1e9, ATTENTION[device] * matmul)
+    return DeviceRates(matmul, matmul_8bit, ceilings["copy_gb_per_second"] * 1e9, ATTENTION[device] * matmul)
 
 
-def step_roofline(recipe: Recipe, microbatches: int, rates: Rates) -> Roofline:
+def compute_roofline(recipe: Recipe, microbatches: int, rates: DeviceRates) -> Roofline:
     """Return the roofline of one step of `recipe` on one device.
 
     It counts the work of the step and no more: attention without the causally masked half, the recomputation that the
@@ -79,59 +79,59 @@ def step_roofline(recipe: Recipe, microbatches: int, rates: Rates) -> Roofline:
     Args:
         recipe: the resolved configuration, with a layout of one device.
         microbatches: micro-batches in one step.
-        rates: see `Rates`.
+        rates: see `DeviceRates`.
     """
     tokens = recipe.training.global_batch
-    matmul, matmul_8bit = _matmul_flops(recipe)
+    matmul, matmul_8bit = _count_matmul_flops(recipe)
     return Roofline(
         {
             "matmuls": tokens * matmul / rates.matmul,
             "8-bit matmuls": tokens * matmul_8bit / rates.matmul_8bit,
-            "attention": tokens * _attention_flops(recipe) / rates.attention,
-            "casts": _cast_bytes(recipe, microbatches) / rates.copy,
-            "elementwise": tokens * _elementwise_bytes(recipe) / rates.copy,
+            "attention": tokens * _count_attention_flops(recipe) / rates.attention,
+            "casts": _count_cast_bytes(recipe, microbatches) / rates.copy,
+            "elementwise": tokens * _sum_elementwise_bytes(recipe) / rates.copy,
             "loss": tokens * 3 * recipe.precision.bytes * recipe.model.vocab / rates.copy,
-            "clipping and optimizer": update_bytes(recipe) / rates.copy,
+            "clipping and optimizer": count_update_bytes(recipe) / rates.copy,
         },
         tokens,
     )
 
 
-def _recomputed(recipe: Recipe) -> float:
+def _compute_recomputed_share(recipe: Recipe) -> float:
     """Return the fraction of the blocks' forward that is recomputed; 0 for selective checkpointing and budgets."""
     memory, layers = recipe.memory, recipe.model.layers
     return {"full": 1.0, "every_n": layers // memory.every / layers}.get(memory.checkpointing, 0.0)
 
 
-def _matmul_flops(recipe: Recipe) -> tuple[float, float]:
+def _count_matmul_flops(recipe: Recipe) -> tuple[float, float]:
     """Return FLOPs per token of the linear layers, forward and backward: in the compute type, and in 8 bits."""
     matmuls = recipe.model.linear_layers()
-    quantized = set(recipe.precision.select(matmuls).quantized)
+    quantized = set(recipe.precision.select_layers(matmuls).quantized)
     totals = [0.0, 0.0]
     for name, matmul in matmuls.items():
-        again = 0.0 if name == "head" else 2 * _recomputed(recipe)
-        totals[name in quantized] += (6 + again) * matmul.inputs * matmul.outputs
-    totals[0] += (6 + 2 * _recomputed(recipe)) * _routed(recipe.model)
+        recomputed_flops = 0.0 if name == "head" else 2 * _compute_recomputed_share(recipe)
+        totals[name in quantized] += (6 + recomputed_flops) * matmul.inputs * matmul.outputs
+    totals[0] += (6 + 2 * _compute_recomputed_share(recipe)) * _count_routed_parameters(recipe.model)
     return totals[0], totals[1]
 
 
-def _routed(model: Decoder) -> float:
+def _count_routed_parameters(model: Decoder) -> float:
     """Return the parameters of routers, and of experts those that compute a token."""
     linear = model.sum_over_blocks(lambda layer: sum(m.inputs * m.outputs for m in model.block_matmuls(layer).values()))
     idle = model.sum_over_blocks(model.expert_parameters) - model.sum_over_blocks(model.active_expert_parameters)
     return model.sum_over_blocks(model.block_matmul_parameters) - linear - idle
 
 
-def _attention_flops(recipe: Recipe) -> float:
+def _count_attention_flops(recipe: Recipe) -> float:
     """Return FLOPs per token of causal attention: 2 matmuls forward, 5 backward (arXiv:2307.08691, section 3.1)."""
     seq_len = recipe.training.seq_len
     square = recipe.model.sum_over_blocks(
         lambda layer: recipe.model.attention_flops(seq_len, layer)
     )  # 6 matmuls of all pairs
-    return (7 + 2 * _recomputed(recipe)) * square / 12
+    return (7 + 2 * _compute_recomputed_share(recipe)) * square / 12
 
 
-def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
+def _count_cast_bytes(recipe: Recipe, microbatches: int) -> float:
     """Return bytes per step of casts: weights to the compute type, their gradients back, operands of 8-bit matmuls.
 
     A weight is cast in each micro-batch, and again where its block is recomputed; so is its gradient, which is
@@ -139,33 +139,35 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
     twice, as they are and transposed.
     """
     model, precision = recipe.model, recipe.precision
-    whole, blocks = model.matmul_parameters(), model.sum_over_blocks(model.block_matmul_parameters)
-    each = 0.0
+    matmul_elements, blocks = model.matmul_parameters(), model.sum_over_blocks(model.block_matmul_parameters)
+    microbatch_bytes = 0.0
     if precision.bytes != precision.weight_bytes:
-        each += (precision.bytes + precision.weight_bytes) * (2 * whole + _recomputed(recipe) * blocks)
+        microbatch_bytes += (precision.bytes + precision.weight_bytes) * (
+            2 * matmul_elements + _compute_recomputed_share(recipe) * blocks
+        )
     layers = model.linear_layers()
-    quantized = [layers[name] for name in precision.select(layers).quantized]
-    each += sum(2 * (precision.bytes + 1) * p.inputs * p.outputs for p in quantized)
+    quantized = [layers[name] for name in precision.select_layers(layers).quantized]
+    microbatch_bytes += sum(2 * (precision.bytes + 1) * p.inputs * p.outputs for p in quantized)
     accumulated = 3 * precision.weight_bytes * (microbatches - 1) * model.parameters()
     activations = sum(2 * (precision.bytes + 1) * (p.inputs + p.outputs) for p in quantized)
-    return microbatches * each + accumulated + recipe.training.global_batch * activations
+    return microbatches * microbatch_bytes + accumulated + recipe.training.global_batch * activations
 
 
-def _elementwise_bytes(recipe: Recipe) -> float:
+def _sum_elementwise_bytes(recipe: Recipe) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward."""
     model, element = recipe.model, recipe.precision.bytes
     forward, backward = (
-        model.sum_over_blocks(partial(_block_bytes, model, element, part)) for part in ("forward", "backward")
+        model.sum_over_blocks(partial(_count_block_bytes, model, element, part)) for part in ("forward", "backward")
     )
     ends = 5 * model.dim + 2 * model.dim * (recipe.precision.weight_bytes / element + 1)  # last norm, embedding
-    return (1 + _recomputed(recipe)) * forward + backward + element * ends
+    return (1 + _compute_recomputed_share(recipe)) * forward + backward + element * ends
 
 
-def _block_bytes(model: Decoder, element: int, part: str, layer: int) -> float:
-    return elementwise_bytes(model, element, part, layer=layer) + routing_bytes(model, element, part, layer)
+def _count_block_bytes(model: Decoder, element: int, part: str, layer: int) -> float:
+    return count_elementwise_bytes(model, element, part, layer=layer) + count_routing_bytes(model, element, part, layer)
 
 
-def elementwise_bytes(
+def count_elementwise_bytes(
     model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1, layer: int = 0
 ) -> float:
     """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions of a block.
@@ -188,7 +190,7 @@ def elementwise_bytes(
     return element * (stream * model.dim / sequence + (rotated + gate * width) / tensor)
 
 
-def routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> float:
+def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> float:
     """Return bytes per token of a router, of sorting tokens by expert and back, and of the experts' gates.
 
     Forward, in elements for each of a token's experts: rows are copied twice, the gate reads 2F and writes F, and the
@@ -198,14 +200,17 @@ def routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> fl
     matmuls = model.expert_matmuls(layer)
     if not matmuls:
         return 0.0
-    one = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
-    experts, chosen = model.expert_parameters(layer) / one, model.active_expert_parameters(layer) / one
+    expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    experts, active_experts = (
+        model.expert_parameters(layer) / expert_size,
+        model.active_expert_parameters(layer) / expert_size,
+    )
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
     rows, gate = (5, 3) if part == "forward" else (8, 5)
-    return chosen * element * (rows * model.dim + gate * width) + SORTED * experts
+    return active_experts * element * (rows * model.dim + gate * width) + SORTING_BYTES * experts
 
 
-def update_bytes(recipe: Recipe) -> float:
+def count_update_bytes(recipe: Recipe) -> float:
     """Return bytes per step of gradient norm, clipping and the update, which reads all and writes all but gradients."""
     weight_bytes, blocks = (
         recipe.precision.weight_bytes,

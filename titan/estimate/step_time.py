@@ -8,7 +8,7 @@ One step is put together from its parts:
     pipeline         the schedule is replayed with the time of each stage; without one, micro-batches follow each other
     step             the fullest rank, gradient synchronisation, the optimizer, host time
 
-`step_time` returns the seconds by cause; they add up to the step.
+`estimate_step` returns the seconds by cause; they add up to the step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from titan.estimate.block_time import BlockTime, Parts, RankWork
-from titan.estimate.operations import Speeds, collective
-from titan.estimate.rank_sizes import block_groups
-from titan.estimate.roofline import update_bytes
+from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
+from titan.estimate.operations import Speeds, estimate_collective
+from titan.estimate.rank_sizes import group_blocks
+from titan.estimate.roofline import count_update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import ActionSpan, Cell, compute_timetable, order_actions
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
@@ -66,7 +66,7 @@ class StepTime:
         return self.tokens / self.seconds / self.devices
 
 
-def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> StepTime:
+def estimate_step(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> StepTime:
     """Return the predicted time of a step.
 
     Args:
@@ -78,40 +78,43 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
             other software.
     """
     model = StepModel(recipe, layout, microbatches, speeds, merged)
-    parts, spans = model.pipeline() if layout.pipeline > 1 else (model.microbatch_loop(), ())
-    parts["optimizer"] += model.update()
-    parts["host"] += model.host_of_step()
-    return on_all_nodes(parts, recipe, layout, speeds, tuple(spans))
+    parts, spans = model.estimate_pipeline() if layout.pipeline > 1 else (model.estimate_microbatch_loop(), ())
+    parts["optimizer"] += model.estimate_update()
+    parts["host"] += model.estimate_step_host()
+    return scale_to_nodes(parts, recipe, layout, speeds, tuple(spans))
 
 
-def on_all_nodes(
-    parts: Parts, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[ActionSpan, ...] = ()
+def scale_to_nodes(
+    parts: SecondsByCause, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[ActionSpan, ...] = ()
 ) -> StepTime:
     """Return the time of a step with what each doubling of nodes loses."""
     nodes = max(1, layout.devices // speeds.per_node)
-    slower = 1 + speeds.per_doubling * math.log2(nodes)
-    slowed = {cause: slower * parts[cause] for cause in CAUSES if parts[cause]}
-    timed = tuple(replace(span, start=slower * span.start, end=slower * span.end) for span in spans)
-    return StepTime(slowed, recipe.training.global_batch, layout.devices, timed)
+    slowdown = 1 + speeds.per_doubling * math.log2(nodes)
+    slowed_parts = {cause: slowdown * parts[cause] for cause in CAUSES if parts[cause]}
+    slowed_spans = tuple(replace(span, start=slowdown * span.start, end=slowdown * span.end) for span in spans)
+    return StepTime(slowed_parts, recipe.training.global_batch, layout.devices, slowed_spans)
 
 
 class StepModel(RankWork):
     """The time of one rank; all sizes after tensor and context parallelism."""
 
-    def block(self, layer: int) -> BlockTime:
+    def get_block(self, layer: int) -> BlockTime:
         """Return the time of a block."""
         kind = self.model.kind(layer)
         if kind not in self._blocks:
             self._blocks[kind] = BlockTime(self, layer)
         return self._blocks[kind]
 
-    def groups(self, layers: range) -> list[tuple[BlockTime, int, int]]:
+    def group_block_times(self, layers: range) -> list[tuple[BlockTime, int, int]]:
         """Return the blocks of each kind: one of them, how many there are, and how many of them are recomputed."""
         memory = self.recipe.memory
         every = {"none": 0, "every_n": memory.every}.get(memory.checkpointing, 1)
-        return [(self.block(g.layer), g.size, g.recomputed) for g in block_groups(self.model, layers, every)]
+        return [
+            (self.get_block(group.layer), group.size, group.recomputed)
+            for group in group_blocks(self.model, layers, every)
+        ]
 
-    def host_of_step(self) -> float:
+    def estimate_step_host(self) -> float:
         """Return the host time of a step beside that of its blocks."""
         if not self.speeds.synchronous:
             return 0.0
@@ -119,7 +122,7 @@ class StepModel(RankWork):
 
     # ---- collectives of weights and gradients ----
 
-    def beside(self, work: float, transfer: float) -> float:
+    def estimate_exposed(self, work: float, transfer: float) -> float:
         """Return the time that a transfer adds to the work it runs beside."""
         if self.speeds.synchronous:
             return transfer
@@ -127,7 +130,7 @@ class StepModel(RankWork):
 
     # ---- stages ----
 
-    def stage(self, layers: range, last: bool, kind: str) -> Parts:
+    def estimate_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
         """Return the time of one micro-batch in a stage, without collectives on weights.
 
         Args:
@@ -135,138 +138,142 @@ class StepModel(RankWork):
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
         """
-        work = Parts()
+        work = SecondsByCause()
         if self.layout.pipeline > 1 and self.speeds.synchronous:
             work["host"] += self.speeds.host["pipeline"][0]
         if kind == "F":
-            for block, size, _ in self.groups(layers):
-                _add(work, block.forward.work, size)
-            _add(work, self.head("F") if last else {}, 1)
+            for block, size, _ in self.group_block_times(layers):
+                _add_parts(work, block.forward.work, size)
+            _add_parts(work, self.estimate_head("F") if last else {}, 1)
             return work
         split = {"B": 1.0, "I": 0.5, "W": 0.5}[kind]
-        for block, size, again in self.groups(layers):
-            _add(work, block.backward.work, size * split)
-            work["recomputation"] += again * block.recomputed.seconds * (1.0 if kind != "W" else 0.0)
-        _add(work, self.head("B") if last else {}, split)
+        for block, size, recomputed in self.group_block_times(layers):
+            _add_parts(work, block.backward.work, size * split)
+            work["recomputation"] += recomputed * block.recomputation.seconds * (1.0 if kind != "W" else 0.0)
+        _add_parts(work, self.estimate_head("B") if last else {}, split)
         return work
 
-    def head(self, kind: str) -> Parts:
+    def estimate_head(self, kind: str) -> SecondsByCause:
         """Return the time of final norm, head and loss of a micro-batch."""
         outputs = self.head_layer.split(self.tensor).outputs
         parallel = outputs if self.recipe.parallelism.loss_parallel else self.head_layer.outputs
         parts = ("forward",) if kind == "F" else ("input", "weight")
-        work = Parts()
-        work["matmuls"] = sum(self.matmul("head", self.head_layer, part) for part in parts)
+        work = SecondsByCause()
+        work["matmuls"] = sum(self.estimate_matmul("head", self.head_layer, part) for part in parts)
         # logits are written in the compute type, read for maximum and sum in fp32, and their gradient likewise
         size = {"F": 2 * self.precision.bytes + 4, "B": 2 * self.precision.bytes + 8}[kind]
         traffic = self.speeds.loss if self.speeds.loss and not self.compiled else self.eager**0.5
         work["memory-bound"] = traffic * size * self.tokens * parallel / self.speeds.memory
-        work["tensor parallelism"] = self.tensor_exchange()
+        work["tensor parallelism"] = self.estimate_tensor_exchange()
         return work
 
     # ---- without a pipeline ----
 
-    def microbatch_loop(self) -> Parts:
+    def estimate_microbatch_loop(self) -> SecondsByCause:
         """Return the time of all micro-batches, one after the other, with gathers and reductions."""
         recipe, count, layers = self.recipe, self.microbatches, range(self.model.layers)
-        total = Parts()
+        total = SecondsByCause()
         for kind in "FB":
-            _add(total, self.stage(layers, True, kind), count)
+            _add_parts(total, self.estimate_stage(layers, True, kind), count)
         reshards = recipe.parallelism.resolve_reshard(self.layout) is not False
         gathers = count if reshards else 1
-        whole = recipe.parallelism.accumulates_whole(self.layout) or self.layout.only_replicated
-        reductions = 1 if whole else count
-        total["weights and gradients"] += self._exposed([layers], gathers, reductions, reshards)
-        total["weights and gradients"] += self._ends(gathers, reductions)
-        total["host"] += count * self._host(total, layers)
+        reduces_once = recipe.parallelism.accumulates_whole(self.layout) or self.layout.only_replicated
+        reductions = 1 if reduces_once else count
+        total["weights and gradients"] += self._estimate_exchanges([layers], gathers, reductions, reshards)
+        total["weights and gradients"] += self._estimate_end_exchanges(gathers, reductions)
+        total["host"] += count * self._estimate_launch_excess(total, layers)
         return total
 
-    def _exposed(self, layers: Iterable[range], gathers: int, reductions: int, reshards: bool) -> float:
+    def _estimate_exchanges(self, layers: Iterable[range], gathers: int, reductions: int, reshards: bool) -> float:
         """Return the exposed time of gathering and reducing the blocks of a rank."""
-        found = [group for part in layers for group in self.groups(part)]
-        return sum(group[1] * self._exposed_of(*group, gathers, reductions, reshards) for group in found)
+        groups = [group for part in layers for group in self.group_block_times(part)]
+        return sum(group[1] * self._estimate_block_exchanges(*group, gathers, reductions, reshards) for group in groups)
 
-    def _exposed_of(
+    def _estimate_block_exchanges(
         self, block: BlockTime, size: int, recomputed: int, gathers: int, reductions: int, reshards: bool
     ) -> float:
         """Return the exposed time of gathering and reducing a block of a kind, of which so many are recomputed."""
-        again = block.recomputed.seconds * recomputed / max(1, size)
-        forward, backward = block.forward.seconds, block.backward.seconds + again
-        exposed = gathers * self.beside(forward, block.gather)
+        recomputed_seconds = block.recomputation.seconds * recomputed / max(1, size)
+        forward, backward = block.forward.seconds, block.backward.seconds + recomputed_seconds
+        exposed = gathers * self.estimate_exposed(forward, block.gather_seconds)
         both, alone = min(gathers if reshards else 0, reductions), max(gathers if reshards else 0, reductions)
-        exposed += both * self.beside(backward, block.gather + block.reduce)
-        exposed += (alone - both) * self.beside(backward, block.reduce if reductions > both else block.gather)
+        exposed += both * self.estimate_exposed(backward, block.gather_seconds + block.reduce_seconds)
+        exposed += (alone - both) * self.estimate_exposed(
+            backward, block.reduce_seconds if reductions > both else block.gather_seconds
+        )
         return exposed
 
-    def _ends(self, gathers: int, reductions: int) -> float:
+    def _estimate_end_exchanges(self, gathers: int, reductions: int) -> float:
         """Return the time of collectives that nothing runs beside: the first gather and the last reduction."""
         if not self.fsdp and not self.layout.only_replicated:
             return 0.0
         embedding = self.model.embedding_parameters() / self.tensor
-        return gathers * self.gather(self.precision.bytes * embedding) + reductions * self.reduce(4 * embedding)
+        return gathers * self.estimate_gather(self.precision.bytes * embedding) + reductions * self.estimate_reduce(
+            4 * embedding
+        )
 
-    def _host(self, work: Parts, layers: range) -> float:
+    def _estimate_launch_excess(self, work: SecondsByCause, layers: range) -> float:
         """Return by how much the host's launches of a micro-batch exceed the device's work."""
         if self.speeds.synchronous:
             return 0.0
         launches = sum(
-            size * (block.forward.launches + block.backward.launches + block.recomputed.launches)
-            for block, size, _ in self.groups(layers)
+            size * (block.forward.launches + block.backward.launches + block.recomputation.launches)
+            for block, size, _ in self.group_block_times(layers)
         )
         return max(0.0, launches * self.speeds.launch - sum(work.values()) / max(1, self.microbatches))
 
     # ---- with a pipeline ----
 
-    def least_seconds(self) -> float:
+    def compute_least_seconds(self) -> float:
         """Return a time that the step does not stay below, without replaying the pipeline's schedule.
 
         A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
         all stages before.
         """
         placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
-        stages = [self._seconds(layers) for _, layers in placed]
-        stages[-1] += sum(self.head("F").values()) + sum(self.head("B").values())
+        stages = [self._sum_block_seconds(layers) for _, layers in placed]
+        stages[-1] += sum(self.estimate_head("F").values()) + sum(self.estimate_head("B").values())
         busy: dict[int, float] = {}
         for (owner, _), seconds in zip(placed, stages, strict=True):
             busy[owner] = busy.get(owner, 0.0) + self.microbatches * seconds
-        most = max(busy.values())
+        largest = max(busy.values())
         if placed[-1][0] == self.layout.pipeline - 1:  # not a V
-            before = min(stages) * (self.layout.pipeline - 1) / 2
-            most = max(most, busy[self.layout.pipeline - 1] + before)
-        return most + self.update()
+            fill_seconds = min(stages) * (self.layout.pipeline - 1) / 2
+            largest = max(largest, busy[self.layout.pipeline - 1] + fill_seconds)
+        return largest + self.estimate_update()
 
-    def _seconds(self, layers: range) -> float:
+    def _sum_block_seconds(self, layers: range) -> float:
         """Return the time of a micro-batch in blocks, forward and backward."""
         return sum(
-            size * (block.forward.seconds + block.backward.seconds) + again * block.recomputed.seconds
-            for block, size, again in self.groups(layers)
+            size * (block.forward.seconds + block.backward.seconds) + recomputed * block.recomputation.seconds
+            for block, size, recomputed in self.group_block_times(layers)
         )
 
-    def _stage_times(self) -> tuple[dict[tuple[int, str], Parts], tuple[tuple[int, range], ...]]:
+    def _estimate_stages(self) -> tuple[dict[tuple[int, str], SecondsByCause], tuple[tuple[int, range], ...]]:
         """Return the time of each kind of action in each stage, and each stage's rank and layers."""
         placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
         kinds = {
-            (stage, kind): self.stage(layers, stage == last, kind)
+            (stage, kind): self.estimate_stage(layers, stage == last, kind)
             for stage, (_, layers) in enumerate(placed)
             for kind in "FBIW"
         }
         return kinds, placed
 
-    def pipeline(self) -> tuple[Parts, list[ActionSpan]]:
+    def estimate_pipeline(self) -> tuple[SecondsByCause, list[ActionSpan]]:
         """Return the time of the rank that is busy longest, and when each rank executes each action."""
         layout = self.layout
-        kinds, placed = self._stage_times()
+        kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        hop = self.send()
-        spans = compute_timetable(self.order(), lambda action: seconds[action.stage, action.kind], hop)
+        hop = self.estimate_send()
+        spans = compute_timetable(self.list_actions(), lambda action: seconds[action.stage, action.kind], hop)
         makespan = max(span.end for span in spans)
-        busy = {rank: Parts() for rank in range(layout.pipeline)}
+        busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
         for span in spans:
-            _add(busy[span.rank], kinds[span.action.stage, span.action.kind], 1)
+            _add_parts(busy[span.rank], kinds[span.action.stage, span.action.kind], 1)
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
-        totals = {rank: self._with_weights(parts, owned[rank]) for rank, parts in busy.items()}
-        rank = max(totals, key=lambda r: sum(totals[r].values()))
+        totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
+        rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))
         parts = totals[rank]
         hops = 2 * hop * (layout.pipeline - 1)
         idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
@@ -274,23 +281,25 @@ class StepModel(RankWork):
         parts["pipeline idle"] += max(0.0, idle - hops)
         return parts, spans
 
-    def _with_weights(self, busy: Parts, layers: Sequence[range]) -> Parts:
+    def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.
 
         torch's schedules reduce gradients that are accumulated whole after the last action, with nothing beside.
         """
-        parts = Parts(busy)
+        parts = SecondsByCause(busy)
         reshards = self.recipe.parallelism.resolve_reshard(self.layout) is not False
         gathers = self.microbatches if reshards else 1
         at_end = self.recipe.parallelism.accumulates_whole(self.layout)
-        beside = 0 if at_end and not self.merged else 1 if at_end else self.microbatches
-        parts["weights and gradients"] += self._exposed(layers, gathers, beside, reshards)
+        overlapped_reductions = 0 if at_end and not self.merged else 1 if at_end else self.microbatches
+        parts["weights and gradients"] += self._estimate_exchanges(layers, gathers, overlapped_reductions, reshards)
         if at_end and not self.merged:
-            reduced = sum(size * block.reduce for part in layers for block, size, _ in self.groups(part))
+            reduced = sum(
+                size * block.reduce_seconds for part in layers for block, size, _ in self.group_block_times(part)
+            )
             parts["weights and gradients"] += reduced
         return parts
 
-    def order(self) -> list[list[Cell]]:
+    def list_actions(self) -> list[list[Cell]]:
         """Return the actions of each pipeline rank."""
         recipe, ranks = self.recipe, self.layout.pipeline
         schedule = recipe.parallelism.schedule
@@ -298,23 +307,23 @@ class StepModel(RankWork):
             return [list(row) for row in read_csv(schedule).order]
         return order_actions(schedule, ranks, count_stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
-    def send(self) -> float:
+    def estimate_send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""
-        size = self.tokens * self.model.dim * self.precision.bytes / self.sequence_parallel_ranks()
+        size = self.tokens * self.model.dim * self.precision.bytes / self.count_sequence_ranks()
         stride = self.layout.devices // self.layout.pipeline
-        return collective("send", size, 2, stride, self.speeds)
+        return estimate_collective("send", size, 2, stride, self.speeds)
 
     # ---- optimizer ----
 
-    def update(self) -> float:
+    def estimate_update(self) -> float:
         """Return the time of gradient norm, clipping and update of the rank's shard."""
         layout, model = self.layout, self.model
         per_rank = layout.tensor * layout.pipeline * (layout.sharded if self.fsdp else 1)
         experts = model.sum_over_blocks(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
         replicas = 1 + experts * (layout.tensor - 1)  # tensor ranks have the same experts
-        return self.speeds.update * replicas * update_bytes(self.recipe) / per_rank / self.speeds.memory
+        return self.speeds.update * replicas * count_update_bytes(self.recipe) / per_rank / self.speeds.memory
 
 
-def _add(total: Parts, parts: Mapping[str, float], times: float) -> None:
+def _add_parts(total: SecondsByCause, parts: Mapping[str, float], times: float) -> None:
     for cause, seconds in parts.items():
         total[cause] += times * seconds

@@ -88,36 +88,36 @@ def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
     It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
     """
 
-    def run(*args: Any) -> Any:
+    def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
-    return run
+    return run_checkpointed
 
 
 def _with_selective_recompute(forward: Callable[..., Any], matmuls: int) -> Callable[..., Any]:
     """As `_with_recompute`, but save results that are costly to compute (arXiv:2205.05198, section 5)."""
-    contexts = _contexts(matmuls)
+    contexts = _build_contexts(matmuls)
 
-    def run(*args: Any) -> Any:
+    def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
-    return run
+    return run_checkpointed
 
 
 @cache
-def _contexts(matmuls: int) -> Callable[[], Any]:
+def _build_contexts(matmuls: int) -> Callable[[], Any]:
     """Return the `context_fn` of a block: contexts of its forward pass and of its recomputation, with separate counts.
 
     It is cached, so that the compiler sees the same function for all blocks with the same number of matmuls.
     """
 
-    def contexts() -> Any:
-        forward, again = create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
-        mode: Any = type(again)
-        again.__class__ = _without_counting(mode)
-        return forward, again
+    def create_contexts() -> Any:
+        forward, recompute = create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
+        mode: Any = type(recompute)
+        recompute.__class__ = _without_counting(mode)
+        return forward, recompute
 
-    return contexts
+    return create_contexts
 
 
 @cache
@@ -141,9 +141,9 @@ class _Policy:
     """Decides for each operation of one pass through a block whether to save its results."""
 
     def __init__(self, matmuls: int) -> None:
-        self.last = matmuls
+        self.last_matmul = matmuls
         # Per pass: torch before 2.13 calls the policy in recomputation too, and needs the same answers.
-        self.seen: Counter[bool] = Counter()
+        self.matmul_counts: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Save the results of attention, of collectives and of the first, third, fifth... matmul.
@@ -152,8 +152,8 @@ class _Policy:
         """
         name, recompute = op.name().partition(".")[0], context.is_recompute
         if name in MATMULS:
-            self.seen[recompute] += 1
-            keep = self.seen[recompute] % 2 == 1 and self.seen[recompute] != self.last
+            self.matmul_counts[recompute] += 1
+            keep = self.matmul_counts[recompute] % 2 == 1 and self.matmul_counts[recompute] != self.last_matmul
         else:
             keep = name in ATTENTION or name in COLLECTIVES
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

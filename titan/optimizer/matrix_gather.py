@@ -24,7 +24,7 @@ Box = tuple[slice, ...]
 def compute_on_owners(
     likes: Sequence[Any],
     boxes: Sequence[Box],
-    parts: Sequence[Tensor],
+    shards: Sequence[Tensor],
     mesh: DeviceMesh,
     compute: Callable[[Tensor], Tensor],
 ) -> Iterator[Tensor]:
@@ -35,51 +35,51 @@ def compute_on_owners(
     Args:
         likes: DTensors over the mesh with the matrices' placements, at most as many as the mesh has ranks.
         boxes: the slices of this rank's shard of each matrix, see `box_of`.
-        parts: this rank's shard of each matrix.
+        shards: this rank's shard of each matrix.
         mesh: the ranks.
         compute: maps a whole matrix to one of the same shape and type.
     """
-    here = list(mesh.get_coordinate() or ())
-    owners = [coordinate(rank, tuple(mesh.shape)) for rank in range(len(parts))]
+    own_coordinate = list(mesh.get_coordinate() or ())
+    owners = [find_coordinate(rank, tuple(mesh.shape)) for rank in range(len(shards))]
     device = torch.device(mesh.device_type)
-    mine = torch.empty(0)
-    for like, part, owner in zip(likes, parts, owners, strict=True):
-        whole = _gather(part.to(device), like, mesh)
-        mine = whole if owner == here else mine
-    if here in owners:  # after all gathers, so that no owner waits for another's computation
-        mine = compute(mine)
-    for like, box, part, owner in zip(likes, boxes, parts, owners, strict=True):
-        whole = mine if owner == here else torch.empty(like.shape, dtype=part.dtype, device=device)
-        _broadcast(whole, here, owner, mesh)
-        yield whole[box].to(part.device)
+    own_matrix = torch.empty(0)
+    for like, shard, owner in zip(likes, shards, owners, strict=True):
+        matrix = _gather_matrix(shard.to(device), like, mesh)
+        own_matrix = matrix if owner == own_coordinate else own_matrix
+    if own_coordinate in owners:  # after all gathers, so that no owner waits for another's computation
+        own_matrix = compute(own_matrix)
+    for like, box, shard, owner in zip(likes, boxes, shards, owners, strict=True):
+        matrix = own_matrix if owner == own_coordinate else torch.empty(like.shape, dtype=shard.dtype, device=device)
+        _broadcast_matrix(matrix, own_coordinate, owner, mesh)
+        yield matrix[box].to(shard.device)
 
 
-def coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
+def find_coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
     """Return the coordinate of a rank in a mesh of that shape, in row-major order."""
-    reversed_ = []
+    indices = []
     for size in reversed(shape):
-        rank, at = divmod(rank, size)
-        reversed_.append(at)
-    return reversed_[::-1]
+        rank, index = divmod(rank, size)
+        indices.append(index)
+    return indices[::-1]
 
 
-def _gather(part: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
-    """Return the whole matrix of which this rank has the shard `part`, with the placements of `like`."""
-    sharded = DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+def _gather_matrix(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return the whole matrix of which this rank has the shard `shard`, with the placements of `like`."""
+    sharded = DTensor.from_local(shard, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     for dimension in range(mesh.ndim):  # one at a time: FSDP shards what tensor parallelism has sharded
-        whole = [Replicate()] * (dimension + 1)
-        sharded = sharded.redistribute(placements=[*whole, *like.placements[dimension + 1 :]])
+        replicated = [Replicate()] * (dimension + 1)
+        sharded = sharded.redistribute(placements=[*replicated, *like.placements[dimension + 1 :]])
     return sharded.to_local()
 
 
-def _broadcast(whole: Tensor, here: list[int], owner: list[int], mesh: DeviceMesh) -> None:
+def _broadcast_matrix(matrix: Tensor, own_coordinate: list[int], owner: list[int], mesh: DeviceMesh) -> None:
     """Broadcast a tensor from its owner to all ranks, one mesh dimension after the other."""
     for dimension, source in enumerate(owner):
-        if here[dimension + 1 :] == owner[dimension + 1 :]:
-            dist.broadcast(whole, group=mesh.get_group(dimension), group_src=source)
+        if own_coordinate[dimension + 1 :] == owner[dimension + 1 :]:
+            dist.broadcast(matrix, group=mesh.get_group(dimension), group_src=source)
 
 
-def local_slices(like: DTensor) -> Box:
+def compute_local_slices(like: DTensor) -> Box:
     """Return the slices of this rank's shard of a matrix; compute them once, because they cost host time."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

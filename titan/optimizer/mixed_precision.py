@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from titan.optimizer.schema import Implementation, Type, flags
+from titan.optimizer.schema import Implementation, Type, select_kernels
 from titan.parallelism.grad_norm import local_tensor
 
 BUCKET = 1 << 22
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     step: Tensor
 
 
-class AdamW(torch.optim.Optimizer):
+class MixedPrecisionAdamW(torch.optim.Optimizer):
     """AdamW with state and weights of any type (see the module); its state has the keys of torch's AdamW."""
 
     def __init__(
@@ -54,50 +54,50 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            self.adam(group)
+            self.update_group(group)
 
-    def adam(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: dict[str, Any]) -> None:
         """Update a group's parameters."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        for bucket in _buckets(piece for p in parameters for piece in self._pieces(p)):
-            self._update(bucket, group)
+        for bucket in _group_pieces(piece for p in parameters for piece in self._split_pieces(p)):
+            self._update_bucket(bucket, group)
         steps = [self.state[p]["step"] for p in parameters]
         if steps:
             torch._foreach_add_(steps, 1)
-        if steps and self._bad is not None:
-            torch._foreach_sub_(steps, [self._bad] * len(steps))
+        if steps and self._skip_flag is not None:
+            torch._foreach_sub_(steps, [self._skip_flag] * len(steps))
 
     @property
-    def _bad(self) -> Tensor | None:
+    def _skip_flag(self) -> Tensor | None:
         """1 if the step must change nothing, else 0; None if the caller skips such steps itself."""
         return self.found_inf if self._step_supports_amp_scaling else None
 
-    def zeros(self, parameter: Tensor) -> Tensor:
+    def create_moment(self, parameter: Tensor) -> Tensor:
         """Return a new moment of a parameter, with its sharding."""
         dtype = {"auto": parameter.dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _create_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             device = parameter.device if self.implementation == "fused" else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"], state["exp_avg_sq"] = self.zeros(parameter), self.zeros(parameter)
+            state["exp_avg"], state["exp_avg_sq"] = self.create_moment(parameter), self.create_moment(parameter)
         return state
 
-    def _pieces(self, parameter: Tensor) -> Iterator[Piece]:
-        state = self._state(parameter)
-        whole = [local_tensor(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
-        width = whole[0][0].numel() if len(whole[0]) else 1
+    def _split_pieces(self, parameter: Tensor) -> Iterator[Piece]:
+        state = self._create_state(parameter)
+        shards = [local_tensor(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
+        width = shards[0][0].numel() if len(shards[0]) else 1
         rows = max(1, BUCKET // max(1, width))
-        for weight, gradient, first, second in zip(*(torch.split(t, rows) for t in whole), strict=True):
+        for weight, gradient, first, second in zip(*(torch.split(t, rows) for t in shards), strict=True):
             yield Piece(weight, gradient, first, second, state["step"])
 
-    def _update(self, bucket: list[Piece], group: dict[str, Any]) -> None:
+    def _update_bucket(self, bucket: list[Piece], group: dict[str, Any]) -> None:
         stored = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
         weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in stored]
         beta1, beta2 = group["betas"]
-        kernels: dict[str, Any] = flags(self.implementation)
+        kernels: dict[str, Any] = select_kernels(self.implementation)
         adamw(
             weights,
             [p.gradient.float() for p in bucket],
@@ -106,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
             [],
             [p.step.clone() for p in bucket],
             **kernels,
-            found_inf=self._bad,
+            found_inf=self._skip_flag,
             amsgrad=False,
             maximize=False,
             beta1=beta1,
@@ -120,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
                 torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
-def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Group pieces into buckets of at most `BUCKET` elements."""
     bucket: list[Piece] = []
     size = 0

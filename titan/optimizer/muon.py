@@ -34,7 +34,7 @@ class Matrix(NamedTuple):
     group: dict[str, Any]
 
 
-class Muon(mixed_precision.AdamW):
+class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     """Muon for the parameter groups with `orthogonal`, AdamW for the others."""
 
     def __init__(self, settings: schema.Muon, groups: list[dict[str, Any]]) -> None:
@@ -42,8 +42,8 @@ class Muon(mixed_precision.AdamW):
         common = {"betas": settings.betas, "eps": settings.eps}
         super().__init__(groups, common, settings.moments, settings.implementation)
         self.settings = settings
-        cut = (p for group in groups if group["orthogonal"] for p in group["params"] if _splits_matrices(p))
-        self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.local_slices(p) for p in cut}
+        sharded = (p for group in groups if group["orthogonal"] for p in group["params"] if _splits_matrices(p))
+        self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.compute_local_slices(p) for p in sharded}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -53,53 +53,57 @@ class Muon(mixed_precision.AdamW):
             if group["orthogonal"]:
                 matrices += [Matrix(p, group) for p in group["params"] if p.grad is not None]
             else:
-                self.adam(group)
-        for mesh, those in _by_mesh(matrices).items():
-            self._orthogonal(those, mesh)
+                self.update_group(group)
+        for mesh, mesh_matrices in _group_by_mesh(matrices).items():
+            self._update_matrices(mesh_matrices, mesh)
 
-    def _orthogonal(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
+    def _update_matrices(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
         """Update the matrices of one mesh (None: unsharded ones), as many at a time as it has ranks."""
         size = 1 if mesh is None else mesh.size()
         matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have equal work
         for first in range(0, len(matrices), size):
             batch = matrices[first : first + size]
-            directions = [self._direction(matrix.parameter) for matrix in batch]
-            compute = partial(orthogonalise, iterations=self.settings.iterations)
+            directions = [self._compute_direction(matrix.parameter) for matrix in batch]
+            compute = partial(orthogonalise_matrix, iterations=self.settings.iterations)
             if mesh is None:
-                parts: Iterable[Tensor] = map(compute, directions)
+                updates: Iterable[Tensor] = map(compute, directions)
             else:
-                cut: list[Any] = [matrix.parameter for matrix in batch]
-                parts = matrix_gather.compute_on_owners(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
-            for matrix, part in zip(batch, parts, strict=True):
-                self._apply(matrix, part)
+                parameters: list[Any] = [matrix.parameter for matrix in batch]
+                updates = matrix_gather.compute_on_owners(
+                    parameters, [self.boxes[p] for p in parameters], directions, mesh, compute
+                )
+            for matrix, update in zip(batch, updates, strict=True):
+                self._apply_update(matrix, update)
 
-    def _direction(self, parameter: Tensor) -> Tensor:
+    def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Add the gradient to the momentum; return the local shard of the direction in the type of Newton-Schulz."""
         state = self.state[parameter]
         if not state:
-            state["momentum_buffer"] = self.zeros(parameter)
+            state["momentum_buffer"] = self.create_moment(parameter)
         stored, gradient = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad).float()  # type: ignore[arg-type]
         momentum = stored.float().lerp(gradient, 1 - self.settings.momentum)
-        stored.copy_(momentum if self._bad is None else torch.where(self._bad > 0, stored.float(), momentum))
+        stored.copy_(
+            momentum if self._skip_flag is None else torch.where(self._skip_flag > 0, stored.float(), momentum)
+        )
         if self.settings.nesterov:
             momentum = gradient.lerp(momentum, self.settings.momentum)
-        return momentum.to(self._dtype(parameter))
+        return momentum.to(self._choose_dtype(parameter))
 
-    def _dtype(self, parameter: Tensor) -> torch.dtype:
+    def _choose_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the type of Newton-Schulz; offloaded weights are orthogonalised on their mesh's device."""
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
         auto = torch.bfloat16 if device == "cuda" else torch.float32
         return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.newton_schulz]
 
-    def _apply(self, matrix: Matrix, part: Tensor) -> None:
+    def _apply_update(self, matrix: Matrix, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""
         weight, rate = local_tensor(matrix.parameter.detach()), matrix.group["lr"]
         new = weight.float() * (1 - rate * matrix.group["weight_decay"])
-        new.add_(part, alpha=-rate * scale(self.settings.adjust, tuple(matrix.parameter.shape)))
-        weight.copy_(new if self._bad is None else torch.where(self._bad > 0, weight.float(), new))
+        new.add_(part, alpha=-rate * compute_scale(self.settings.adjust, tuple(matrix.parameter.shape)))
+        weight.copy_(new if self._skip_flag is None else torch.where(self._skip_flag > 0, weight.float(), new))
 
 
-def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
+def orthogonalise_matrix(matrix: Tensor, iterations: int) -> Tensor:
     """Return approximately the nearest matrix with orthonormal rows (or columns): singular values near one.
 
     Args:
@@ -117,7 +121,7 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     return (x.mT if tall else x).contiguous()
 
 
-def scale(adjust: str, shape: tuple[int, ...]) -> float:
+def compute_scale(adjust: str, shape: tuple[int, ...]) -> float:
     """Return the factor of a matrix's update that depends on its shape.
 
     match_rms_adamw: 0.2 * sqrt(max(rows, columns)), so that the root mean square is that of AdamW's updates
@@ -127,18 +131,20 @@ def scale(adjust: str, shape: tuple[int, ...]) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
-def _by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
+def _group_by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
     """Group matrices by the mesh over which they are sharded; None for those that a rank has whole."""
-    found: dict[DeviceMesh | None, list[Matrix]] = {}
+    groups: dict[DeviceMesh | None, list[Matrix]] = {}
     for matrix in matrices:
         tensor = matrix.parameter
-        found.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
-    return found
+        groups.setdefault(tensor.device_mesh if _splits_matrices(tensor) else None, []).append(matrix)
+    return groups
 
 
 def _splits_matrices(tensor: Any) -> TypeGuard[DTensor]:
     """Return whether ranks have parts of a matrix: not so where each has some experts with whole matrices."""
     if not isinstance(tensor, DTensor):
         return False
-    own = {placement.dim for placement in tensor.placements if isinstance(placement, (Shard, _StridedShard))}
-    return tensor.dim() == 2 or not own <= {0}
+    sharded_dimensions = {
+        placement.dim for placement in tensor.placements if isinstance(placement, (Shard, _StridedShard))
+    }
+    return tensor.dim() == 2 or not sharded_dimensions <= {0}

@@ -77,12 +77,12 @@ class Optimizer:
         """Return the torch optimizer for `parameters`, given with their names in the whole model."""
         raise NotImplementedError
 
-    def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
+    def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of optimizer state.
 
         Args:
             matrices: elements of the blocks' matrices.
-            others: elements of all other parameters.
+            other_parameters: elements of all other parameters.
             weight_bytes: bytes per weight element: 4 for fp32, 2 for bf16.
         """
         return 0
@@ -125,19 +125,24 @@ class Optimizer:
                         f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{suggest_nearest(pattern, names)}"
                     )
 
-    def part(self, name: str, dimensions: int) -> GroupSettings:
+    def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""
-        group = next((g for g in (self.groups or {}).values() if g.matches(name)), Group(match=()))
+        group = next(
+            (candidate for candidate in (self.groups or {}).values() if candidate.matches(name)), Group(match=())
+        )
         decays = self.decay == "all" or (dimensions > 1 and name != EMBEDDING)
         decay = group.weight_decay if group.weight_decay is not None else self.weight_decay if decays else 0.0
         return GroupSettings(decay, group.lr, orthogonal=False)
 
     def param_groups(self, parameters: Iterable[tuple[str, Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups; each also has the keys `factor` and `orthogonal`, see `Part`."""
-        found: dict[GroupSettings, list[Parameter]] = {}
+        groups: dict[GroupSettings, list[Parameter]] = {}
         for name, parameter in parameters:
-            found.setdefault(self.part(name, parameter.dim()), []).append(parameter)
-        return [{"params": those, "lr": self.lr * part.factor, **part._asdict()} for part, those in found.items()]
+            groups.setdefault(self.choose_settings(name, parameter.dim()), []).append(parameter)
+        return [
+            {"params": members, "lr": self.lr * settings.factor, **settings._asdict()}
+            for settings, members in groups.items()
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,7 @@ class AdamW(Optimizer):
     )
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-        """Return torch's AdamW if weights and moments have one type, else `titan.optimizer.mixed_precision.AdamW`."""
+        """Return torch's AdamW if weights and moments have one type, else `titan.optimizer.mixed_precision.MixedPrecisionAdamW`."""
         import torch
 
         from titan.optimizer import mixed_precision
@@ -161,15 +166,15 @@ class AdamW(Optimizer):
         common: dict[str, Any] = {"betas": self.betas, "eps": self.eps}
         moments = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
         kinds = {p.dtype for group in groups for p in group["params"]}
-        one_type = all(kind == (moments or kind) for kind in kinds)
-        if one_type and (self.implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
-            kernels: dict[str, Any] = flags(self.implementation)
+        same_type = all(kind == (moments or kind) for kind in kinds)
+        if same_type and (self.implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
+            kernels: dict[str, Any] = select_kernels(self.implementation)
             return torch.optim.AdamW(groups, **common, **kernels)
-        return mixed_precision.AdamW(groups, common, self.moments, self.implementation)
+        return mixed_precision.MixedPrecisionAdamW(groups, common, self.moments, self.implementation)
 
-    def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
+    def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of two moments per element; see `Optimizer.state_bytes`."""
-        return 2 * self.moment_bytes(weight_bytes) * (matrices + others)
+        return 2 * self.moment_bytes(weight_bytes) * (matrices + other_parameters)
 
     def describe(self) -> str:
         """Return also the moments' type and the implementation, if they are not the defaults."""
@@ -206,15 +211,19 @@ class SGD(Optimizer):
         from torch.distributed.tensor import DTensor
 
         groups = self.param_groups(parameters)
-        all_ = [p for group in groups for p in group["params"]]
+        tensors = [p for group in groups for p in group["params"]]
         # There is no fused kernel for DTensors, and the CPU's does not update weights that are not fp32.
-        none = any(isinstance(p, DTensor) or (p.device.type == "cpu" and p.dtype != torch.float32) for p in all_)
-        how = {"fused": False} if none and self.implementation == "fused" else flags(self.implementation)
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, **how)
+        lacks_fused = any(
+            isinstance(p, DTensor) or (p.device.type == "cpu" and p.dtype != torch.float32) for p in tensors
+        )
+        kernels = (
+            {"fused": False} if lacks_fused and self.implementation == "fused" else select_kernels(self.implementation)
+        )
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, **kernels)
 
-    def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
+    def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of the momentum, in the weights' type; see `Optimizer.state_bytes`."""
-        return weight_bytes * (matrices + others) if self.momentum else 0
+        return weight_bytes * (matrices + other_parameters) if self.momentum else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +248,15 @@ class Muon(AdamW):
         """Return the torch optimizer for `parameters`."""
         from titan.optimizer import muon
 
-        return muon.Muon(self, self.param_groups(parameters))
+        return muon.MuonWithAdamW(self, self.param_groups(parameters))
 
-    def part(self, name: str, dimensions: int) -> GroupSettings:
+    def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with the blocks' matrices updated by Muon."""
-        return super().part(name, dimensions)._replace(orthogonal=dimensions in (2, 3) and name.startswith(BLOCKS))
+        return (
+            super()
+            .choose_settings(name, dimensions)
+            ._replace(orthogonal=dimensions in (2, 3) and name.startswith(BLOCKS))
+        )
 
     def describe(self) -> str:
         """Return also which parameters each algorithm updates."""
@@ -253,11 +266,11 @@ class Muon(AdamW):
         """Return the bytes of a Newton-Schulz iteration: five matrices, the gathered one and the broadcast one."""
         return 7 * matrix * (4 if self.newton_schulz == "fp32" else 2)
 
-    def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
+    def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of one momentum for matrices and two moments for others; see `Optimizer.state_bytes`."""
-        return self.moment_bytes(weight_bytes) * (matrices + 2 * others)
+        return self.moment_bytes(weight_bytes) * (matrices + 2 * other_parameters)
 
 
-def flags(implementation: Implementation) -> dict[str, bool]:
+def select_kernels(implementation: Implementation) -> dict[str, bool]:
     """Return torch's keyword arguments of an implementation."""
     return {"fused": implementation == "fused", "foreach": implementation == "foreach"}

@@ -30,18 +30,18 @@ RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise", "float8_rowwise_
 """torchao's names of the float8 scaling recipes."""
 
 
-def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharded: bool) -> None:
-    """Replace the matmuls of the linear layers `taken` by 8-bit ones.
+def quantize_layers(model: nn.Module, precision: Precision, quantized: tuple[str, ...], sharded: bool) -> None:
+    """Replace the matmuls of the linear layers `quantized` by 8-bit ones.
 
     Args:
         model: the model on the meta device, or a stage's part of it.
         precision: the settings.
-        taken: names of linear layers; names that the model does not have are ignored.
+        quantized: names of linear layers; names that the model does not have are ignored.
         sharded: whether FSDP all-gathers weights.
     """
-    multiply = product(precision.matmuls, precision.emulate)
+    multiply = build_product(precision.matmuls, precision.emulate)
     for name, module in model.named_modules():
-        if name in taken and isinstance(module, Linear):
+        if name in quantized and isinstance(module, Linear):
             module.product = multiply
             if precision.matmuls == "float8" and not sharded:
                 module.operand = precision.weight_dtype  # quantized before any cast, as in FSDP's float8 all-gather
@@ -54,7 +54,7 @@ def use_float8_gather(model: nn.Module, names: Iterable[str]) -> None:
 
     Args:
         model: a model, or a stage's part of it.
-        names: see `Precision.gathered`; names of other stages' are ignored.
+        names: see `Precision.select_gathered`; names of other stages' are ignored.
     """
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Small
@@ -62,15 +62,15 @@ def use_float8_gather(model: nn.Module, names: Iterable[str]) -> None:
     for name, module in model.named_modules():
         if name in names and isinstance(module, Linear):
             wrap = partial(Small, linear_mm_config=module.product.keywords["mm"], dtype=e4m3_dtype)  # type: ignore[attr-defined]
-            module.weight = nn.Parameter(_with_local(module.weight.detach(), wrap))
+            module.weight = nn.Parameter(_map_local(module.weight.detach(), wrap))
 
 
-class Scales:
+class Float8Scales:
     """The scales of weights that are gathered in float8, computed after each update with a single all-reduce."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         """Select the float8 ones of all parameters; `group` are the ranks over which FSDP shards them."""
-        self.parameters = [p for p in parameters if _is_small(p)]
+        self.parameters = [p for p in parameters if _is_float8(p)]
         self.group = group
 
     @torch.no_grad()
@@ -88,17 +88,17 @@ class Scales:
             part._precomputed_scale = scale
 
 
-def plain_tensor(parameter: Tensor) -> Tensor:
+def unwrap_tensor(parameter: Tensor) -> Tensor:
     """Return a detached parameter for checkpoints: a plain tensor that shares memory, without torchao's wrapper."""
     detached = parameter.detach()
-    return _with_local(detached, lambda part: part._tensor) if _is_small(parameter) else detached
+    return _map_local(detached, lambda part: part._tensor) if _is_float8(parameter) else detached
 
 
-def _is_small(tensor: Tensor) -> bool:
+def _is_float8(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather")
 
 
-def _with_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
+def _map_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
     """Return the tensor with `change` applied to its local shard."""
     if not isinstance(tensor, DTensor):
         return change(tensor)
@@ -109,20 +109,24 @@ def _with_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
 
 
 @cache
-def product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def build_product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the matmul of [..., inputs] and a weight [outputs, inputs]; cached, so that layers share graphs."""
-    with quiet():
-        return _mx(emulate) if kind == "mxfp8" else _float8(RECIPES[kind], emulate)
+    with silence_warnings():
+        return _build_mxfp8(emulate) if kind == "mxfp8" else _build_float8(RECIPES[kind], emulate)
 
 
-def parts(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
+def split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Return the parts of a product: torchao's function, what it takes after both operands, and whether the second one
     is transposed."""
-    of = product.keywords
-    return (of["function"], of["how"], False) if "how" in of else (of["function"], (of["mm"], of["config"]), True)
+    keywords = product.keywords
+    return (
+        (keywords["function"], keywords["how"], False)
+        if "how" in keywords
+        else (keywords["function"], (keywords["mm"], keywords["config"]), True)
+    )
 
 
-def _float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _build_float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
@@ -130,15 +134,15 @@ def _float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     mm = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
-    return partial(_multiply, function=function, mm=mm, config=config)
+    return partial(_multiply_float8, function=function, mm=mm, config=config)
 
 
-def _multiply(x: Tensor, weight: Tensor, function: Any, mm: Any, config: Any) -> Tensor:
+def _multiply_float8(x: Tensor, weight: Tensor, function: Any, mm: Any, config: Any) -> Tensor:
     out: Tensor = function.apply(x, weight.t(), mm, config)
     return out
 
 
-def _mx(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _build_mxfp8(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     from torchao.prototype.moe_training.mxfp8_linear import mx_mm
     from torchao.prototype.mx_formats.config import (
         MXFP8Dim0CastKernelChoice,
@@ -147,12 +151,12 @@ def _mx(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     )
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    small, block = torch.float8_e4m3fn, 32
+    e4m3, block_size = torch.float8_e4m3fn, 32
     dim1 = MXFP8Dim1CastKernelChoice.TORCH if emulate else MXFP8Dim1CastKernelChoice.TRITON
     kernels = (MXFP8Dim0CastKernelChoice.TORCH if emulate else MXFP8Dim0CastKernelChoice.TRITON, dim1)
     preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-    how = (small, small, small, block, preference, *kernels, ScaleCalculationMode.RCEIL, False)
-    return partial(_multiply_mx, function=mx_mm, how=how)
+    arguments = (e4m3, e4m3, e4m3, block_size, preference, *kernels, ScaleCalculationMode.RCEIL, False)
+    return partial(_multiply_mx, function=mx_mm, how=arguments)
 
 
 def _multiply_mx(x: Tensor, weight: Tensor, function: Any, how: tuple[Any, ...]) -> Tensor:
@@ -161,11 +165,11 @@ def _multiply_mx(x: Tensor, weight: Tensor, function: Any, how: tuple[Any, ...])
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Silence the warnings of torchao's import about kernels for other hardware."""
-    before = logging.root.manager.disable
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)

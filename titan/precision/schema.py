@@ -36,16 +36,17 @@ HARDWARE = {
 
 
 class Selection(NamedTuple):
-    """The matmuls that are in 8 bits (`quantized`), and the reason for each of the others (`kept`)."""
+    """The matmuls that are in 8 bits (`quantized`), and the reason for each of the others (`exclusions`)."""
 
     quantized: tuple[str, ...]
-    kept: Mapping[str, str]
+    exclusions: Mapping[str, str]
 
-    def describe_kept(self) -> str:
+    def describe_exclusions(self) -> str:
         """Return the others with their reasons in one phrase; those of many blocks once."""
-        found = Counter((name.split(".", 2)[-1], why) for name, why in self.kept.items())
+        counts = Counter((name.split(".", 2)[-1], reason) for name, reason in self.exclusions.items())
         return ", ".join(
-            f"{count} x {name} ({why})" if count > 1 else f"{name} ({why})" for (name, why), count in found.items()
+            f"{count} x {name} ({reason})" if count > 1 else f"{name} ({reason})"
+            for (name, reason), count in counts.items()
         )
 
 
@@ -136,7 +137,7 @@ class Precision:
         """Whether the matmuls of weight gradients are in 8 bits too."""
         return self.eight_bit and self.matmuls != "float8_rowwise_hp"
 
-    def plain(self) -> Precision:
+    def drop_unused_settings(self) -> Precision:
         """Return the same without 8-bit settings if they have no effect, so that they do not change ids."""
         return self if self.eight_bit else Precision(self.compute, self.weights)
 
@@ -146,7 +147,7 @@ class Precision:
         words += [f"{self.matmuls} matmuls{', emulated' * self.emulate}"] * self.eight_bit
         return ", ".join(words)
 
-    def select(self, layers: Mapping[str, Matmul], tensor: int = 1) -> Selection:
+    def select_layers(self, layers: Mapping[str, Matmul], tensor: int = 1) -> Selection:
         """Return which matmuls are in 8 bits.
 
         Args:
@@ -155,33 +156,36 @@ class Precision:
         """
         if not self.eight_bit:
             return Selection((), {})
-        reasons = {name: self._why_not(name, layer.split(tensor)) for name, layer in layers.items()}
-        left = {name: why for name, why in reasons.items() if why}
-        return Selection(tuple(name for name in layers if name not in left), left)
+        reasons = {name: self._find_exclusion(name, layer.split(tensor)) for name, layer in layers.items()}
+        exclusions = {name: reason for name, reason in reasons.items() if reason}
+        return Selection(tuple(name for name in layers if name not in exclusions), exclusions)
 
-    def gathered(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> tuple[str, ...]:
+    def select_gathered(self, layers: Mapping[str, Matmul], sharding: WeightSharding) -> tuple[str, ...]:
         """Return the linear layers whose weights FSDP all-gathers in float8 instead of the compute type.
 
         Those with per-tensor float8 scaling whose weights shard evenly, except the head, which is gathered alone or is
         tied to the embedding.
         """
-        if self.matmuls != "float8" or not self.float8_gather or cut.sharded == 1 or cut.resharded:
+        if self.matmuls != "float8" or not self.float8_gather or sharding.sharded == 1 or sharding.resharded:
             return ()
-        taken = (name for name in self.select(layers, cut.tensor).quantized if name != "head")
-        return tuple(name for name in taken if layers[name].split(cut.tensor).outputs % cut.sharded == 0)
+        quantized = (name for name in self.select_layers(layers, sharding.tensor).quantized if name != "head")
+        return tuple(name for name in quantized if layers[name].split(sharding.tensor).outputs % sharding.sharded == 0)
 
-    def used_bytes(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> int:
+    def count_used_bytes(self, layers: Mapping[str, Matmul], sharding: WeightSharding) -> int:
         """Return the bytes of a tensor rank's weights as used, beside the stored ones: as FSDP gathers them, or casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
-        gathered, taken = set(self.gathered(layers, cut)), set(self.select(layers, cut.tensor).quantized)
-        cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
-        at_once = taken if self.matmuls == "float8" and cut.sharded == 1 else set()
-        each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in layers}
-        return sum(each[name] * layer.split(cut.tensor).size for name, layer in layers.items())
+        gathered, quantized = (
+            set(self.select_gathered(layers, sharding)),
+            set(self.select_layers(layers, sharding.tensor).quantized),
+        )
+        cast = self.bytes if sharding.sharded > 1 or self.bytes < self.weight_bytes else 0
+        uncast = quantized if self.matmuls == "float8" and sharding.sharded == 1 else set()
+        element_bytes = {name: 1 if name in gathered else 0 if name in uncast else cast for name in layers}
+        return sum(element_bytes[name] * layer.split(sharding.tensor).size for name, layer in layers.items())
 
-    def _why_not(self, name: str, layer: Matmul) -> str | None:
+    def _find_exclusion(self, name: str, layer: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"

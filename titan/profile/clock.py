@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def now(on_gpu: bool) -> Any:
+def record_moment(on_gpu: bool) -> Any:
     """Return the present moment, on a GPU an event on the current stream."""
     if not on_gpu:
         return time.perf_counter()
@@ -17,6 +17,6 @@ def now(on_gpu: bool) -> Any:
     return event
 
 
-def seconds(start: Any, end: Any) -> float:
+def compute_seconds(start: Any, end: Any) -> float:
     """Return the seconds between two moments, which the device has passed."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

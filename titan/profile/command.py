@@ -26,7 +26,7 @@ Traces for https://ui.perfetto.dev are in runs/first/profile/step-N/.
 
 
 @dataclass(frozen=True)
-class Show:
+class Settings:
     """The settings of `python -m titan.profile`."""
 
     step: int | None = setting(None, "a step that was recorded; null: the latest profile", at_least=1)
@@ -35,32 +35,32 @@ class Show:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the profiles of a run; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    command_line = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _show_profile(command_line))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, f"{HEAD}\n{describe_settings(Show)}"):
+def _show_profile(command_line: list[str]) -> int:
+    if show_help(command_line, f"{HEAD}\n{describe_settings(Settings)}"):
         return 0
-    if not given:
+    if not command_line:
         raise ConfigError("no directory given: give that of a run, as in python -m titan.profile runs/NAME.")
-    directory, how = Path(given[0]), parse_arguments(Show, given[1:])
-    found = summary.read(directory, how.step)
-    shown = _of_rank(found, how.rank)
-    trace = summary.trace_of(directory / "profile", shown.steps[0], shown.rank)
-    for line in [*summary.lines(shown), *summary.comparison(found), f"trace: {trace}"]:
+    directory, settings = Path(command_line[0]), parse_arguments(Settings, command_line[1:])
+    summaries = summary.read(directory, settings.step)
+    selected = _select_rank(summaries, settings.rank)
+    trace = summary.build_trace_path(directory / "profile", selected.steps[0], selected.rank)
+    for line in [*summary.format_table(selected), *summary.compare_ranks(summaries), f"trace: {trace}"]:
         print(safe(line))
     return 0
 
 
-def _of_rank(found: list[summary.Summary], rank: int | None) -> summary.Summary:
+def _select_rank(summaries: list[summary.Summary], rank: int | None) -> summary.Summary:
     if rank is None:
-        return max(found, key=lambda one: one.own)
-    chosen = next((one for one in found if one.rank == rank), None)
-    if chosen is None:
-        ranks = ", ".join(str(one.rank) for one in found)
+        return max(summaries, key=lambda rank_summary: rank_summary.own_seconds)
+    selected = next((rank_summary for rank_summary in summaries if rank_summary.rank == rank), None)
+    if selected is None:
+        ranks = ", ".join(str(rank_summary.rank) for rank_summary in summaries)
         raise ConfigError(f"rank={rank}: was not profiled; give one of {ranks}, or train with profile.ranks=[].")
-    return chosen
+    return selected
 
 
 def cli() -> None:

@@ -29,23 +29,23 @@ _EXCHANGE = re.compile(r"^(c10d::|gloo:|nccl:|ncclDevKernel|ncclKernel|_c10d_fun
 _NO_WORK = re.compile(r"^(record_param_comms|aten::(empty|view|as_strided|detach|item|_local_scalar_dense)\b)")
 
 
-def words(name: str) -> str | None:
+def name_collective(name: str) -> str | None:
     """Return a collective or message in words, by any name that a library gives it; None for anything else."""
     letters = re.sub(r"[^a-z]", "", name.lower())
     return next((kind for part, kind in _COLLECTIVES.items() if part in letters), None)
 
 
 @lru_cache(65536)
-def collective(name: str) -> str | None:
+def classify_collective(name: str) -> str | None:
     """Return the kind of a collective operation or kernel; None for anything else."""
     if not _EXCHANGE.match(name):
         return None
-    kind = words(name)
+    kind = name_collective(name)
     return None if kind is None else _MESSAGES.get(kind, kind)
 
 
 @lru_cache(65536)
-def kernel(name: str) -> str:
+def classify_kernel(name: str) -> str:
     """Return the kind of a GPU's kernel or copy."""
     if _ATTENTION.search(name):
         return ATTENTION
@@ -55,10 +55,10 @@ def kernel(name: str) -> str:
 
 
 @lru_cache(65536)
-def operation(name: str) -> str | None:
+def classify_operation(name: str) -> str | None:
     """Return the kind of an operation on the CPU; None for one that computes nothing itself, such as autograd's."""
     if _EXCHANGE.match(name) or _NO_WORK.match(name):
         return None
     if _COMPILED.match(name):
         return OTHER
-    return kernel(name) if "::" in name and not name.startswith("autograd::") else None
+    return classify_kernel(name) if "::" in name and not name.startswith("autograd::") else None

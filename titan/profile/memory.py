@@ -20,7 +20,7 @@ _RANGES = (
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The moment of a step at which most memory is in use.
 
     Attributes:
@@ -33,7 +33,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LiveBlock:
     """Memory between its allocation and its release."""
 
     address: int
@@ -42,75 +42,81 @@ class _Block:
     end: float
 
 
-def peak(trace: Trace, step: int, held: Mapping[str, float], gradients: Collection[int]) -> Peak | None:
+def find_peak(
+    trace: Trace, step: int, state_bytes: Mapping[str, float], gradients: Collection[int]
+) -> MemoryPeak | None:
     """Return the peak of a recorded step; None where its allocations were not recorded.
 
     Args:
         trace: of some steps.
         step: one of them.
-        held: bytes of weights and optimizer state.
+        state_bytes: bytes of weights and optimizer state.
         gradients: addresses of the gradients when the optimizer begins.
     """
     ranges = [o for o in trace.slices if o.category == "user_annotation"]
     start, end = next((o.start, o.end) for o in ranges if o.name == f"ProfilerStep#{step}")
-    blocks = _blocks(trace, start, end)
+    blocks = _list_blocks(trace, start, end)
     if not blocks:
         return None
-    moment = _moment(blocks)
-    parts = dict(held)
+    moment = _find_peak_time(blocks)
+    parts = dict(state_bytes)
     forward = [o for o in ranges if o.name == FORWARD]
     for block in blocks:
         if block.start <= moment < block.end:
-            category = GRADIENTS if block.address in gradients else _category(block, forward)
+            category = GRADIENTS if block.address in gradients else _classify_block(block, forward)
             parts[category] = parts.get(category, 0.0) + block.size
-    return Peak(parts, sentence(parts, _place(ranges, moment)))
+    return MemoryPeak(parts, describe_peak(parts, _describe_position(ranges, moment)))
 
 
-def _blocks(trace: Trace, start: float, end: float) -> list[_Block]:
+def _list_blocks(trace: Trace, start: float, end: float) -> list[_LiveBlock]:
     """Return what was allocated within a step; what is not released in the trace stays to the end."""
-    found, live = [], dict[int, tuple[float, int]]()
-    for one in trace.allocations:
-        if one.size > 0:
-            live[one.address] = one.time, one.size
-        elif one.address in live:
-            began, size = live.pop(one.address)
-            found.append(_Block(one.address, size, began, one.time))
-    found += [_Block(address, size, began, float("inf")) for address, (began, size) in live.items()]
-    return [block for block in found if start <= block.start < end]
+    freed, live = [], dict[int, tuple[float, int]]()
+    for allocation in trace.allocations:
+        if allocation.size > 0:
+            live[allocation.address] = allocation.time, allocation.size
+        elif allocation.address in live:
+            allocated_at, size = live.pop(allocation.address)
+            freed.append(_LiveBlock(allocation.address, size, allocated_at, allocation.time))
+    freed += [_LiveBlock(address, size, allocated_at, float("inf")) for address, (allocated_at, size) in live.items()]
+    return [block for block in freed if start <= block.start < end]
 
 
-def _moment(blocks: Sequence[_Block]) -> float:
+def _find_peak_time(blocks: Sequence[_LiveBlock]) -> float:
     """Return when the blocks need most memory."""
-    changes = sorted(change for b in blocks for change in ((b.start, 1, b.size), (b.end, 0, -b.size)))
-    used, most, moment = 0, 0, blocks[0].start
+    changes = sorted(
+        change for block in blocks for change in ((block.start, 1, block.size), (block.end, 0, -block.size))
+    )
+    used, largest, moment = 0, 0, blocks[0].start
     for time, _, size in changes:
         used += size
-        if used > most:
-            most, moment = used, time
+        if used > largest:
+            largest, moment = used, time
     return moment
 
 
-def _category(block: _Block, forward: Iterable[Slice]) -> str:
-    for one in forward:
-        if one.start <= block.start < one.end:
-            return ACTIVATIONS if block.end > one.end else TEMPORARY
+def _classify_block(block: _LiveBlock, forward: Iterable[Slice]) -> str:
+    for forward_range in forward:
+        if forward_range.start <= block.start < forward_range.end:
+            return ACTIVATIONS if block.end > forward_range.end else TEMPORARY
     return TEMPORARY
 
 
-def _place(ranges: Iterable[Slice], moment: float) -> str:
+def _describe_position(ranges: Iterable[Slice], moment: float) -> str:
     """Return the names of the nested ranges of a moment."""
     inside = [o for o in ranges if o.start <= moment < o.end and o.name.startswith(_RANGES)]
     return ", ".join(o.name.partition("#")[0] for o in sorted(inside, key=lambda o: (o.start, -o.end)))
 
 
-def sentence(parts: Mapping[str, float], place: str) -> str:
+def describe_peak(parts: Mapping[str, float], position: str) -> str:
     """Return what was alive at the peak, the largest category first, and what the step did."""
     total = sum(parts.values())
     order = sorted(parts, key=lambda name: -parts[name])
-    shares = ", ".join(f"{name} {_size(parts[name])} ({parts[name] / total:.0%})" for name in order if parts[name])
-    where = f" in {place}" if place else ""
-    return f"at the peak of {_size(total)}{where} were alive: {shares}"
+    shares = ", ".join(
+        f"{name} {_format_size(parts[name])} ({parts[name] / total:.0%})" for name in order if parts[name]
+    )
+    suffix = f" in {position}" if position else ""
+    return f"at the peak of {_format_size(total)}{suffix} were alive: {shares}"
 
 
-def _size(size: float) -> str:
+def _format_size(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -14,24 +14,24 @@ class Ranges:
     def __init__(self) -> None:
         self.open: list[tuple[str, Any]] = []
 
-    def set(self, path: Sequence[str]) -> None:
+    def set_path(self, path: Sequence[str]) -> None:
         """Leave the open ranges that are not in `path`, and enter the others."""
-        same = 0
-        while same < min(len(path), len(self.open)) and self.open[same][0] == path[same]:
-            same += 1
-        while len(self.open) > same:
+        shared = 0
+        while shared < min(len(path), len(self.open)) and self.open[shared][0] == path[shared]:
+            shared += 1
+        while len(self.open) > shared:
             self.open.pop()[1].__exit__(None, None, None)
-        for name in path[same:]:
+        for name in path[shared:]:
             entered: Any = torch.autograd.profiler.record_function(name)
             entered.__enter__()
             self.open.append((name, entered))
 
 
-def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with a range around it."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_in_range(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function(name):
             return function(*args, **kwargs)
 
-    return run
+    return run_in_range

@@ -20,7 +20,7 @@ from titan.files import untrusted
 from titan.files.atomic import write_atomic
 from titan.profile import kinds
 from titan.profile.breakdown import Breakdown
-from titan.profile.memory import Peak
+from titan.profile.memory import MemoryPeak
 from titan.profile.schema import Profile
 
 PREDICTED = {
@@ -67,41 +67,48 @@ class Summary:
     slow_factor: float = Profile().slow_factor
 
     @property
-    def own(self) -> float:
-        """See `Breakdown.own`."""
-        return Breakdown(self.steps[0], self.seconds, self.parts).own
+    def own_seconds(self) -> float:
+        """See `Breakdown.own_seconds`."""
+        return Breakdown(self.steps[0], self.seconds, self.parts).own_seconds
 
 
-def summarise(rank: int, steps: Sequence[Breakdown], predicted: Mapping[str, float]) -> Summary:
+def average_steps(rank: int, steps: Sequence[Breakdown], predicted: Mapping[str, float]) -> Summary:
     """Return the average of the steps of a profile; there is at least one."""
 
-    def mean(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        names = dict.fromkeys(name for one in dicts for name in one)
-        return {name: sum(one.get(name, 0.0) for one in dicts) / len(dicts) for name in names}
+    def average_figures(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for figures in dicts for name in figures)
+        return {name: sum(figures.get(name, 0.0) for figures in dicts) / len(dicts) for name in names}
 
     seconds = sum(step.seconds for step in steps) / len(steps)
     numbers = [step.step for step in steps]
-    return Summary(rank, numbers, seconds, mean([s.parts for s in steps]), mean([s.hidden for s in steps]), predicted)
+    return Summary(
+        rank,
+        numbers,
+        seconds,
+        average_figures([s.parts for s in steps]),
+        average_figures([s.hidden for s in steps]),
+        predicted,
+    )
 
 
-def with_memory(summary: Summary, peak: Peak | None) -> Summary:
+def add_memory(summary: Summary, peak: MemoryPeak | None) -> Summary:
     """Return the summary with the peak of its first step."""
     return replace(summary, memory=peak.parts, memory_sentence=peak.sentence) if peak else summary
 
 
-def file_of(folder: Path, step: int, rank: int) -> Path:
+def build_summary_path(folder: Path, step: int, rank: int) -> Path:
     """Return the file of a summary in a run's folder `profile`."""
     return folder / f"step-{step}-rank-{rank}.json"
 
 
-def trace_of(folder: Path, step: int, rank: int) -> Path:
+def build_trace_path(folder: Path, step: int, rank: int) -> Path:
     """Return the file of a trace: those of all ranks in one folder, as tools expect them."""
     return folder / f"step-{step}" / f"rank-{rank}.json.gz"
 
 
 def write(folder: Path, summary: Summary) -> Path:
     """Write a summary into a run's folder `profile`, and return the file."""
-    file = file_of(folder, summary.steps[0], summary.rank)
+    file = build_summary_path(folder, summary.steps[0], summary.rank)
     write_atomic(file, json.dumps(dataclasses.asdict(summary), indent=1))
     return file
 
@@ -116,86 +123,88 @@ def read(directory: Path, step: int | None) -> list[Summary]:
     Raises:
         ConfigError: where there is none.
     """
-    found = sorted(_stored(directory / "profile"), key=lambda one: one.rank)
-    firsts = [s.steps[0] for s in found if step is None or step in s.steps]
-    if not found:
+    summaries = sorted(_iterate_summaries(directory / "profile"), key=lambda stored: stored.rank)
+    firsts = [s.steps[0] for s in summaries if step is None or step in s.steps]
+    if not summaries:
         raise ConfigError(
             f"{directory}: has no profile; touch {directory}/profile/now while it runs, or train with profile=once."
         )
     if not firsts:
-        there = ", ".join(str(number) for number in sorted({n for s in found for n in s.steps}))
-        raise ConfigError(f"step={step}: was not profiled; give one of {there}.")
-    return [summary for summary in found if summary.steps[0] == max(firsts)]
+        recorded_steps = ", ".join(str(number) for number in sorted({n for s in summaries for n in s.steps}))
+        raise ConfigError(f"step={step}: was not profiled; give one of {recorded_steps}.")
+    return [summary for summary in summaries if summary.steps[0] == max(firsts)]
 
 
-def _stored(folder: Path) -> Iterator[Summary]:
+def _iterate_summaries(folder: Path) -> Iterator[Summary]:
     for file in folder.glob("step-*-rank-*.json"):
         try:
-            yield _summary(untrusted.parse_object(untrusted.read_regular_file(file).decode()))
+            yield _parse_summary(untrusted.parse_object(untrusted.read_regular_file(file).decode()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: is no summary of a profile ({error}); remove it.") from error
 
 
-def _summary(content: dict[str, Any]) -> Summary:
+def _parse_summary(content: dict[str, Any]) -> Summary:
     for name, kind in _KINDS.items():
         untrusted.check_type(content[name], kind, name)
     return Summary(**content)
 
 
-def lines(summary: Summary) -> list[str]:
+def format_table(summary: Summary) -> list[str]:
     """Return the table of a summary: seconds and shares by kind, beside the prediction."""
     steps = f"step {summary.steps[0]}" + (f" to {summary.steps[-1]}" if len(summary.steps) > 1 else "")
-    plan = _predicted(summary)
+    plan = _sum_predictions(summary)
     head = f"profile of {steps}, rank {summary.rank}: {rounded(summary.seconds)} s a step"
     columns = f"  {'':<24} {'seconds':>9} {'share':>7}" + (f" {'predicted':>10}" if plan else "")
-    rows = [_row(name, seconds, summary.seconds, plan) for name, seconds in _rows(summary)]
+    rows = [_format_row(name, seconds, summary.seconds, plan) for name, seconds in _iterate_rows(summary)]
     hidden = [f"{kind} {rounded(seconds)} s" for kind, seconds in summary.hidden.items()]
-    beside = [f"  hidden beside computation: {', '.join(hidden)}"] * bool(hidden)
-    return [head, columns, *rows, *beside, *_memory_lines(summary)]
+    hidden_lines = [f"  hidden beside computation: {', '.join(hidden)}"] * bool(hidden)
+    return [head, columns, *rows, *hidden_lines, *_format_memory(summary)]
 
 
-def _rows(summary: Summary) -> Iterator[tuple[str, float]]:
+def _iterate_rows(summary: Summary) -> Iterator[tuple[str, float]]:
     """Yield the rows of the table: communication as a whole, then its kinds."""
     parts = summary.parts
     yield from ((kind, parts[kind]) for kind in kinds.COMPUTATION if kind in parts)
     exposed = [(kind, parts[kind]) for kind in kinds.COLLECTIVES if kind in parts]
-    if exposed or "communication" in _predicted(summary):
+    if exposed or "communication" in _sum_predictions(summary):
         yield "communication", sum(seconds for _, seconds in exposed)
         yield from ((f"  {kind}, exposed", seconds) for kind, seconds in exposed)
     yield from ((kind, parts[kind]) for kind in (kinds.DATA, kinds.HOST, kinds.IDLE) if kind in parts)
 
 
-def _row(name: str, seconds: float, step: float, plan: Mapping[str, float]) -> str:
+def _format_row(name: str, seconds: float, step: float, plan: Mapping[str, float]) -> str:
     predicted = f" {rounded(plan[name]) + ' s':>10}" if name in plan else ""
     return f"  {name:<24} {rounded(seconds):>9} {seconds / step:>7.1%}{predicted}"
 
 
-def _predicted(summary: Summary) -> dict[str, float]:
+def _sum_predictions(summary: Summary) -> dict[str, float]:
     """Return the predicted seconds of the rows that have some."""
     sums = {row: sum(summary.predicted.get(cause, 0.0) for cause in causes) for row, causes in PREDICTED.items()}
     return {row: seconds for row, seconds in sums.items() if seconds}
 
 
-def _memory_lines(summary: Summary) -> list[str]:
+def _format_memory(summary: Summary) -> list[str]:
     if not summary.memory:
         return []
     parts = [f"  {name:<24} {size / 2**20:>9,.1f} MiB" for name, size in summary.memory.items()]
     return [f"memory at the peak: {sum(summary.memory.values()) / 2**20:,.1f} MiB", *parts, summary.memory_sentence]
 
 
-def comparison(summaries: Sequence[Summary]) -> list[str]:
+def compare_ranks(summaries: Sequence[Summary]) -> list[str]:
     """Return a line per rank, and one that names those whose own time is longest; nothing for one rank."""
     if len(summaries) < 2:
         return []
-    usual = median(summary.own for summary in summaries)
+    usual = median(summary.own_seconds for summary in summaries)
     rows = [
-        f"  rank {one.rank}: its own work {rounded(one.own)} s, communication "
-        f"{rounded(sum(one.parts.get(kind, 0.0) for kind in kinds.COLLECTIVES))} s, "
-        f"data {rounded(one.parts.get(kinds.DATA, 0.0))} s"
-        for one in summaries
+        f"  rank {rank_summary.rank}: its own work {rounded(rank_summary.own_seconds)} s, communication "
+        f"{rounded(sum(rank_summary.parts.get(kind, 0.0) for kind in kinds.COLLECTIVES))} s, "
+        f"data {rounded(rank_summary.parts.get(kinds.DATA, 0.0))} s"
+        for rank_summary in summaries
     ]
-    slow = [s for s in summaries if s.own > s.slow_factor * usual]
-    named = [f"rank {s.rank} is slow: its own work takes {s.own / usual:.2f} times the median rank's" for s in slow]
+    slow = [s for s in summaries if s.own_seconds > s.slow_factor * usual]
+    warnings = [
+        f"rank {s.rank} is slow: its own work takes {s.own_seconds / usual:.2f} times the median rank's" for s in slow
+    ]
     factor = summaries[0].slow_factor
-    none = f"  no rank is slow: none takes {factor:g} times the median's own work (profile.slow_factor)"
-    return ["ranks:", *rows, *(named or [none])]
+    no_warning = f"  no rank is slow: none takes {factor:g} times the median's own work (profile.slow_factor)"
+    return ["ranks:", *rows, *(warnings or [no_warning])]

@@ -19,58 +19,62 @@ Owners = Mapping[str, Mapping[int, int]]
 """The bytes of each storage by its address, by category."""
 
 
-def owners(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:
+def collect_owners(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:
     """Return the storages of weights, of the gradients that exist, and of the optimizer's state."""
     weights = list(parameters)
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return {
-        memory.WEIGHTS: _storages(weights),
-        memory.GRADIENTS: _storages(p.grad for p in weights if p.grad is not None),
-        memory.OPTIMIZER: _storages(states),
+        memory.WEIGHTS: _map_storages(weights),
+        memory.GRADIENTS: _map_storages(p.grad for p in weights if p.grad is not None),
+        memory.OPTIMIZER: _map_storages(states),
     }
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def _map_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = ((t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def describe_snapshot(segments: Sequence[Mapping[str, Any]], known: Owners) -> str:
+def describe_snapshot(segments: Sequence[Mapping[str, Any]], owners: Owners) -> str:
     """Return what is alive in the segments of a snapshot of CUDA's allocator."""
     parts: dict[str, float] = {}
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"].startswith("active"):
-                category = next((name for name, at in known.items() if address in at), "activations and temporary")
+                category = next(
+                    (name for name, storages in owners.items() if address in storages), "activations and temporary"
+                )
                 parts[category] = parts.get(category, 0.0) + block["size"]
             address += block["size"]
-    return memory.sentence(parts, "") if parts else "nothing was allocated"
+    return memory.describe_peak(parts, "") if parts else "nothing was allocated"
 
 
-def write_snapshot(folder: Path, name: str, known: Owners) -> str:
+def write_snapshot(folder: Path, name: str, owners: Owners) -> str:
     """Write a snapshot of CUDA's allocator for https://pytorch.org/memory_viz, and return what was alive."""
     snapshot = torch.cuda.memory._snapshot()
-    text = describe_snapshot(snapshot["segments"], known)
+    text = describe_snapshot(snapshot["segments"], owners)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.pickle").write_bytes(pickle.dumps(snapshot))
     (folder / f"{name}.txt").write_text(text + "\n")
     return text
 
 
-def watch_out_of_memory(folder: Path, rank: int, known: Callable[[], Owners], show: Callable[[str], None]) -> None:
+def watch_out_of_memory(
+    folder: Path, rank: int, read_owners: Callable[[], Owners], show: Callable[[str], None]
+) -> None:
     """Write a snapshot when CUDA's memory runs out, while what filled it is still there; before, nothing is recorded.
 
     Args:
         folder: where it is written.
         rank: of this process.
-        known: returns the storages.
+        read_owners: returns the storages.
         show: writes a line to the terminal, on rank 0.
     """
 
-    def observer(device: int, wanted: int, total: int, free: int) -> None:
+    def observer(device: int, requested: int, total: int, free: int) -> None:
         try:
-            text = write_snapshot(folder, f"out-of-memory-rank-{rank}", known())
+            text = write_snapshot(folder, f"out-of-memory-rank-{rank}", read_owners())
         except Exception as error:  # the run ends with the original error
             text = f"no snapshot: {error}"
         log.error("out of memory: %s", text)

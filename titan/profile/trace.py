@@ -53,31 +53,31 @@ class Trace:
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU did the work."""
-        return any(one.category in DEVICE_WORK for one in self.slices)
+        return any(event.category in DEVICE_WORK for event in self.slices)
 
-    def steps(self) -> dict[int, tuple[float, float]]:
+    def list_steps(self) -> dict[int, tuple[float, float]]:
         """Return the start and end of each recorded step, on the GPU where there is one."""
         category = "gpu_user_annotation" if self.on_gpu else "user_annotation"
-        found: dict[int, tuple[float, float]] = {}
-        for one in self.slices:
-            if one.category == category and (match := STEP.fullmatch(one.name)):
-                start, end = found.get(int(match[1]), (one.start, one.end))
-                found[int(match[1])] = min(start, one.start), max(end, one.end)
-        return found
+        steps: dict[int, tuple[float, float]] = {}
+        for event in self.slices:
+            if event.category == category and (match := STEP.fullmatch(event.name)):
+                start, end = steps.get(int(match[1]), (event.start, event.end))
+                steps[int(match[1])] = min(start, event.start), max(end, event.end)
+        return steps
 
 
 def read(file: Path) -> Trace:
     """Return the content of a gzipped trace."""
     with gzip.open(file, "rb") as content:
         events = json.load(content)["traceEvents"]
-    slices = [_slice(event) for event in events if event.get("ph") == "X"]
+    slices = [_parse_slice(event) for event in events if event.get("ph") == "X"]
     changes = [event for event in events if event.get("name") == "[memory]"]
     device = max((event["args"]["Device Type"] for event in changes), default=0)  # a GPU's where there is one
-    allocations = [_allocation(event) for event in changes if event["args"]["Device Type"] == device]
-    return Trace(sorted(slices, key=lambda one: one.start), sorted(allocations))
+    allocations = [_parse_allocation(event) for event in changes if event["args"]["Device Type"] == device]
+    return Trace(sorted(slices, key=lambda entry: entry.start), sorted(allocations))
 
 
-def _slice(event: dict[str, Any]) -> Slice:
+def _parse_slice(event: dict[str, Any]) -> Slice:
     start, arguments = float(event["ts"]), event.get("args", {})
     return Slice(
         str(event["name"]),
@@ -89,6 +89,6 @@ def _slice(event: dict[str, Any]) -> Slice:
     )
 
 
-def _allocation(event: dict[str, Any]) -> Allocation:
+def _parse_allocation(event: dict[str, Any]) -> Allocation:
     arguments = event["args"]
     return Allocation(float(event["ts"]), int(arguments["Addr"]), int(arguments["Bytes"]))

@@ -42,20 +42,20 @@ class Waits:
         self.ready: Any = None
         self.patches = ExitStack()
 
-    def install(self, last: Tensor | None, others: Sequence[tuple[Any, str]] = ()) -> None:
+    def install(self, last: Tensor | None, further_functions: Sequence[tuple[Any, str]] = ()) -> None:
         """Replace torch's functions until `close`.
 
         Args:
             last: where DDP sums gradients, the parameter whose gradient is computed last.
-            others: further functions that wait, as module and name; compiled code may contain them.
+            further_functions: further functions that wait, as module and name; compiled code may contain them.
         """
-        replaced = [(dist.Work, "wait"), *((dist, name) for name in BLOCKING)]
-        replaced += [] if self.compiled else [(functional, "wait_tensor"), *others]
-        replaced += [(torch.cuda.Stream, "wait_event")] if self.on_gpu else []
-        for owner, name in replaced:
-            self.patches.enter_context(mock.patch.object(owner, name, self._around(getattr(owner, name))))
+        targets = [(dist.Work, "wait"), *((dist, name) for name in BLOCKING)]
+        targets += [] if self.compiled else [(functional, "wait_tensor"), *further_functions]
+        targets += [(torch.cuda.Stream, "wait_event")] if self.on_gpu else []
+        for owner, name in targets:
+            self.patches.enter_context(mock.patch.object(owner, name, self._wrap_function(getattr(owner, name))))
         if last is not None:
-            hook = last.register_post_accumulate_grad_hook(self._last_gradient)  # type: ignore[no-untyped-call]
+            hook = last.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
             self.patches.callback(hook.remove)
 
     def close(self) -> None:
@@ -65,36 +65,36 @@ class Waits:
     def end_backward(self) -> None:
         """Count the time since the last gradient, where DDP sums them."""
         if self.ready is not None:
-            self.times.append((self.ready, clock.now(self.on_gpu)))
+            self.times.append((self.ready, clock.record_moment(self.on_gpu)))
             self.ready = None
 
-    def take(self) -> list[tuple[Any, Any]]:
-        """Return the waiting since the last call, as `seconds` reads it once the device has finished the step."""
+    def take_waits(self) -> list[tuple[Any, Any]]:
+        """Return the waiting since the last call, as `sum_seconds` reads it once the device has finished the step."""
         times, self.times = self.times, []
         return times
 
-    def seconds(self, times: list[tuple[Any, Any]]) -> float:
-        """Return the sum of waiting that `take` returned."""
-        return sum(clock.seconds(start, end) for start, end in times)
+    def sum_seconds(self, times: list[tuple[Any, Any]]) -> float:
+        """Return the sum of waiting that `take_waits` returned."""
+        return sum(clock.compute_seconds(start, end) for start, end in times)
 
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            if self.inside or not self._counts():
+    def _wrap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_time(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or not self._is_computing():
                 return function(*args, **kwargs)
-            self.inside, start = True, clock.now(self.on_gpu)
+            self.inside, start = True, clock.record_moment(self.on_gpu)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.times.append((start, clock.now(self.on_gpu)))
+                self.times.append((start, clock.record_moment(self.on_gpu)))
                 self.inside = False
 
-        return waiting
+        return run_and_time
 
-    def _counts(self) -> bool:
+    def _is_computing(self) -> bool:
         """Return whether this thread, or the stream on which it issues work, is that of the step's computation."""
         if self.on_gpu:
             return bool(torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device))
         return threading.get_ident() == self.thread
 
-    def _last_gradient(self, _: Tensor) -> None:
-        self.ready = clock.now(self.on_gpu)
+    def _record_last_gradient(self, _: Tensor) -> None:
+        self.ready = clock.record_moment(self.on_gpu)

@@ -15,9 +15,9 @@ from titan.config.modules import list_trusted_packages
 from titan.config.settings import build
 from titan.errors import ConfigError
 from titan.estimate import refine
-from titan.estimate.plan import hardware_of, plan
+from titan.estimate.plan import build_plan, resolve_hardware
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.refine import Errors, Refinement, Sample
+from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
 from titan.parallelism.schema import Layout
 from titan.report import sharing, speed
 from titan.report.collect import RawRun, collect_runs
@@ -44,7 +44,7 @@ class OwnRuns:
     """
 
     source: str
-    samples: tuple[Sample, ...]
+    samples: tuple[MeasuredRun, ...]
     unused: tuple[tuple[str, str], ...]
 
     def fit_refinement(self) -> Refinement:
@@ -54,7 +54,7 @@ class OwnRuns:
             ConfigError: when no run counts.
         """
         if self.samples:
-            return refine.fit(self.samples)
+            return refine.fit_factors(self.samples)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
         remainder = f"; and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
         raise ConfigError(
@@ -73,9 +73,9 @@ def read(source: str, run: Run) -> OwnRuns:
         collected = collect_runs([Path(source).expanduser()])
     except ConfigError as error:
         raise ConfigError(f"plan.fit={source}: {error}") from error
-    hardware, shared = hardware_of(run.cluster, run.machine), sharing.find_shared_runs(collected.runs)
+    hardware, shared = resolve_hardware(run.cluster, run.machine), sharing.find_shared_runs(collected.runs)
     samples, unused = (
-        list[Sample](),
+        list[MeasuredRun](),
         [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed],
     )
     for raw in collected.runs:
@@ -98,7 +98,7 @@ class _UnusableRunError(Exception):
     """A run does not count; the message says why."""
 
 
-def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> Sample:
+def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
     """Return a run's sample.
 
     Raises:
@@ -112,13 +112,13 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> Sample:
     try:
         recipe = rebuild_recipe(raw, hardware, run.cluster.peak_tflops)
         layout = Layout(**{name: int(degree) for name, degree in raw.last_document["layout"].items()})
-        planned = plan(recipe, layout, int(raw.last_document["microbatches"]), machine)
+        planned = build_plan(recipe, layout, int(raw.last_document["microbatches"]), machine)
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise _UnusableRunError(f"can't be planned: {error}") from error
     if len(recipe.training.phases) > 1:
         raise _UnusableRunError("its batch grows, so its steps differ")
     memory = measured_bytes(planned.memory[0], machine.device) / GIB
-    return refine.sample(planned, memory, measured.step_seconds.median, measured.memory_gib)
+    return refine.build_measured_run(planned, memory, measured.step_seconds.median, measured.memory_gib)
 
 
 def _check_kind(raw: RawRun, run: Run) -> None:
@@ -171,5 +171,5 @@ def format_fit(runs: OwnRuns, refinement: Refinement) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_errors(name: str, errors: Errors) -> str:
+def _format_errors(name: str, errors: RelativeErrors) -> str:
     return f"{name} {errors.before:.1%} before, {errors.after:.1%} after (median)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from titan.estimate.plan import Figure
+from titan.estimate.plan import PredictedValue
 from titan.report import speed
 from titan.report.collect import RawRun
 from titan.report.findings import Interval, MeasuredSpeed, RunPrediction
@@ -37,11 +37,11 @@ def build_prediction(raw: RawRun, measured: MeasuredSpeed | None) -> RunPredicti
     )
 
 
-def _build_interval(figure: Figure) -> Interval:
+def _build_interval(figure: PredictedValue) -> Interval:
     return Interval(figure.value, figure.low, figure.high, LEVEL)
 
 
-def _compute_error(predicted: Figure, measured: float | None) -> float | None:
+def _compute_error(predicted: PredictedValue, measured: float | None) -> float | None:
     return predicted.value / measured - 1 if measured else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from titan.compile.compiler import missing_compiler
+from titan.compile.compiler import find_missing_compiler
 from titan.config.settings import format_value, suggest_nearest
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
@@ -146,10 +146,10 @@ def _check_matmuls(run: Run) -> None:
                 f"precision.skip={format_value(how.skip)}: no matmul of the model is named {pattern}; names are such as "
                 f"{next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
             )
-    choice, multiple = how.select(matmuls, run.layout.tensor), QUANT_BLOCK[how.matmuls]
+    choice, multiple = how.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[how.matmuls]
     if not choice.quantized:
         raise ConfigError(
-            f"precision.matmuls={how.matmuls}: applies to no matmul of the model: {choice.describe_kept()}; "
+            f"precision.matmuls={how.matmuls}: applies to no matmul of the model: {choice.describe_exclusions()}; "
             "change these, or give precision=bf16."
         )
     if "head" in choice.quantized and run.training.loss_chunk is not None:
@@ -343,7 +343,7 @@ def _instead_of_budget(run: Run) -> str:
 
 def _check_compiler(run: Run, elsewhere: bool) -> None:
     """Reject compiling where its requirements are missing, and name a way without a compiler."""
-    lacking = missing_compiler(run.machine, run.compile.backend, elsewhere)
+    lacking = find_missing_compiler(run.machine, run.compile.backend, elsewhere)
     if lacking is None:
         return
     others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []

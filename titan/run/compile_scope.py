@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from titan.compile.compiler import missing_compiler, torch_version
+from titan.compile.compiler import find_missing_compiler, read_torch_version
 from titan.console.numbers import plural
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "blo
     """
     if run.debug.detect_anomaly:
         return "off", "debug.detect_anomaly"
-    if run.staging.splits_backward and not elsewhere and () < torch_version() < (2, 13):
+    if run.staging.splits_backward and not elsewhere and () < read_torch_version() < (2, 13):
         return "off", f"{run.staging.schedule} before torch 2.13"
     if run.memory.checkpointing == "budget" or run.parallelism.async_tensor:
         return "block", "memory=budget" if run.memory.checkpointing == "budget" else "parallelism.async_tensor"
-    if lacking := missing_compiler(run.machine, run.compile.backend, elsewhere):
+    if lacking := find_missing_compiler(run.machine, run.compile.backend, elsewhere):
         return "off", lacking
     if run.machine.device == "cuda":
         return "block", "on a GPU"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan.errors import ConfigError
-from titan.estimate.constants import fitted
+from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Figure, Plan, parts_of, plan
+from titan.estimate.plan import Plan, PredictedValue, build_plan, list_memory_parts
 from titan.files import untrusted
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class Prediction:
         constants: version of the cost model's constants.
     """
 
-    step_seconds: Figure
-    memory_gib: Figure
-    rank0_memory_gib: Figure
+    step_seconds: PredictedValue
+    memory_gib: PredictedValue
+    rank0_memory_gib: PredictedValue
     step_parts: Mapping[str, float]
     memory_parts: Mapping[str, float]
     constants: str
@@ -52,7 +52,7 @@ def predict(run: Run) -> tuple[Prediction | None, str]:
     No error of the planner may stop a run.
     """
     try:
-        return _prediction(plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
+        return _prediction(build_plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
     except ConfigError:
         return None, ""
     except Exception as error:
@@ -63,12 +63,12 @@ def _prediction(planned: Plan, device: str) -> Prediction:
     return Prediction(
         step_seconds=planned.step_seconds,
         memory_gib=planned.memory_gib_needed,
-        rank0_memory_gib=planned.memory_gib_needed.scaled(
+        rank0_memory_gib=planned.memory_gib_needed.scale(
             measured_bytes(planned.memory[0], device) / planned.fullest.bytes
         ),
         step_parts=dict(planned.step.parts),
-        memory_parts=parts_of(planned),
-        constants=fitted().version,
+        memory_parts=list_memory_parts(planned),
+        constants=load_constants().version,
     )
 
 
@@ -96,7 +96,9 @@ def of_document(document: Mapping[str, Any]) -> Prediction | None:
     try:
         for name, kind in _KINDS.items():
             untrusted.check_type(content[name], kind, name)
-        step, memory, rank0 = (Figure(**content[name]) for name in ("step_seconds", "memory_gib", "rank0_memory_gib"))
+        step, memory, rank0 = (
+            PredictedValue(**content[name]) for name in ("step_seconds", "memory_gib", "rank0_memory_gib")
+        )
         parts = content["parts"]
         return Prediction(step, memory, rank0, parts["step_seconds"], parts["memory_gib"], content["constants"])
     except (ValueError, KeyError, TypeError):

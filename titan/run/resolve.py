@@ -92,7 +92,7 @@ def _on_machine(recipe: Recipe, machine: Machine, elsewhere: bool) -> Recipe:
     if recipe.precision.compute == "auto":
         precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.plain())
+    recipe = dataclasses.replace(recipe, precision=recipe.precision.drop_unused_settings())
     if _by_blocks(recipe, machine, elsewhere):
         recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
     return recipe
@@ -141,7 +141,7 @@ def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool
     if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
         return on(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _open(recipe.parallelism):
-        return recipe.parallelism.resolve_layout(None, fit.largest_degrees(recipe, node))
+        return recipe.parallelism.resolve_layout(None, fit.find_largest_degrees(recipe, node))
     return on(machine.count * cluster.nodes)
 
 
@@ -152,7 +152,7 @@ def _open(parallelism: Parallelism) -> bool:
 def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
-    return fit.choose_microbatches(recipe, layout, fit.available(recipe, layout, machine), machine.device)
+    return fit.choose_microbatches(recipe, layout, fit.compute_available_gib(recipe, layout, machine), machine.device)
 
 
 def _check_ranks(cluster: Cluster, ranks: int) -> None:

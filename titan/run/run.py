@@ -14,7 +14,7 @@ from titan.cluster.devices import Machine
 from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
 from titan.console.text import redacted
-from titan.estimate.rank_sizes import rank_rows, weight_sharding
+from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
 from titan.hooks.schema import Hook
 from titan.parallelism.schema import Layout, StagePlan
 from titan.precision.schema import WeightSharding
@@ -52,12 +52,12 @@ class Run(Recipe):
     @property
     def cut(self) -> WeightSharding:
         """How weights are sharded."""
-        return weight_sharding(self.parallelism, self.layout)
+        return find_weight_sharding(self.parallelism, self.layout)
 
     @property
     def rank_rows(self) -> int:
         """Rows of a global batch per rank, rounded up."""
-        return rank_rows(self, self.layout)
+        return count_rank_rows(self, self.layout)
 
     @property
     def microbatch_rows(self) -> int:

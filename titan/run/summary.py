@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
-    memory = fit.memory_estimate(run, run.layout, run.microbatches, run.machine.device).gib
+    memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
             "run": f"{short(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",

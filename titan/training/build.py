@@ -155,7 +155,7 @@ def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
 def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
     """Apply the techniques to one stage, in the one order that works."""
     model, parallelism = stage.model, run.parallelism
-    quantized = run.precision.select(run.model.matmuls(), run.layout.tensor).quantized
+    quantized = run.precision.select_layers(run.model.matmuls(), run.layout.tensor).quantized
     mesh, chunk = _find_fsdp_mesh(world), run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
@@ -169,8 +169,8 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     compile_stage(
         stage,
         run.compile,
-        whole=mesh is None,
-        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
+        fullgraph=mesh is None,
+        fullgraph_blocks=not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )
@@ -190,16 +190,16 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
 
 def _select_float8_gathered(run: Run) -> tuple[str, ...]:
     """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
-    gathered = run.precision.gathered(run.model.linear_layers(), run.cut)
+    gathered = run.precision.select_gathered(run.model.linear_layers(), run.cut)
     return tuple(name for name in gathered if not is_in_group(name, run.parallelism.groups or {}))
 
 
-def _build_scales(stages: dict[int, ModelStage], run: Run, world: World) -> low_precision.Scales | None:
+def _build_scales(stages: dict[int, ModelStage], run: Run, world: World) -> low_precision.Float8Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
     mesh = _find_fsdp_mesh(world)
     if mesh is None or run.memory.offload or not _select_float8_gathered(run):
         return None
-    return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
+    return low_precision.Float8Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
 
 def _apply_precision_and_tensor(
@@ -366,8 +366,8 @@ def _describe_reshard(reshard: bool | int) -> str:
 def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
     precision, matmuls = run.precision, run.model.matmuls()
-    choice, gathered = precision.select(matmuls, run.layout.tensor), _select_float8_gathered(run)
-    unquantized = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
+    choice, gathered = precision.select_layers(matmuls, run.layout.tensor), _select_float8_gathered(run)
+    unquantized = f"; in {precision.compute}: {choice.describe_exclusions()}" if choice.exclusions else ""
     note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{unquantized}")
     if _find_fsdp_mesh(world) is not None:
         gathered_count = f" of {len(gathered)} matmuls" if gathered else ""

@@ -25,8 +25,8 @@ from titan.dataset.loader import Loader
 from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
 from titan.parallelism.mesh import World
 from titan.profile import memory, summary, tensors, trace
-from titan.profile.breakdown import DATA_RANGE, breakdowns
-from titan.profile.ranges import Ranges, ranged
+from titan.profile.breakdown import DATA_RANGE, compute_breakdowns
+from titan.profile.ranges import Ranges, wrap_in_range
 from titan.run.run import Run
 from titan.training.trace.recorder import OUTSIDE
 from titan.training.trace.regions import follow_regions
@@ -67,7 +67,7 @@ class StepRanges:
 
     def _set_ranges(self) -> None:
         path = _build_path(self._region, self.stages)
-        self.ranges.set([*path, "recomputation"] if self._recomputing else path)
+        self.ranges.set_path([*path, "recomputation"] if self._recomputing else path)
 
 
 def _build_path(region: Region, stages: int) -> list[str]:
@@ -119,7 +119,7 @@ class RunProfiler:
 
     def _find_owners(self) -> dict[str, dict[int, int]]:
         """Return where weights, gradients and optimizer state lie."""
-        return tensors.owners(self.train_step.parameters(), self.train_step.optimizer)
+        return tensors.collect_owners(self.train_step.parameters(), self.train_step.optimizer)
 
     def take_request(self) -> bool:
         """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
@@ -184,14 +184,14 @@ class RunProfiler:
         numbers = self.staging.list_stages(self.world.get_coordinate("pipeline"))
         stages = dict(zip(numbers, self.train_step.stages, strict=True))
         step_ranges = StepRanges(self.staging.count)
-        self.hooks.callback(step_ranges.ranges.set, [])
+        self.hooks.callback(step_ranges.ranges.set_path, [])
         self.hooks.enter_context(follow_regions(step_ranges, stages, self.staging.splits_backward))
         tasks = {**self.tasks, DATA_RANGE: (Loader, "__next__")}
         if self.settings.memory:
             hook = self.train_step.optimizer.register_step_pre_hook(self._note_owners)
             self.hooks.callback(hook.remove)
         for name, (owner, method) in tasks.items():
-            self.hooks.enter_context(mock.patch.object(owner, method, ranged(name, getattr(owner, method))))
+            self.hooks.enter_context(mock.patch.object(owner, method, wrap_in_range(name, getattr(owner, method))))
 
     def _note_owners(self, *_: Any) -> None:
         """Keep where tensors lie when the optimizer begins in the first recorded step."""
@@ -211,7 +211,7 @@ class RunProfiler:
         if not has_recorded:
             return
         first, rank = self.last_step - self.recorded_steps + 1, self.world.rank_info.rank
-        file = summary.trace_of(self.folder, first, rank)
+        file = summary.build_trace_path(self.folder, first, rank)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
@@ -221,22 +221,24 @@ class RunProfiler:
 
     def _write_summary(self, file: Path, rank: int) -> None:
         content = trace.read(file)
-        steps = breakdowns(content)
+        steps = compute_breakdowns(content)
         if not steps:
             log.warning("%s: the trace has no step", file)
             return
-        rank_summary = replace(summary.summarise(rank, steps, self.predicted), slow_factor=self.settings.slow_factor)
+        rank_summary = replace(
+            summary.average_steps(rank, steps, self.predicted), slow_factor=self.settings.slow_factor
+        )
         if self.settings.memory:
             owners, self.owners = self.owners, {}
             gradients = owners.get(memory.GRADIENTS, {})
             bytes_by_kind = {
                 name: float(sum(sizes.values())) for name, sizes in owners.items() if name != memory.GRADIENTS
             }
-            rank_summary = summary.with_memory(
-                rank_summary, memory.peak(content, steps[0].step, bytes_by_kind, gradients)
+            rank_summary = summary.add_memory(
+                rank_summary, memory.find_peak(content, steps[0].step, bytes_by_kind, gradients)
             )
         summary.write(self.folder, rank_summary)
-        for line in [*summary.lines(rank_summary), f"trace: {file}"]:
+        for line in [*summary.format_table(rank_summary), f"trace: {file}"]:
             log.info(line)
             self.show(line)
 

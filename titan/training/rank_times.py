@@ -71,17 +71,17 @@ class RankTimes:
                 something else, such as an evaluation.
         """
         if not follows:
-            self.waits.take()
+            self.waits.take_waits()
 
     def end_step(self, step: int) -> None:
         """Note that the host has issued a whole step, which may be one that is repeated."""
         if self.is_on:
-            self.pending[step] = self.waits.take()
+            self.pending[step] = self.waits.take_waits()
 
     def finish_step(self, step: int, seconds: float, data_seconds: float) -> None:
         """Take the times of a step that the device has finished."""
         if self.is_on:
-            self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.pop(step))]
+            self.latest = step, [seconds, data_seconds, self.waits.sum_seconds(self.pending.pop(step))]
 
     def read_slots(self, step: int, slots: Times) -> tuple[dict[str, Any], list[str]]:
         """Return this step's rank times for metrics.jsonl, and warnings about slow ranks; on rank 0 only.

@@ -99,12 +99,12 @@ class StepTimer:
 
     def __init__(self, device: torch.device, previous: StepTimer | None) -> None:
         self.on_gpu = device.type == "cuda"
-        self.start: Any = previous.end if previous else clock.now(self.on_gpu)
+        self.start: Any = previous.end if previous else clock.record_moment(self.on_gpu)
         self.end: Any = None
 
     def stop(self) -> None:
         """Mark the step's end, in the order of the device's work."""
-        self.end = clock.now(self.on_gpu)
+        self.end = clock.record_moment(self.on_gpu)
 
     def wait(self) -> None:
         """Wait until the device has reached the step's end."""
@@ -113,7 +113,7 @@ class StepTimer:
 
     def compute_seconds(self) -> float:
         """Return how long the step took; call it after `wait`."""
-        return clock.seconds(self.start, self.end)
+        return clock.compute_seconds(self.start, self.end)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline.runtime import TiedWeights
 from titan.parallelism.tensor_norms import count_replicas
-from titan.precision.low_precision import Scales
+from titan.precision.low_precision import Float8Scales
 from titan.training.expert_load import ExpertLoad
 
 
@@ -166,7 +166,7 @@ class TrainStep:
     runner: MicrobatchRunner
     optimizer: torch.optim.Optimizer
     world: World
-    scales: Scales | None = None
+    scales: Float8Scales | None = None
     token_positions: Callable[[int], Tensor] | None = None
     tied_weights: TiedWeights | None = None
     seq_len_multiple: int = 1

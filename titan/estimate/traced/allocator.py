@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan.estimate.traced.events import Event, events_before_step
+from titan.estimate.traced.events import Event, count_setup_events
 
 MIB = 2**20
 ROUND = 512
@@ -26,26 +26,26 @@ FAR = 2**48
 
 
 @dataclass
-class Block:
+class MemoryBlock:
     """A piece of a segment.
 
     Attributes:
         start, size: in bytes.
         pool: the stream and kind of its segment.
         free: whether no tensor is in it.
-        before, after: its neighbours in the segment.
+        previous, following: its neighbours in the segment.
     """
 
     start: int
     size: int
     pool: tuple[str, bool]
     free: bool = True
-    before: Block | None = field(default=None, repr=False)
-    after: Block | None = field(default=None, repr=False)
+    previous: MemoryBlock | None = field(default=None, repr=False)
+    following: MemoryBlock | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
-class Reserved:
+class ReservedMemory:
     """What the allocator does during a step.
 
     Attributes:
@@ -77,32 +77,32 @@ class Allocator:
         self.reserved = self.allocated = self.segments = 0
         self.most_reserved = self.most_allocated = 0
         self._free: dict[tuple[str, bool], list[tuple[int, int]]] = {}
-        self._blocks: dict[int, Block] = {}
-        self._ends: dict[tuple[str, bool], Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
+        self._ends: dict[tuple[str, bool], MemoryBlock] = {}
         self._next = 0
 
-    def alloc(self, size: int, stream: str) -> Block:
+    def allocate(self, size: int, stream: str) -> MemoryBlock:
         """Return a block for a tensor."""
         rounded = max(ROUND, -(-size // ROUND) * ROUND)
         pool = (stream, rounded <= SMALL)
-        block = self._take(rounded, pool) or self._grow(rounded, pool)
-        self._split(block, rounded)
+        block = self._take_block(rounded, pool) or self._grow_pool(rounded, pool)
+        self._split_block(block, rounded)
         block.free = False
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return a block, joined with free neighbours."""
         self.allocated -= block.size
         block.free = True
-        for neighbour in (block.before, block.after):
+        for neighbour in (block.previous, block.following):
             if neighbour is not None and neighbour.free:
-                self._forget(neighbour)
-                block = self._join(neighbour, block)
-        self._keep(block)
+                self._remove_free_block(neighbour)
+                block = self._join_blocks(neighbour, block)
+        self._add_free_block(block)
 
-    def _take(self, size: int, pool: tuple[str, bool]) -> Block | None:
+    def _take_block(self, size: int, pool: tuple[str, bool]) -> MemoryBlock | None:
         """Return the smallest free block of a pool that is large enough."""
         blocks = self._free.get(pool, [])
         index = bisect_left(blocks, (size, -1))
@@ -110,30 +110,30 @@ class Allocator:
             return None
         return self._blocks[blocks.pop(index)[1]]
 
-    def _grow(self, size: int, pool: tuple[str, bool]) -> Block:
+    def _grow_pool(self, size: int, pool: tuple[str, bool]) -> MemoryBlock:
         """Return a block of new memory."""
         if self.expandable:
-            return self._expand(size, pool)
+            return self._expand_segment(size, pool)
         length = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // PAGE) * PAGE
-        return self._segment(length, pool)
+        return self._add_segment(length, pool)
 
-    def _expand(self, size: int, pool: tuple[str, bool]) -> Block:
+    def _expand_segment(self, size: int, pool: tuple[str, bool]) -> MemoryBlock:
         """Return a block at the end of the pool's segment, which grows by the pages that it lacks."""
         end, page = self._ends.get(pool), SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        at_hand = end.size if end is not None and end.free else 0
-        block = self._segment(-(-(size - at_hand) // page) * page, pool, end)
+        free_size = end.size if end is not None and end.free else 0
+        block = self._add_segment(-(-(size - free_size) // page) * page, pool, end)
         if end is not None and end.free:
-            self._forget(end)
-            block = self._join(end, block)
+            self._remove_free_block(end)
+            block = self._join_blocks(end, block)
         self._ends[pool] = block
         return block
 
-    def _segment(self, length: int, pool: tuple[str, bool], before: Block | None = None) -> Block:
+    def _add_segment(self, length: int, pool: tuple[str, bool], previous: MemoryBlock | None = None) -> MemoryBlock:
         """Return a block of new memory: behind another block, or in a segment that is adjacent to no other."""
-        start = before.start + before.size if before else self._next
-        block = Block(start, length, pool, before=before)
-        if before is not None:
-            before.after = block
+        start = previous.start + previous.size if previous else self._next
+        block = MemoryBlock(start, length, pool, previous=previous)
+        if previous is not None:
+            previous.following = block
         else:
             self._next += FAR if self.expandable else length + 1
         self._blocks[start] = block
@@ -142,40 +142,40 @@ class Allocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split_block(self, block: MemoryBlock, size: int) -> None:
         """Cut what a request does not need off a block, unless it is too little to be of use."""
         rest = block.size - size
         if rest < ROUND or (not block.pool[1] and not self.expandable and rest <= SMALL):
             return
-        other = Block(block.start + size, rest, block.pool, True, block, block.after)
-        if block.after is not None:
-            block.after.before = other
-        block.size, block.after = size, other
-        self._blocks[other.start] = other
+        remainder = MemoryBlock(block.start + size, rest, block.pool, True, block, block.following)
+        if block.following is not None:
+            block.following.previous = remainder
+        block.size, block.following = size, remainder
+        self._blocks[remainder.start] = remainder
         if self._ends.get(block.pool) is block:
-            self._ends[block.pool] = other
-        self._keep(other)
+            self._ends[block.pool] = remainder
+        self._add_free_block(remainder)
 
-    def _join(self, one: Block, other: Block) -> Block:
-        first, second = (one, other) if one.start < other.start else (other, one)
+    def _join_blocks(self, block: MemoryBlock, neighbour: MemoryBlock) -> MemoryBlock:
+        first, second = (block, neighbour) if block.start < neighbour.start else (neighbour, block)
         first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
+        first.following = second.following
+        if second.following is not None:
+            second.following.previous = first
         del self._blocks[second.start]
         if self._ends.get(first.pool) is second:
             self._ends[first.pool] = first
         return first
 
-    def _keep(self, block: Block) -> None:
+    def _add_free_block(self, block: MemoryBlock) -> None:
         insort(self._free.setdefault(block.pool, []), (block.size, block.start))
 
-    def _forget(self, block: Block) -> None:
+    def _remove_free_block(self, block: MemoryBlock) -> None:
         blocks = self._free[block.pool]
         del blocks[bisect_left(blocks, (block.size, block.start))]
 
 
-def simulate(events: Sequence[Event], steps: int = 2, expandable: bool = True) -> Reserved:
+def simulate_step(events: Sequence[Event], steps: int = 2, expandable: bool = True) -> ReservedMemory:
     """Return what the allocator reserves when a traced step is repeated.
 
     Args:
@@ -184,12 +184,12 @@ def simulate(events: Sequence[Event], steps: int = 2, expandable: bool = True) -
         expandable: see `Allocator`.
     """
     allocator = Allocator(expandable)
-    blocks: dict[int, Block] = {}
-    before = events_before_step(events)
+    blocks: dict[int, MemoryBlock] = {}
+    setup_count = count_setup_events(events)
     for step in range(steps):
-        for event in events if step == 0 else events[before:]:
+        for event in events if step == 0 else events[setup_count:]:
             if event.kind == "alloc":
-                blocks[event.key] = allocator.alloc(int(event.size), event.stream)
+                blocks[event.key] = allocator.allocate(int(event.size), event.stream)
             elif event.kind == "free" and event.key in blocks:
                 allocator.free(blocks.pop(event.key))
-    return Reserved(allocator.most_reserved, allocator.most_allocated, allocator.segments)
+    return ReservedMemory(allocator.most_reserved, allocator.most_allocated, allocator.segments)

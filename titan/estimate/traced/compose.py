@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Region, Trace
+from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Region, StepTrace
 
 UNITS = 5
 """Units of blocks in a short trace."""
@@ -23,12 +23,12 @@ MICROBATCHES = 4
 """Micro-batches in a short trace: the third is repeated."""
 
 
-class Irregular(Exception):
+class IrregularTraceError(Exception):
     """Raised when a trace can't be repeated, because its blocks or micro-batches differ."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class RepeatAxis:
     """How indices of a short trace become those of the whole: by units, of which one is repeated.
 
     Attributes:
@@ -36,30 +36,30 @@ class Axis:
         start: the first index in the whole.
         period: indices in a unit.
         units: in the short trace.
-        repeated: the unit that is repeated.
-        more: how many units the whole has more.
+        repeated_unit: the unit that is repeated.
+        added_units: how many units the whole has more.
     """
 
     first: int
     start: int
     period: int
     units: int
-    repeated: int
-    more: int
+    repeated_unit: int
+    added_units: int
 
-    def unit(self, index: int) -> int:
+    def find_unit(self, index: int) -> int:
         """Return the unit of an index of the short trace; what is left over belongs to the last one."""
         return min((index - self.first) // self.period, self.units - 1)
 
-    def instances(self, unit: int) -> range:
+    def list_instances(self, unit: int) -> range:
         """Return the units of the whole that a unit of the short trace stands for."""
-        if unit < self.repeated:
+        if unit < self.repeated_unit:
             return range(unit, unit + 1)
-        if unit == self.repeated:
-            return range(unit, unit + self.more + 1)
-        return range(unit + self.more, unit + self.more + 1)
+        if unit == self.repeated_unit:
+            return range(unit, unit + self.added_units + 1)
+        return range(unit + self.added_units, unit + self.added_units + 1)
 
-    def target(self, source: int, at: int, target: int) -> int:
+    def map_target(self, source: int, at: int, target: int) -> int:
         """Return the unit that an event refers to.
 
         Args:
@@ -70,21 +70,21 @@ class Axis:
         if target == 0:
             return 0
         if target == self.units - 1:
-            return target + self.more
+            return target + self.added_units
         return at + target - source
 
-    def place(self, index: int, unit: int) -> int:
+    def map_index(self, index: int, unit: int) -> int:
         """Return the index in the whole of an index of the short trace, in a unit of the whole."""
-        return self.start + index - self.first + (unit - self.unit(index)) * self.period
+        return self.start + index - self.first + (unit - self.find_unit(index)) * self.period
 
-    def template(self, unit: int) -> int:
+    def find_template(self, unit: int) -> int:
         """Return the unit of the short trace that stands for a unit of the whole."""
-        if unit <= self.repeated:
+        if unit <= self.repeated_unit:
             return unit
-        return max(self.repeated, unit - self.more)
+        return max(self.repeated_unit, unit - self.added_units)
 
 
-class Name(NamedTuple):
+class ObjectName(NamedTuple):
     """What identifies a tensor or marker of the whole: region, block outside of regions, and its number there."""
 
     region: Region
@@ -92,7 +92,7 @@ class Name(NamedTuple):
     number: int
 
 
-def composed(trace: Trace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> Trace:
+def compose_trace(trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> StepTrace:
     """Return the trace of a rank with more blocks in its stages, or more micro-batches.
 
     Args:
@@ -102,142 +102,144 @@ def composed(trace: Trace, blocks: Mapping[int, tuple[int, int]], period: int, m
         microbatches: of the whole; the trace has as many, or four.
 
     Raises:
-        Irregular: when the events of repeated units refer to different objects.
+        IrregularTraceError: when the events of repeated units refer to different objects.
     """
-    return _Composer(trace, blocks, period, microbatches).run()
+    return _Composer(trace, blocks, period, microbatches).compose()
 
 
 class _Composer:
     """Repeats the events of a trace."""
 
-    def __init__(self, trace: Trace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> None:
+    def __init__(self, trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> None:
         self.trace, self.blocks = trace, blocks
         self.axes = {
-            stage: Axis(begin, blocks[stage][0], period, min(UNITS, max(1, (end - begin) // period)), UNITS // 2,
+            stage: RepeatAxis(begin, blocks[stage][0], period, min(UNITS, max(1, (end - begin) // period)), UNITS // 2,
                         (blocks[stage][1] - blocks[stage][0] - end + begin) // period)
             for stage, (begin, end) in trace.blocks.items()
         }  # fmt: skip
-        here = 1 + max(event.region.microbatch for event in trace.events)
-        self.rows = Axis(0, 0, 1, here, 2, microbatches - here)
-        self.stage_of = {i: stage for stage, (begin, end) in trace.blocks.items() for i in range(begin, end)}
-        self.names = _named(trace.events)
-        self.keys: dict[Name, int] = {}
+        traced_rows = 1 + max(event.region.microbatch for event in trace.events)
+        self.rows = RepeatAxis(0, 0, 1, traced_rows, 2, microbatches - traced_rows)
+        self.stage_of = {block: stage for stage, (begin, end) in trace.blocks.items() for block in range(begin, end)}
+        self.names = _name_objects(trace.events)
+        self.keys: dict[ObjectName, int] = {}
         self.alive: set[int] = set()
 
-    def run(self) -> Trace:
+    def compose(self) -> StepTrace:
         """Return the whole trace."""
         events: list[Event] = []
-        for row, part in self._repeated_rows():
-            for unit, event in self._repeated_blocks(part):
-                events.append(self._placed(event, row, unit))
-        return Trace(self.trace.rank, events, self.blocks)
+        for row, part in self._iterate_microbatches():
+            for unit, event in self._iterate_blocks(part):
+                events.append(self._place_event(event, row, unit))
+        return StepTrace(self.trace.rank, events, self.blocks)
 
-    def _repeated_rows(self) -> Iterator[tuple[int, list[Event]]]:
+    def _iterate_microbatches(self) -> Iterator[tuple[int, list[Event]]]:
         """Yield the events of each micro-batch of the whole with its number; -1 for those outside."""
         for index, group in groupby(self.trace.events, lambda event: event.region.microbatch):
             part = list(group)
-            for row in self.rows.instances(index) if index >= 0 and self.rows.more else (index,):
+            for row in self.rows.list_instances(index) if index >= 0 and self.rows.added_units else (index,):
                 yield row, part
 
-    def _repeated_blocks(self, part: list[Event]) -> Iterator[tuple[int, Event]]:
+    def _iterate_blocks(self, part: list[Event]) -> Iterator[tuple[int, Event]]:
         """Yield the events of one micro-batch, each with its block's unit in the whole; NONE for those of no block."""
-        before = NONE
-        for (_, unit), group in groupby(part, self._unit_of_region):
+        previous_unit = NONE
+        for (_, unit), group in groupby(part, self._find_region_unit):
             events = list(group)
             if unit == NONE:
-                for owner, owned in groupby(events, self._unit_of_owner):
-                    yield from self._repeated_by_owner(owner, list(owned))
+                for owner, owner_events in groupby(events, self._find_owner_unit):
+                    yield from self._repeat_for_owner(owner, list(owner_events))
                 continue
-            instances = self.axes[self.stage_of[events[0].region.block]].instances(unit)
-            for instance in reversed(instances) if before > unit else instances:
+            instances = self.axes[self.stage_of[events[0].region.block]].list_instances(unit)
+            for instance in reversed(instances) if previous_unit > unit else instances:
                 yield from ((instance, event) for event in events)
-            before = unit
+            previous_unit = unit
 
-    def _unit_of_region(self, event: Event) -> tuple[Region, int]:
+    def _find_region_unit(self, event: Event) -> tuple[Region, int]:
         region = event.region
         if region.block in (BEFORE, AFTER, NONE):
             return region, NONE
-        return region._replace(block=0), self.axes[self.stage_of[region.block]].unit(region.block)
+        return region._replace(block=0), self.axes[self.stage_of[region.block]].find_unit(region.block)
 
-    def _unit_of_owner(self, event: Event) -> tuple[int, int]:
+    def _find_owner_unit(self, event: Event) -> tuple[int, int]:
         if event.owner in (BEFORE, AFTER, NONE):
             return NONE, NONE
         stage = self.stage_of[event.owner]
-        return stage, self.axes[stage].unit(event.owner)
+        return stage, self.axes[stage].find_unit(event.owner)
 
-    def _repeated_by_owner(self, owner: tuple[int, int], events: list[Event]) -> Iterator[tuple[int, Event]]:
+    def _repeat_for_owner(self, owner: tuple[int, int], events: list[Event]) -> Iterator[tuple[int, Event]]:
         """Yield events outside of blocks that concern one unit of blocks, once for each that it stands for."""
         stage, unit = owner
-        instances = self.axes[stage].instances(unit) if unit != NONE else (NONE,)
+        instances = self.axes[stage].list_instances(unit) if unit != NONE else (NONE,)
         for instance in instances:
             yield from ((instance, event) for event in events)
 
-    def _placed(self, event: Event, row: int, unit: int) -> Event:
+    def _place_event(self, event: Event, row: int, unit: int) -> Event:
         """Return an event of the whole."""
-        region = self._region(event.region, unit, row)
+        region = self._place_region(event.region, unit, row)
         key = event.key
         if event.kind in ("alloc", "record"):
-            key = self._created(self._name(event, self.names[event.key], row, unit), event.kind)
+            key = self._create_object(self._place_name(event, self.names[event.key], row, unit), event.kind)
         elif event.kind in ("free", "wait"):
-            key = self._found(self._name(event, self.names[event.key], row, unit), event.kind)
+            key = self._find_object(self._place_name(event, self.names[event.key], row, unit), event.kind)
         return event._replace(region=region, key=key)
 
-    def _region(self, region: Region, unit: int, row: int) -> Region:
+    def _place_region(self, region: Region, unit: int, row: int) -> Region:
         if unit == NONE or region.block in (BEFORE, AFTER, NONE):
             return region._replace(microbatch=row)
-        return region._replace(microbatch=row, block=self.axes[self.stage_of[region.block]].place(region.block, unit))
+        return region._replace(
+            microbatch=row, block=self.axes[self.stage_of[region.block]].map_index(region.block, unit)
+        )
 
-    def _name(self, event: Event, name: Name, row: int, unit: int) -> Name:
+    def _place_name(self, event: Event, name: ObjectName, row: int, unit: int) -> ObjectName:
         """Return the name in the whole of what an event at (row, unit) creates or refers to."""
         region, owner = name.region, name.owner
-        if region.microbatch >= 0 and self.rows.more:
+        if region.microbatch >= 0 and self.rows.added_units:
             source = event.region.microbatch if event.region.microbatch >= 0 else MICROBATCHES
-            at = row if row >= 0 else MICROBATCHES + self.rows.more
-            region = region._replace(microbatch=self.rows.target(source, at, region.microbatch))
+            at = row if row >= 0 else MICROBATCHES + self.rows.added_units
+            region = region._replace(microbatch=self.rows.map_target(source, at, region.microbatch))
         block = region.block if region.block not in (BEFORE, AFTER, NONE) else owner
         if block in (BEFORE, AFTER, NONE):
-            return Name(region, owner, name.number)
+            return ObjectName(region, owner, name.number)
         axis = self.axes[self.stage_of[block]]
-        source, at = self._source(event, axis, unit)
-        whole = axis.target(source, at, axis.unit(block))
-        placed = axis.place(block, whole)
+        source, at = self._find_units(event, axis, unit)
+        target_unit = axis.map_target(source, at, axis.find_unit(block))
+        placed_block = axis.map_index(block, target_unit)
         if region.block == block:
-            return Name(region._replace(block=placed), NONE, name.number)
-        return Name(region, placed, name.number)
+            return ObjectName(region._replace(block=placed_block), NONE, name.number)
+        return ObjectName(region, placed_block, name.number)
 
-    def _source(self, event: Event, axis: Axis, unit: int) -> tuple[int, int]:
+    def _find_units(self, event: Event, axis: RepeatAxis, unit: int) -> tuple[int, int]:
         """Return the unit of an event in the short trace and in the whole."""
         block = event.region.block if event.region.block not in (BEFORE, AFTER, NONE) else event.owner
         if unit == NONE or self.axes[self.stage_of[block]] is not axis:
-            after = event.region.block == AFTER or block == AFTER
-            return (axis.units, axis.units + axis.more) if after else (-1, -1)
-        return axis.unit(block), unit
+            is_after = event.region.block == AFTER or block == AFTER
+            return (axis.units, axis.units + axis.added_units) if is_after else (-1, -1)
+        return axis.find_unit(block), unit
 
-    def _created(self, name: Name, kind: str) -> int:
+    def _create_object(self, name: ObjectName, kind: str) -> int:
         if name in self.keys and kind == "alloc" and self.keys[name] in self.alive:
-            raise Irregular(f"{name} is created twice")
+            raise IrregularTraceError(f"{name} is created twice")
         key = self.keys[name] = len(self.keys) + 1
         self.alive.add(key)
         return key
 
-    def _found(self, name: Name, kind: str) -> int:
+    def _find_object(self, name: ObjectName, kind: str) -> int:
         key = self.keys.get(name)
         if key is None or (kind == "free" and key not in self.alive):
-            raise Irregular(f"{name} does not exist")
+            raise IrregularTraceError(f"{name} does not exist")
         if kind == "free":
             self.alive.discard(key)
         return key
 
 
-def _named(events: Sequence[Event]) -> dict[int, Name]:
+def _name_objects(events: Sequence[Event]) -> dict[int, ObjectName]:
     """Return the name of each tensor and marker of a short trace by its number."""
     counts: dict[tuple[Region, int, str], int] = {}
-    names: dict[int, Name] = {}
+    names: dict[int, ObjectName] = {}
     for event in events:
         if event.kind in ("alloc", "record"):
             owner = event.owner if event.region.block in (BEFORE, AFTER, NONE) else NONE
-            place = (event.region, owner, event.kind)
-            counts[place] = counts.get(place, 0) + 1
-            number = 2 * counts[place] + (event.kind == "record")
-            names[event.key] = Name(event.region, owner, number)
+            origin = (event.region, owner, event.kind)
+            counts[origin] = counts.get(origin, 0) + 1
+            number = 2 * counts[origin] + (event.kind == "record")
+            names[event.key] = ObjectName(event.region, owner, number)
     return names

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 Kind = Literal["alloc", "free", "op", "collective", "record", "wait"]
 COMPUTE = "compute"
 """The stream of the model's computation."""
-HELD = ("weights", "optimizer")
+PERSISTENT = ("weights", "optimizer")
 """Categories of what is in memory before a step."""
 BEFORE, AFTER, NONE = -1, 10**9, -2
 """Instead of a block's index: what comes before the first block or after the last one, and what belongs to none."""
@@ -69,17 +69,17 @@ class Event(NamedTuple):
     recomputed: bool = False
 
 
-def describe(region: Region) -> str:
+def describe_region(region: Region) -> str:
     """Return a region in words."""
     action = ACTIONS[region.action]
     if region.microbatch < 0:
         return action
-    places = {BEFORE: " of the embedding", AFTER: " of the head", NONE: ""}
-    return f"{action}{places.get(region.block, f' of block {region.block}')}, micro-batch {region.microbatch}"
+    suffixes = {BEFORE: " of the embedding", AFTER: " of the head", NONE: ""}
+    return f"{action}{suffixes.get(region.block, f' of block {region.block}')}, micro-batch {region.microbatch}"
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """The traced step of a rank.
 
     Attributes:
@@ -93,6 +93,9 @@ class Trace:
     blocks: Mapping[int, tuple[int, int]]
 
 
-def events_before_step(events: Sequence[Event]) -> int:
+def count_setup_events(events: Sequence[Event]) -> int:
     """Return the number of events at the start that are the allocations of what is in memory before the step."""
-    return next((i for i, e in enumerate(events) if e.kind != "alloc" or e.name not in HELD), len(events))
+    return next(
+        (index for index, event in enumerate(events) if event.kind != "alloc" or event.name not in PERSISTENT),
+        len(events),
+    )

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan.estimate.traced.events import Event, Region, events_before_step
+from titan.estimate.traced.events import Event, Region, count_setup_events
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveMemory:
     """Live tensors at one moment.
 
     Attributes:
@@ -27,52 +27,52 @@ class Live:
         return sum(self.parts.values())
 
 
-def peak(events: Sequence[Event]) -> Live:
+def find_peak(events: Sequence[Event]) -> LiveMemory:
     """Return the moment with most bytes of live tensors."""
-    at, most = 0, -1.0
-    for index, total in enumerate(totals(events)):
-        if total > most:
-            at, most = index, total
-    return Live(events[at].region, _parts(events[: at + 1]))
+    peak_index, largest = 0, -1.0
+    for index, total in enumerate(iterate_totals(events)):
+        if total > largest:
+            peak_index, largest = index, total
+    return LiveMemory(events[peak_index].region, _sum_parts(events[: peak_index + 1]))
 
 
-def totals(events: Sequence[Event]) -> Iterator[float]:
+def iterate_totals(events: Sequence[Event]) -> Iterator[float]:
     """Yield the bytes of live tensors after each event."""
     sizes: dict[int, float] = {}
-    now = 0.0
+    total = 0.0
     for event in events:
         if event.kind == "alloc":
             sizes[event.key] = event.size
-            now += event.size
+            total += event.size
         elif event.kind == "free":
-            now -= sizes.pop(event.key)
-        yield now
+            total -= sizes.pop(event.key)
+        yield total
 
 
-def course(events: Sequence[Event], points: int) -> list[Live]:
+def sample_course(events: Sequence[Event], points: int) -> list[LiveMemory]:
     """Return live tensors over the step: the fullest moment of each of at most `points` equal parts of its events."""
-    before = events_before_step(events)
-    every = max(1, -(-(len(events) - before) // points))
-    moments: list[Live] = []
+    setup_count = count_setup_events(events)
+    every = max(1, -(-(len(events) - setup_count) // points))
+    moments: list[LiveMemory] = []
     sizes: dict[int, Event] = {}
     parts: Counter[str] = Counter()
-    fullest, most = Counter[str](), -1.0
-    for index, event in enumerate(events, 1 - before):
+    fullest, largest = Counter[str](), -1.0
+    for index, event in enumerate(events, 1 - setup_count):
         if event.kind == "alloc":
             sizes[event.key] = event
             parts[event.name] += int(event.size)
         elif event.kind == "free":
-            gone = sizes.pop(event.key)
-            parts[gone.name] -= int(gone.size)
-        if (now := parts.total()) > most:
-            fullest, most = parts.copy(), now
-        if index > 0 and (index % every == 0 or index == len(events) - before):
-            moments.append(Live(event.region, dict(fullest)))
-            fullest, most = parts.copy(), -1.0
+            freed = sizes.pop(event.key)
+            parts[freed.name] -= int(freed.size)
+        if (total := parts.total()) > largest:
+            fullest, largest = parts.copy(), total
+        if index > 0 and (index % every == 0 or index == len(events) - setup_count):
+            moments.append(LiveMemory(event.region, dict(fullest)))
+            fullest, largest = parts.copy(), -1.0
     return moments
 
 
-def _parts(events: Sequence[Event]) -> dict[str, float]:
+def _sum_parts(events: Sequence[Event]) -> dict[str, float]:
     alive: dict[int, Event] = {}
     for event in events:
         if event.kind == "alloc":

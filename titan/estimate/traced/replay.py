@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from titan.estimate import operations
-from titan.estimate.block_time import LAUNCHES, Parts
+from titan.estimate.block_time import LAUNCHES, SecondsByCause
 from titan.estimate.operations import Speeds
-from titan.estimate.step_time import CONTENTION, StepModel, StepTime, on_all_nodes
-from titan.estimate.traced.events import COMPUTE, Event, Trace
+from titan.estimate.step_time import CONTENTION, StepModel, StepTime, scale_to_nodes
+from titan.estimate.traced.events import COMPUTE, Event, StepTrace
 from titan.parallelism.pipeline.schedules import Action, compute_timetable
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Replay:
     pricing: Pricing
     clocks: dict[str, float] = field(default_factory=dict)
     host: float = 0.0
-    parts: Parts = field(default_factory=Parts)
+    parts: SecondsByCause = field(default_factory=SecondsByCause)
     actions: dict[tuple[int, str, int], float] = field(default_factory=dict)
     markers: dict[int, tuple[float, str]] = field(default_factory=dict)
 
@@ -62,51 +62,53 @@ class Replay:
         """Replay events."""
         for event in events:
             if self.pricing.synchronous:
-                self._in_turn(event)
+                self._replay_synchronous(event)
             elif event.kind == "op":
-                self._operation(event)
+                self._replay_operation(event)
             elif event.kind == "collective":
-                self._collective(event)
+                self._replay_collective(event)
             elif event.kind == "record":
                 self.markers[event.key] = (self.clocks.get(event.stream, 0.0), event.stream)
             elif event.kind == "wait":
-                self._wait(event)
+                self._replay_wait(event)
 
-    def _in_turn(self, event: Event) -> None:
+    def _replay_synchronous(self, event: Event) -> None:
         """Spend the time of an event on a CPU, which launches, computes and communicates on the same cores in turn."""
         if event.kind == "op":
-            self._spend(event, "host", self.pricing.launch)
-            self._spend(event, self.pricing.cause(event), self.pricing.operation(event))
+            self._spend_time(event, "host", self.pricing.launch)
+            self._spend_time(event, self.pricing.find_cause(event), self.pricing.price_operation(event))
         elif event.kind == "collective":
-            self._spend(event, STREAMS.get(event.stream, "weights and gradients"), self.pricing.collective(event))
+            self._spend_time(
+                event, STREAMS.get(event.stream, "weights and gradients"), self.pricing.price_collective(event)
+            )
 
-    def _operation(self, event: Event) -> None:
+    def _replay_operation(self, event: Event) -> None:
         self.host += self.pricing.launch
         start = self.clocks.get(event.stream, 0.0)
-        seconds = self.pricing.operation(event)
+        seconds = self.pricing.price_operation(event)
         if event.stream == COMPUTE:
-            self._spend(event, "host", max(0.0, self.host - start))
-            self._spend(event, self.pricing.cause(event), seconds)
+            self._spend_time(event, "host", max(0.0, self.host - start))
+            self._spend_time(event, self.pricing.find_cause(event), seconds)
         self.clocks[event.stream] = max(start, self.host) + seconds
 
-    def _collective(self, event: Event) -> None:
-        seconds = self.pricing.collective(event)
+    def _replay_collective(self, event: Event) -> None:
+        seconds = self.pricing.price_collective(event)
         self.host += self.pricing.launch
         self.clocks[event.stream] = max(self.clocks.get(event.stream, 0.0), self.host) + seconds
         if event.stream not in STREAMS:
-            slower = CONTENTION * seconds
-            self._spend(event, "weights and gradients", slower)
-            self.clocks[COMPUTE] = self.clocks.get(COMPUTE, 0.0) + slower
+            contention = CONTENTION * seconds
+            self._spend_time(event, "weights and gradients", contention)
+            self.clocks[COMPUTE] = self.clocks.get(COMPUTE, 0.0) + contention
 
-    def _wait(self, event: Event) -> None:
+    def _replay_wait(self, event: Event) -> None:
         ready, stream = self.markers.get(event.key, (0.0, event.stream))
-        now = self.clocks.get(event.stream, 0.0)
-        if ready > now:
+        current = self.clocks.get(event.stream, 0.0)
+        if ready > current:
             if event.stream == COMPUTE:
-                self._spend(event, STREAMS.get(stream, "weights and gradients"), ready - now)
+                self._spend_time(event, STREAMS.get(stream, "weights and gradients"), ready - current)
             self.clocks[event.stream] = ready
 
-    def _spend(self, event: Event, cause: str, seconds: float) -> None:
+    def _spend_time(self, event: Event, cause: str, seconds: float) -> None:
         self.parts[cause] += seconds
         region = event.region
         if region.microbatch >= 0:
@@ -124,44 +126,44 @@ class Pricing:
         self.launch = speeds.launch * (LAUNCHES[True] / LAUNCHES[False] if self.compiled else 1.0)
         self.fused = speeds.eager if self.compiled else 1.0
         self.exposed = speeds.overlapped if recipe.parallelism.async_tensor else 1.0
-        self.eight_bit = _eight_bit(recipe, layout)
-        self.known: dict[tuple[str, tuple[int, ...]], float] = {}
+        self.eight_bit = _list_eight_bit_sizes(recipe, layout)
+        self.prices: dict[tuple[str, tuple[int, ...]], float] = {}
 
-    def operation(self, event: Event) -> float:
+    def price_operation(self, event: Event) -> float:
         """Return the seconds of an operation."""
         if not event.shape:
             fused = 1.0 if event.region.action in OUTSIDE or event.name in COPIES else self.fused
             return event.size / fused / self.speeds.memory
         key = (event.name, event.shape)
-        if key not in self.known:
-            self.known[key] = self._computation(event)
-        return self.known[key]
+        if key not in self.prices:
+            self.prices[key] = self._price_computation(event)
+        return self.prices[key]
 
-    def _computation(self, event: Event) -> float:
+    def _price_computation(self, event: Event) -> float:
         if len(event.shape) == MATMUL:
             eight_bit = any(sides <= set(event.shape) for sides in self.eight_bit)
             m, n, k = event.shape
-            seconds = operations.matmul(m, n, k, self.speeds, eight_bit=eight_bit)
+            seconds = operations.estimate_matmul(m, n, k, self.speeds, eight_bit=eight_bit)
             seconds *= operations.GROUPED if "grouped" in event.name else 1.0
             if eight_bit:
                 seconds *= operations.ROWWISE if self.recipe.precision.rowwise else 1.0
                 factor = 1.0 if self.compiled else self.speeds.eager
-                seconds += operations.cast_seconds(m, n, k, self.recipe.precision.bytes, factor, self.speeds)
+                seconds += operations.estimate_cast(m, n, k, self.recipe.precision.bytes, factor, self.speeds)
             return seconds
         queries, keys, heads, size = event.shape
-        forward, backward = operations.attention(queries, keys, heads, size, self.speeds)
+        forward, backward = operations.estimate_attention(queries, keys, heads, size, self.speeds)
         return backward if "backward" in event.name else forward
 
-    def collective(self, event: Event) -> float:
+    def price_collective(self, event: Event) -> float:
         """Return the seconds of a collective; a pipeline's messages are part of its timetable."""
         if event.name == "send":
             return 0.0
         ranks, stride = event.shape
         kind: Any = event.name
-        seconds = operations.collective(kind, event.size, ranks, stride, self.speeds)
+        seconds = operations.estimate_collective(kind, event.size, ranks, stride, self.speeds)
         return seconds * (self.exposed if event.stream == "tensor" else 1.0)
 
-    def cause(self, event: Event) -> str:
+    def find_cause(self, event: Event) -> str:
         """Return what the time of an operation goes to."""
         if event.region.action == "U":
             return "optimizer"
@@ -174,10 +176,12 @@ class Pricing:
         return "matmuls" if len(event.shape) == MATMUL else "attention"
 
 
-def _eight_bit(recipe: Recipe, layout: Layout) -> list[set[int]]:
+def _list_eight_bit_sizes(recipe: Recipe, layout: Layout) -> list[set[int]]:
     """Return inputs and outputs of each linear layer whose matmuls are in eight bits, on one tensor rank."""
     layers = recipe.model.linear_layers()
-    parts = (layers[name].split(layout.tensor) for name in recipe.precision.select(layers, layout.tensor).quantized)
+    parts = (
+        layers[name].split(layout.tensor) for name in recipe.precision.select_layers(layers, layout.tensor).quantized
+    )
     return [{int(part.inputs), int(part.outputs)} for part in parts]
 
 
@@ -191,7 +195,7 @@ class RankTime:
         stages: of the rank.
     """
 
-    parts: Parts
+    parts: SecondsByCause
     actions: Mapping[tuple[int, str, int], float]
     stages: tuple[int, ...]
 
@@ -201,26 +205,28 @@ class RankTime:
         return sum(self.actions.values())
 
 
-def rank_time(recipe: Recipe, layout: Layout, speeds: Speeds, trace: Trace) -> RankTime:
+def replay_rank(recipe: Recipe, layout: Layout, speeds: Speeds, trace: StepTrace) -> RankTime:
     """Return the time of a traced rank."""
     replay = Replay(Pricing(recipe, layout, speeds))
     replay.run(trace.events)
     return RankTime(replay.parts, dict(replay.actions), tuple(trace.blocks))
 
 
-def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankTime]) -> StepTime:
+def replay_step(
+    recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankTime]
+) -> StepTime:
     """Return the time of a step from that of one rank of each pipeline rank, in order."""
     if len(ranks) == 1:
-        return on_all_nodes(ranks[0].parts, recipe, layout, speeds)
+        return scale_to_nodes(ranks[0].parts, recipe, layout, speeds)
     owner = {stage: rank for rank in ranks for stage in rank.stages}
 
-    def seconds(action: Action) -> float:
+    def find_seconds(action: Action) -> float:
         return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
 
     model = StepModel(recipe, layout, microbatches, speeds)
-    spans = compute_timetable(model.order(), seconds, model.send())
+    spans = compute_timetable(model.list_actions(), find_seconds, model.estimate_send())
     end = max(span.end for span in spans)
-    rank = max(ranks, key=lambda one: sum(one.parts.values()) - one.busy)
-    parts = Parts(rank.parts)
+    rank = max(ranks, key=lambda rank_time: sum(rank_time.parts.values()) - rank_time.busy)
+    parts = SecondsByCause(rank.parts)
     parts["pipeline idle"] += end - rank.busy
-    return on_all_nodes(parts, recipe, layout, speeds, tuple(spans))
+    return scale_to_nodes(parts, recipe, layout, speeds, tuple(spans))

@@ -11,9 +11,9 @@ from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.step_time import StepTime
 from titan.estimate.traced import allocator, memory, replay
-from titan.estimate.traced.allocator import Reserved
-from titan.estimate.traced.events import Trace
-from titan.estimate.traced.memory import Live
+from titan.estimate.traced.allocator import ReservedMemory
+from titan.estimate.traced.events import StepTrace
+from titan.estimate.traced.memory import LiveMemory
 from titan.estimate.traced.replay import RankTime
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class RankResult:
 
     rank: int
     events: int
-    live: Live
-    reserved: Reserved | None
-    course: tuple[Live, ...]
+    live: LiveMemory
+    reserved: ReservedMemory | None
+    course: tuple[LiveMemory, ...]
     time: RankTime
 
     @property
@@ -51,7 +51,7 @@ class RankResult:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """The traced step of a run.
 
     Attributes:
@@ -70,21 +70,21 @@ class Traced:
         return max(self.ranks, key=lambda rank: rank.gib)
 
 
-def rank_result(recipe: Recipe, layout: Layout, speeds: Speeds, trace: Trace, device: str) -> RankResult:
+def build_rank_result(recipe: Recipe, layout: Layout, speeds: Speeds, trace: StepTrace, device: str) -> RankResult:
     """Return memory and time of a traced rank on a device, "cuda" or "cpu"."""
     return RankResult(
         rank=trace.rank,
         events=len(trace.events),
-        live=memory.peak(trace.events),
-        reserved=allocator.simulate(trace.events) if device != "cpu" else None,
-        course=tuple(memory.course(trace.events, POINTS)),
-        time=replay.rank_time(recipe, layout, speeds, trace),
+        live=memory.find_peak(trace.events),
+        reserved=allocator.simulate_step(trace.events) if device != "cpu" else None,
+        course=tuple(memory.sample_course(trace.events, POINTS)),
+        time=replay.replay_rank(recipe, layout, speeds, trace),
     )
 
 
-def result(
+def build_traced_step(
     recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankResult], seconds: float
-) -> Traced:
+) -> TracedStep:
     """Return the traced step of a run from those of its pipeline ranks."""
-    step = replay.step_time(recipe, layout, microbatches, speeds, [rank.time for rank in ranks])
-    return Traced(tuple(ranks), step, seconds)
+    step = replay.replay_step(recipe, layout, microbatches, speeds, [rank.time for rank in ranks])
+    return TracedStep(tuple(ranks), step, seconds)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import plural, rounded
-from titan.estimate.plan import SECONDS_PER_DAY, Figure, Plan
+from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import Found, Result, override_of
+from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
 from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
     from titan.estimate.refine import Refinement
-    from titan.estimate.traced.result import Traced
+    from titan.estimate.traced.result import TracedStep
     from titan.run.run import Run
 
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
@@ -39,10 +39,10 @@ class PlanOutcome:
 
     run: Run
     plan: Plan
-    changes: tuple[Result, ...] = ()
-    search_result: Found | None = None
+    changes: tuple[PredictedLayout, ...] = ()
+    search_result: SearchOutcome | None = None
     arguments: tuple[str, ...] = ()
-    traced: Traced | None = None
+    traced: TracedStep | None = None
     refinement: Refinement | None = None
 
     @property
@@ -53,19 +53,19 @@ class PlanOutcome:
         return f"{run.layout}; {batches} of {plural(run.microbatch_rows, 'row')}"
 
     @property
-    def faster(self) -> list[Result]:
+    def faster(self) -> list[PredictedLayout]:
         """The single changes that make a step visibly faster."""
         return [result for result in self.changes if self.compute_gain(result) >= 0.005]
 
-    def compute_gain(self, result: Result) -> float:
+    def compute_gain(self, result: PredictedLayout) -> float:
         """Return by what fraction a result is faster than the plan."""
         return self.plan.step.seconds / result.step.seconds - 1
 
-    def build_overrides(self, result: Result) -> tuple[str, ...]:
+    def build_overrides(self, result: PredictedLayout) -> tuple[str, ...]:
         """Return what changes the planned run into a result."""
-        return override_of(result.candidate, self.run, self.run.layout, self.run.microbatches)
+        return list_overrides(result.candidate, self.run, self.run.layout, self.run.microbatches)
 
-    def format_command(self, result: Result | None = None) -> str:
+    def format_command(self, result: PredictedLayout | None = None) -> str:
         """Return the command line that trains a result, or the planned run."""
         extra = () if result is None else self.build_overrides(result)
         replaced = {word.partition("=")[0] for word in extra}
@@ -88,7 +88,7 @@ class FigureText(NamedTuple):
         return " ".join(filter(None, (self.value, self.unit, interval, self.note)))
 
 
-def format_figure(name: str, figure: Figure, unit: str = "", note: str = "") -> FigureText:
+def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
     """Return a figure as text."""
     low, high = rounded(figure.low), rounded(figure.high)
     return FigureText(name, rounded(figure.value), unit, f"{low} to {high}", note)
@@ -99,7 +99,7 @@ def format_run_time(plan: Plan) -> FigureText:
     unit, days = next(
         ((unit, days) for unit, days in UNITS.items() if plan.days.value >= days), ("s", 1 / SECONDS_PER_DAY)
     )
-    return format_figure("run", plan.days.scaled(1 / days), unit)
+    return format_figure("run", plan.days.scale(1 / days), unit)
 
 
 def format_memory(plan: Plan) -> FigureText:
@@ -112,7 +112,7 @@ def format_memory(plan: Plan) -> FigureText:
 def list_figures(plan: Plan) -> list[FigureText]:
     """Return the figures of a plan in the order of the page."""
     flops = format_figure("model FLOPs", plan.tflops, "TFLOP/s per device")
-    use = flops if plan.mfu is None else format_figure("MFU", plan.mfu.scaled(100), "%")
+    use = flops if plan.mfu is None else format_figure("MFU", plan.mfu.scale(100), "%")
     cost = [] if plan.cost is None else [format_figure("cost", plan.cost)]
     return [
         format_figure("step", plan.step_seconds, "s"),

@@ -11,9 +11,9 @@ from typing import Any
 from markupsafe import Markup
 
 from titan.console.numbers import plural, rounded
-from titan.estimate.plan import Figure, Plan
+from titan.estimate.plan import Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import Result
+from titan.estimate.search import PredictedLayout
 from titan.report.render import plan_charts, plan_memory
 from titan.report.render.bars import Bar, draw_bar_chart
 from titan.report.render.charts import Chart
@@ -140,7 +140,7 @@ def _list_cards(plan: Plan) -> list[tuple[FigureText, str, str]]:
     return [(figure, *(judge_fit(plan) if figure.name == "memory" else ("", ""))) for figure in list_figures(plan)]
 
 
-def _format_change(outcome: PlanOutcome, result: Result) -> list[str]:
+def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[str]:
     return [
         " ".join(outcome.build_overrides(result)),
         f"{rounded(result.step.seconds)} s",
@@ -165,7 +165,7 @@ def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[st
     ]
 
 
-def _format_result(outcome: PlanOutcome, name: str, result: Result) -> list[str]:
+def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[str]:
     return [
         name,
         f"{rounded(result.step.seconds)} s",
@@ -197,7 +197,7 @@ def _format_grid_lead(labels: Sequence[str], plans: Sequence[Plan]) -> str:
 
 def _format_trial(label: str, plan: Plan) -> list[FigureText]:
     """Return the row of a trial; figures that it has not are empty."""
-    mfu = FigureText("MFU", "") if plan.mfu is None else format_figure("MFU", plan.mfu.scaled(100), "%")
+    mfu = FigureText("MFU", "") if plan.mfu is None else format_figure("MFU", plan.mfu.scale(100), "%")
     cost = FigureText("cost", "") if plan.cost is None else format_figure("cost", plan.cost)
     return [
         FigureText("trial", label),
@@ -224,7 +224,7 @@ def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Char
     ]
 
 
-def _build_bar(label: str, figure: Figure, unit: str) -> Bar:
+def _build_bar(label: str, figure: PredictedValue, unit: str) -> Bar:
     interval = f"{rounded(figure.low)} to {rounded(figure.high)}"
     return Bar(
         label, 'class="c1"', figure.value, f"{rounded(figure.value)} {unit}", interval, (figure.low, figure.high)

@@ -10,8 +10,8 @@ from titan.console.numbers import rounded, tick
 from titan.estimate.memory import Usage
 from titan.estimate.plan import Plan
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import Result
-from titan.estimate.traced.events import describe
+from titan.estimate.search import PredictedLayout
+from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.result import RankResult
 from titan.report.render import pareto, svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
 
 ActionPhases = Sequence[tuple["Action | None", Sequence[Usage]]]
-"""What a rank does in a step, each with its phases; see `titan.estimate.memory.step_phases`."""
+"""What a rank does in a step, each with its phases; see `titan.estimate.memory.iterate_step_phases`."""
 CATEGORIES = {
     "context": ("c8", "device context and libraries"),
     "weights": ("c1", "weights"),
@@ -98,7 +98,7 @@ def draw_over_step(plan: Plan, rank: int, steps: ActionPhases) -> Chart:
 def draw_over_traced_step(rank: RankResult) -> Chart:
     """Return the live tensors of a traced rank over its step, stacked by category."""
     moments = [
-        Moment(float(k), {name: size / GIB for name, size in live.parts.items()}, describe(live.region))
+        Moment(float(k), {name: size / GIB for name, size in live.parts.items()}, describe_region(live.region))
         for k, live in enumerate(rank.course)
     ]
     peak = max(moments, key=lambda moment: moment.total)
@@ -340,7 +340,7 @@ def name_layout(number: int) -> str:
     return chr(ord("A") + number % 26)
 
 
-def _build_spot(index: int, result: Result) -> ParetoSpot:
+def _build_spot(index: int, result: PredictedLayout) -> ParetoSpot:
     return ParetoSpot(index, result.step.tokens_per_second_per_device, result.gib)
 
 

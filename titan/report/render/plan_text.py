@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from titan.console.numbers import billions, plural, rounded
-from titan.estimate.plan import Figure, Plan, parts_of
+from titan.estimate.plan import Plan, PredictedValue, list_memory_parts
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import Result
-from titan.estimate.traced.events import describe
-from titan.estimate.traced.result import RankResult, Traced
+from titan.estimate.search import PredictedLayout
+from titan.estimate.traced.events import describe_region
+from titan.estimate.traced.result import RankResult, TracedStep
 from titan.report.render.plan_data import (
     PlanOutcome,
     format_figure,
@@ -49,7 +49,7 @@ def format_plan(outcome: PlanOutcome) -> str:
 
 def _format_memory(plan: Plan) -> list[str]:
     lines = [f"memory       {format_memory(plan).format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
-    lines += _format_bars(parts_of(plan), "GiB")
+    lines += _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
         lines.append(f"  by stage   {rounded(min(rank_gibs))} to {rounded(max(rank_gibs))} GiB")
@@ -112,7 +112,7 @@ def _format_trace(outcome: PlanOutcome) -> list[str]:
 
 def _format_traced_memory(rank: RankResult) -> str:
     """Return what is live at the peak of a rank, and when that is."""
-    live, region = rank.live, describe(rank.live.region)
+    live, region = rank.live, describe_region(rank.live.region)
     largest = sorted(live.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
     return f"{rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {region} ({parts})"
@@ -132,7 +132,7 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
     return lines + [_format_result(outcome, number, result) for number, result in enumerate(search_result.front, 1)]
 
 
-def _format_result(outcome: PlanOutcome, number: int, result: Result) -> str:
+def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:
     words = " ".join(outcome.build_overrides(result)) or "(as given)"
     ratio = 1 + outcome.compute_gain(result)
     return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB  {words}"
@@ -185,12 +185,12 @@ def _collect_figures(plan: Plan) -> dict[str, Any]:
         "cost": None if plan.cost is None else _convert_figure(plan.cost),
         "checkpoint_gib": plan.checkpoint_bytes / GIB,
         "devices": plan.step.devices,
-        "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(parts_of(plan))},
+        "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(list_memory_parts(plan))},
         "memory_gib_by_stage": [usage.gib for usage in plan.memory],
     }
 
 
-def _convert_trace(traced: Traced) -> dict[str, Any]:
+def _convert_trace(traced: TracedStep) -> dict[str, Any]:
     return {
         "step_seconds": traced.step.seconds,
         "memory_gib": traced.fullest.gib,
@@ -201,7 +201,7 @@ def _convert_trace(traced: Traced) -> dict[str, Any]:
                 "live_gib": rank.live.bytes / GIB,
                 "reserved_gib": None if rank.reserved is None else rank.reserved.reserved / GIB,
                 "memory_gib": rank.gib,
-                "peak": describe(rank.live.region),
+                "peak": describe_region(rank.live.region),
                 "parts": _convert_to_gib(rank.live.parts),
             }
             for rank in traced.ranks
@@ -214,11 +214,11 @@ def _convert_to_gib(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
 
 
-def _convert_figure(figure: Figure) -> dict[str, float]:
+def _convert_figure(figure: PredictedValue) -> dict[str, float]:
     return figure._asdict()
 
 
-def _convert_result(result: Result) -> dict[str, Any]:
+def _convert_result(result: PredictedLayout) -> dict[str, Any]:
     candidate = result.candidate
     return {
         "layout": candidate.layout.degrees(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from titan.console.numbers import bounds, fixed, rounded
-from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, grouped
+from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, sum_groups
 from titan.report import ranking
 from titan.report.findings import Comparison, Interval, RunPrediction, RunResult, Variant
 from titan.report.render.table_data import Cell, Column, Mood
@@ -109,7 +109,7 @@ def _format_error(errors: Sequence[float | None], within: Sequence[bool]) -> Cel
 
 def _make_group_formatter(name: str) -> Callable[[Runs], Cell]:
     """Return a cell for the predicted time of a group of causes; empty where it has none."""
-    return lambda runs: _format_ms(grouped(runs[-1][1].step_parts)[name] or None)
+    return lambda runs: _format_ms(sum_groups(runs[-1][1].step_parts)[name] or None)
 
 
 def _make_field_formatter(name: str) -> Callable[[Runs], Cell]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from titan.checkpoint.state import AVERAGE
-from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
+from titan.optimizer.evaluation_weights import HasEvaluationWeights, compute_evaluation_weights
 from titan.parallelism import data
 from titan.parallelism.grad_norm import local_tensor
-from titan.precision.low_precision import plain_tensor
+from titan.precision.low_precision import unwrap_tensor
 from titan.training.train_step import TrainStep
 
 
@@ -27,7 +27,7 @@ class MovingAverage:
         self.train_step, self.decay = train_step, decay
         state = train_step.optimizer.state
         for parameter in _list_parameters(train_step):
-            state[parameter][AVERAGE] = torch.zeros_like(plain_tensor(parameter), dtype=torch.float32)
+            state[parameter][AVERAGE] = torch.zeros_like(unwrap_tensor(parameter), dtype=torch.float32)
 
     def copy_weights(self) -> None:
         """Begin at the present weights."""
@@ -97,7 +97,7 @@ def _set_weights(train_step: TrainStep, values: Sequence[Tensor]) -> None:
 
 
 def _list_weights(train_step: TrainStep) -> list[Tensor]:
-    return [local_tensor(plain_tensor(parameter)) for parameter in _list_parameters(train_step)]
+    return [local_tensor(unwrap_tensor(parameter)) for parameter in _list_parameters(train_step)]
 
 
 def _iterate_evaluation_weights(train_step: TrainStep) -> Iterator[Tensor]:
@@ -105,7 +105,7 @@ def _iterate_evaluation_weights(train_step: TrainStep) -> Iterator[Tensor]:
     optimizer = train_step.optimizer
     if not isinstance(optimizer, HasEvaluationWeights):
         return iter(_list_weights(train_step))
-    return (local_tensor(plain_tensor(evaluation_weights(optimizer, p))) for p in _list_parameters(train_step))
+    return (local_tensor(unwrap_tensor(compute_evaluation_weights(optimizer, p))) for p in _list_parameters(train_step))
 
 
 def _list_parameters(train_step: TrainStep) -> list[nn.Parameter]:

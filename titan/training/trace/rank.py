@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
-from titan.estimate.traced.events import NONE, Region, Trace
+from titan.estimate.traced.events import NONE, Region, StepTrace
 from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
@@ -43,7 +43,7 @@ BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that DDP sums at once (torch's default)."""
 
 
-def trace_rank(run: Run, rank: int, device: str) -> Trace:
+def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
     """Trace the step of a rank after the first one, when the optimizer's state exists.
 
     Args:
@@ -76,7 +76,7 @@ def trace_rank(run: Run, rank: int, device: str) -> Trace:
         if dist.is_initialized():
             dist.destroy_process_group()
     numbers = run.staging.list_stages(world.get_coordinate("pipeline"))
-    return Trace(rank, recorder.list_events(), {number: run.staging.layers[number] for number in numbers})
+    return StepTrace(rank, recorder.list_events(), {number: run.staging.layers[number] for number in numbers})
 
 
 def _find_location(error: Exception) -> str:

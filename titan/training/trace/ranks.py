@@ -10,15 +10,15 @@ import time
 import torch
 
 from titan.estimate.operations import Speeds
-from titan.estimate.traced.compose import MICROBATCHES, UNITS, composed
-from titan.estimate.traced.events import Trace
-from titan.estimate.traced.result import RankResult, Traced, rank_result, result
+from titan.estimate.traced.compose import MICROBATCHES, UNITS, compose_trace
+from titan.estimate.traced.events import StepTrace
+from titan.estimate.traced.result import RankResult, TracedStep, build_rank_result, build_traced_step
 from titan.parallelism.strategy import blocks_are_alike
 from titan.run.run import Run
 from titan.training.trace.rank import trace_rank
 
 
-def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> Traced:
+def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> TracedStep:
     """Trace a step of the first rank of each pipeline rank.
 
     Args:
@@ -32,21 +32,21 @@ def trace_run(run: Run, speeds: Speeds, *, full: bool = False) -> Traced:
     # one task for each process: process groups of a second trace would have other names, which DTensor's caches lack
     with context.Pool(workers, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
         rank_results = pool.starmap(_build_rank_result, [(run, speeds, rank, full) for rank in ranks], chunksize=1)
-    return result(run, run.layout, run.microbatches, speeds, rank_results, time.perf_counter() - start)
+    return build_traced_step(run, run.layout, run.microbatches, speeds, rank_results, time.perf_counter() - start)
 
 
 def _build_rank_result(run: Run, speeds: Speeds, rank: int, full: bool) -> RankResult:
-    return rank_result(run, run.layout, speeds, build_rank_trace(run, rank, full=full), run.machine.device)
+    return build_rank_result(run, run.layout, speeds, build_rank_trace(run, rank, full=full), run.machine.device)
 
 
-def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> Trace:
+def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> StepTrace:
     """Return the trace of a rank, composed from a short one where its blocks allow it; see `trace_run`."""
     eager_run, device = make_eager(run), run.machine.device
     if full or not _blocks_repeat(run):
         return trace_rank(eager_run, rank, device)
     short = trace_rank(shorten_run(eager_run), rank, device)
     blocks = {stage: run.staging.layers[stage] for stage in short.blocks}
-    return composed(short, blocks, _find_period(run), run.microbatches)
+    return compose_trace(short, blocks, _find_period(run), run.microbatches)
 
 
 def _blocks_repeat(run: Run) -> bool:
@@ -67,7 +67,7 @@ def make_eager(run: Run) -> Run:
     Its masks are dense instead.
     """
     parallelism = dataclasses.replace(run.parallelism, async_tensor=False)
-    precision = dataclasses.replace(run.precision, matmuls="compute").plain()
+    precision = dataclasses.replace(run.precision, matmuls="compute").drop_unused_settings()
     compile_settings = dataclasses.replace(run.compile, scope="off")
     training = run.training
     if training.attention == "flex":

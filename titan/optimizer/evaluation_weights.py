@@ -25,6 +25,6 @@ class HasEvaluationWeights(Protocol):
 
 
 @torch.no_grad()
-def evaluation_weights(optimizer: HasEvaluationWeights, parameter: Parameter) -> Tensor:
+def compute_evaluation_weights(optimizer: HasEvaluationWeights, parameter: Parameter) -> Tensor:
     """Return what is evaluated in place of a parameter."""
     return optimizer.evaluation_weights(parameter)
