@@ -20,15 +20,15 @@ from titan.config.arguments import describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import command_line, hydra_node, hydra_private
-from titan.run.compose import freeze, register
-from titan.run.hydra_choices import value_error
+from titan.run.compose import freeze_run, register_configs
+from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, Session, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
 
-def command(
+def run_command(
     argv: Sequence[str] | None,
     job: Callable[[Run], int],
     ranks: int | None = None,
@@ -46,38 +46,40 @@ def command(
         The exit code: 0 done, 1 a failed run, 2 a ConfigError, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with plugin.described(describe):
-        return exit_code(lambda: _command(arguments, job, ranks))
+    with plugin.use_description(describe):
+        return exit_code(lambda: _execute_command(arguments, job, ranks))
 
 
-def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[[Sequence[Trial]], list[int]]) -> int:
+def plan_command(
+    argv: Sequence[str], job: Callable[[Run], int], sweep_job: Callable[[Sequence[Trial]], list[int]]
+) -> int:
     """Compose and check what a command line of titan.train would start, on the machines that it describes.
 
     Args:
         argv: the command line.
         job: takes the run of a command line without -m; returns the exit code.
-        grid: takes the trials of one with -m; returns their exit codes.
+        sweep_job: takes the trials of one with -m; returns their exit codes.
 
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with _parsed(argv) as args:
+    with _parse_arguments(argv) as args:
         if args.cfg or args.info:
             raise ConfigError("--cfg and --info are for titan.train; leave them out.")
-        cfg = None if args.multirun else _composed_as(args)
+        cfg = None if args.multirun else _compose_run(args)
         args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
         if cfg is None or args.multirun:
-            with plugin.planned(grid):
+            with plugin.use_planner(sweep_job):
                 return _hand_to_hydra(args)
-        return job(freeze(cfg, elsewhere=True, trusted=modules.list_trusted_packages(args.typed)))
+        return job(freeze_run(cfg, remote=True, trusted=modules.list_trusted_packages(args.typed)))
 
 
 @contextlib.contextmanager
-def _parsed(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
+def _parse_arguments(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
     """Yield the parsed and checked arguments of a command line; what Hydra raises meanwhile becomes ConfigError."""
-    register()
-    plugin.register()
+    register_configs()
+    plugin.register_plugins()
     args = command_line.parse(arguments, recorded)
     with HydraErrors(args.overrides):
         command_line.check(args)
@@ -94,28 +96,28 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    with _parsed(arguments, recorded) as args:
+    with _parse_arguments(arguments, recorded) as args:
         if args.help or args.version or command_line.asks_to_show(args):
             raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
-        cfg = _composed_as(args)
+        cfg = _compose_run(args)
         _check_single(cfg)
-        return freeze(cfg, trusted=modules.list_trusted_packages(args.typed))
+        return freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))
 
 
 def _check_single(cfg: DictConfig) -> None:
     """Raise ConfigError for what only a command can carry out."""
     if cfg.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
-    if plugin.scheduled_launcher(cfg) is not None:
+    if plugin.find_scheduler_launcher(cfg) is not None:
         launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
     if cfg.hydra.callbacks:
         raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
 
 
-def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
-    with _parsed(arguments) as args:
+    with _parse_arguments(arguments) as args:
         if args.version:
             print(describe_version())
             return 0
@@ -124,20 +126,20 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
                 print(help_text.build_help(loader, Recipe.axes()))
             return 0
         if not command_line.asks_to_show(args):
-            cfg = _composed_as(args)
+            cfg = _compose_run(args)
             args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
             return _hand_to_hydra(args)
         launcher, trusted = (
-            plugin.scheduled_launcher(cfg) if ranks is None else None,
+            plugin.find_scheduler_launcher(cfg) if ranks is None else None,
             modules.list_trusted_packages(args.typed),
         )
-        run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
-        calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
-    return calls.around_run(lambda: plugin.launch_single(launcher, run, cfg) if launcher else job(run), CONFIG)
+        run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
+        callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
+    return callbacks.around_run(lambda: plugin.launch_single(launcher, run, cfg) if launcher else job(run), CONFIG)
 
 
-def _composed_as(args: argparse.Namespace) -> DictConfig:
+def _compose_run(args: argparse.Namespace) -> DictConfig:
     """Return what the command line of one run composes; with `hydra.verbose` Hydra prints the sources."""
     with Session(args):
         cfg = compose_config(args.overrides, args.config_name)
@@ -156,39 +158,39 @@ def _check_no_grid(cfg: DictConfig) -> None:
 
 
 def _hand_to_hydra(args: argparse.Namespace) -> int:
-    named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
-    if args.multirun and named:
-        command_line.check_sweep_name(named[-1], args.overrides)
-        args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
+    names = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
+    if args.multirun and names:
+        command_line.check_sweep_name(names[-1], args.overrides)
+        args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
     if args.multirun:
         plugin.SweepLauncher.trusted = modules.list_trusted_packages(args.overrides)
         with Session(args):
             modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
-        with _showing() if args.cfg or args.info else contextlib.nullcontext():
-            hydra_private.hand_over(args, _never, str(CONF), args.config_name or CONFIG)
-    except SystemExit as leave:
-        if args.cfg and leave.code:
+        with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
+            hydra_private.hand_over(args, _reject_task, str(CONF), args.config_name or CONFIG)
+    except SystemExit as system_exit:
+        if args.cfg and system_exit.code:
             raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None
-        return leave.code if isinstance(leave.code, int) else 2
+        return system_exit.code if isinstance(system_exit.code, int) else 2
     except ValueError as error:
-        raise ConfigError(value_error(error, args.overrides)) from error
+        raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
         plugin.remove_unused()
-    return plugin.exit_code() if args.multirun else 0
+    return plugin.find_exit_code() if args.multirun else 0
 
 
 @contextlib.contextmanager
-def _showing() -> Iterator[None]:
+def _redact_output() -> Iterator[None]:
     """Print what Hydra prints on stdout, with secrets redacted; drop its stderr."""
-    out = io.StringIO()
+    stdout = io.StringIO()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        print(redact(out.getvalue()), end="")
+        print(redact(stdout.getvalue()), end="")
 
 
-def _never(cfg: DictConfig) -> None:
+def _reject_task(cfg: DictConfig) -> None:
     """The task function that Hydra requires; titan's launcher never calls it."""
     raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")

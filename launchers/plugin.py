@@ -1,7 +1,7 @@
-"""Hydra's launchers: `local` runs a sweep on this machine, `slurm` submits it to Slurm; without `-m` one run too.
+"""Hydra's launchers: `local` runs a sweep on this machine, `slurm_sweep` submits it to Slurm; without `-m` one run too.
 
 All trials are composed and checked before the first one starts: an invalid trial rejects the whole sweep. Hydra accepts
-launchers only from a module under `hydra_plugins`; `register` makes one.
+launchers only from a module under `hydra_plugins`; `register_plugins` makes one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from launchers import trials
-from launchers.local import sweep as here
-from launchers.slurm import grid as slurm
+from launchers.local import sweep as local_sweep
+from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node, hydra_private
-from titan.run.axes import present
-from titan.run.ended import is_done
+from titan.run.axes import translate_overrides
+from titan.run.completion import is_done
 from titan.run.paths import check_length
 from titan.run.run import Run
 from titan.sweep import ledger, objective
 from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
-ALONE = "run"
+SINGLE_TRIAL_ID = "run"
 """The id of the only trial in the ledger of a single run."""
 
 
@@ -45,27 +45,27 @@ class SweepLauncher(Launcher):
 
     # Hydra's sweeper makes the instance and returns none of it
     codes: ClassVar[list[int]] = []
-    new: ClassVar[list[Path]] = []
+    new_folders: ClassVar[list[Path]] = []
     """Folders that this sweep creates, innermost first."""
-    dry: ClassVar[bool] = False
+    is_dry_run: ClassVar[bool] = False
     trusted: ClassVar[tuple[str, ...]] = ()
     """Packages that trials may import."""
-    kind: ClassVar[Any] = LocalLaunch
-    elsewhere: ClassVar[bool] = False
-    planned: ClassVar[Callable[[Sequence[Trial]], list[int]] | None] = None
+    settings_class: ClassVar[Any] = LocalLaunch
+    remote: ClassVar[bool] = False
+    planner: ClassVar[Callable[[Sequence[Trial]], list[int]] | None] = None
     """Takes the trials in place of a launch."""
     describe: ClassVar[Callable[[Sequence[Trial]], str]] = staticmethod(lambda trials: "")
     """Returns what a dry run prints about trials beside their scripts."""
 
-    def __init__(self, **given: Any) -> None:
-        plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
+    def __init__(self, **options: Any) -> None:
+        plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in options.items()}
         for key, value in plain.items():
             typed = f"hydra.launcher.{key}={settings.format_value(value)}"
-            if key not in self.kind.__dataclass_fields__ and (
+            if key not in self.settings_class.__dataclass_fields__ and (
                 advice := launcher_hints.describe_setting(f"hydra.launcher.{key}", typed)
             ):
                 raise ConfigError(advice)
-        self.how = settings.build(self.kind, plain, "hydra.launcher")
+        self.settings = settings.build(self.settings_class, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `launch` needs."""
@@ -75,12 +75,12 @@ class SweepLauncher(Launcher):
                 "leave it out, and set hydra.launcher.at_once to how many trials run at a time."
             )
         self.context, self.config = hydra_context, config
-        _check_place(config)
-        apart = self.elsewhere or getattr(self.how, "at_once", 1) != 1
-        self.calls = hydra_node.Calls(config, elsewhere=apart, made=hydra_context.callbacks)
+        _check_sweep_folder(config)
+        uses_processes = self.remote or getattr(self.settings, "at_once", 1) != 1
+        self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
-        SweepLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
+        SweepLauncher.new_folders = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every trial, then launch the sweep; return one result per trial."""
@@ -88,74 +88,78 @@ class SweepLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        overrides = [present(one) for one in job_overrides]
-        plan, elsewhere = SweepLauncher.planned, self.elsewhere or SweepLauncher.planned is not None
-        SweepLauncher.dry = plan is not None or getattr(self.how, "dry_run", False)
-        chosen = trials.expand_trials(
-            loader, self.config, overrides, initial_job_idx, elsewhere, self.trusted, self._fixed()
+        overrides = [translate_overrides(trial_overrides) for trial_overrides in job_overrides]
+        planner, remote = SweepLauncher.planner, self.remote or SweepLauncher.planner is not None
+        SweepLauncher.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
+        batch = trials.expand_trials(
+            loader, self.config, overrides, initial_job_idx, remote, self.trusted, self._find_fixed_settings()
         )
-        once = list({trial.id: trial for trial in chosen}.values())
-        worst = self._check_feedback(once) if self.learns else None
-        codes = plan(once) if plan else self.grid(root, once, spec_of(self.config))
+        unique_trials = list({trial.id: trial for trial in batch}.values())
+        worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
+        codes = planner(unique_trials) if planner else self.launch_trials(root, unique_trials, build_spec(self.config))
         SweepLauncher.codes += codes
-        values = dict(zip([trial.id for trial in once], codes, strict=True))
+        codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         return [
-            self._returned(trial, one, values[trial.id], worst)
-            for trial, one in zip(chosen, job_overrides, strict=True)
+            self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
+            for trial, trial_overrides in zip(batch, job_overrides, strict=True)
         ]
 
     @property
-    def learns(self) -> bool:
+    def has_learning_sweeper(self) -> bool:
         """Whether the sweeper is not titan's: it gets results of trials, and chooses the next ones by them."""
         return str(self.config.hydra.sweeper.get("_target_")) != GRID
 
-    def _fixed(self) -> frozenset[str] | None:
+    def _find_fixed_settings(self) -> frozenset[str] | None:
         """Return the settings that the command line fixes for all trials; None for a grid, which shows what varies."""
-        if not self.learns:
+        if not self.has_learning_sweeper:
             return None
         typed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         return frozenset(override.key_or_group for override in typed if not override.is_sweep_override())
 
-    def _check_feedback(self, chosen: Sequence[Trial]) -> float:
+    def _check_feedback(self, batch: Sequence[Trial]) -> float:
         """Return the objective of failed trials, for a sweeper that learns from results.
 
         Raises:
             ConfigError: when there will be no results, or the settings contradict each other.
         """
         sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
-        if SweepLauncher.dry:
+        if SweepLauncher.is_dry_run:
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
-        if not getattr(self.how, "wait", True):
+        if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
-        sweep = sweep_of(self.config)
-        objective.check(sweep, [trial.run for trial in chosen])
-        return objective.worst(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
+        sweep = build_sweep(self.config)
+        objective.check(sweep, [trial.run for trial in batch])
+        return objective.find_worst_value(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
 
-    def _returned(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:
+    def _build_return(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:
         """Return what the sweeper gets of a trial: its objective, or in a grid, whose sweeper ignores it, the code."""
-        of = code if worst is None else objective.value(sweep_of(self.config), Path(trial.run.directory), code, worst)
-        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=of)
+        return_value = (
+            code
+            if worst is None
+            else objective.read_objective(build_sweep(self.config), Path(trial.run.directory), code, worst)
+        )
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=return_value)
 
-    def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return here.LocalSweep(root, chosen, self.how, asked, self._job).launch()
+        return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial).launch()
 
-    def _job(self, point: Trial, body: Callable[[], int]) -> int:
+    def _run_trial(self, trial: Trial, body: Callable[[], int]) -> int:
         """Run one trial in this process, with its callbacks; return its exit code."""
-        return body() if point.config is None else self.calls.around_job(body, point.config)
+        return body() if trial.config is None else self.callbacks.around_job(body, trial.config)
 
 
-def _check_place(config: DictConfig) -> None:
+def _check_sweep_folder(config: DictConfig) -> None:
     """Raise ConfigError for directories that a sweep can't have, before the sweeper creates them."""
-    folder, below = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
+    folder, subdir = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
     if not folder.strip():
         raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
     check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
-    there = next(f for f in (Path(folder).absolute(), *Path(folder).absolute().parents) if f.exists())
-    if not os.access(there, os.W_OK):
-        raise ConfigError(f"hydra.sweep.dir={folder}: {there} can't be written; choose another directory.")
-    if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
-        raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the sweep's directory; leave it out.")
+    existing_folder = next(f for f in (Path(folder).absolute(), *Path(folder).absolute().parents) if f.exists())
+    if not os.access(existing_folder, os.W_OK):
+        raise ConfigError(f"hydra.sweep.dir={folder}: {existing_folder} can't be written; choose another directory.")
+    if not subdir.strip("/. ") or os.path.isabs(subdir) or ".." in subdir.split("/"):
+        raise ConfigError(f"hydra.sweep.subdir={subdir}: must be a folder in the sweep's directory; leave it out.")
 
 
 class LocalLauncher(SweepLauncher):
@@ -165,22 +169,22 @@ class LocalLauncher(SweepLauncher):
 class SlurmLauncher(SweepLauncher):
     """Submits the trials of a sweep to Slurm."""
 
-    kind, elsewhere = SlurmLaunch, True
+    settings_class, remote = SlurmLaunch, True
 
-    def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return slurm.SlurmSweep(root, chosen, self.how, asked, SweepLauncher.describe).launch()
+        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, SweepLauncher.describe).launch()
 
 
-def _sweeper() -> Any:
+def _build_sweeper_class() -> Any:
     """Return a subclass of Hydra's basic sweeper that leaves composing to the launcher: once per trial, not twice."""
-    basic: Any = hydra_private.basic_sweeper()
+    base_class: Any = hydra_private.load_basic_sweeper()
 
-    class GridSweeper(basic):  # type: ignore[misc]
-        def setup(self, **given: Any) -> None:
-            super().setup(**given)
-            self.config = hydra_node.without_secrets(given["config"])  # it goes into multirun.yaml
-            OmegaConf.copy_cache(given["config"], self.config)  # so that ${now:} is the same moment in both
+    class GridSweeper(base_class):  # type: ignore[misc]
+        def setup(self, **arguments: Any) -> None:
+            super().setup(**arguments)
+            self.config = hydra_node.redact_config(arguments["config"])  # it goes into multirun.yaml
+            OmegaConf.copy_cache(arguments["config"], self.config)  # so that ${now:} is the same moment in both
 
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
             return
@@ -188,22 +192,22 @@ def _sweeper() -> Any:
     return GridSweeper
 
 
-KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
+LAUNCHER_CLASSES = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
-def sweep_of(cfg: DictConfig) -> Sweep:
+def build_sweep(cfg: DictConfig) -> Sweep:
     """Return the settings of a composed configuration's sweep."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
     return sweep
 
 
-def spec_of(cfg: DictConfig) -> SweepSpec:
+def build_spec(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
-    sweep = sweep_of(cfg)
+    sweep = build_sweep(cfg)
     return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
 
 
-def scheduled_launcher(cfg: DictConfig) -> SweepLauncher | None:
+def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:
     """Return the launcher of a single run; None where the run stays on this machine.
 
     Raises:
@@ -211,13 +215,13 @@ def scheduled_launcher(cfg: DictConfig) -> SweepLauncher | None:
     """
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
-    if name not in KINDS:
+    if name not in LAUNCHER_CLASSES:
         choice = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise ConfigError(
             f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm."
         )
-    launcher = KINDS[name](**node)  # type: ignore[arg-type]
-    return launcher if launcher.elsewhere else None
+    launcher = LAUNCHER_CLASSES[name](**node)  # type: ignore[arg-type]
+    return launcher if launcher.remote else None
 
 
 def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
@@ -232,63 +236,63 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
 
     directory = Path(run.directory)
     sweep = ledger.read(directory)
-    attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.trials)))
+    attempts.check_directory(run, has_own_job=bool(sweep and any(trial.jobs for trial in sweep.trials)))
     if is_done(run):
-        summary.show_finished(run, attempts.finished_run(run))
+        summary.show_finished(run, attempts.read_finished_run(run))
         return 0
-    point = Trial(ALONE, (), run)
-    return launcher.grid(directory, [point], spec_of(cfg))[0]
+    trial = Trial(SINGLE_TRIAL_ID, (), run)
+    return launcher.launch_trials(directory, [trial], build_spec(cfg))[0]
 
 
-def register() -> None:
+def register_plugins() -> None:
     """Register titan's launchers and sweeper as plugins of Hydra."""
-    SweepLauncher.codes, SweepLauncher.new, SweepLauncher.dry = [], [], False
+    SweepLauncher.codes, SweepLauncher.new_folders, SweepLauncher.is_dry_run = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
-    module.GridSweeper = _sweeper()
+    module.GridSweeper = _build_sweeper_class()
     module.GridSweeper.__module__, module.GridSweeper.__qualname__ = LAUNCHER_MODULE, "GridSweeper"
     Plugins.instance().register(module.GridSweeper)
-    for kind in KINDS.values():
+    for kind in LAUNCHER_CLASSES.values():
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
 
 
 @contextlib.contextmanager
-def planned(take: Callable[[Sequence[Trial]], list[int]]) -> Iterator[None]:
-    """Hand the trials of sweeps to `take` instead of launching them."""
-    SweepLauncher.planned = staticmethod(take)
+def use_planner(planner: Callable[[Sequence[Trial]], list[int]]) -> Iterator[None]:
+    """Hand the trials of sweeps to `planner` instead of launching them."""
+    SweepLauncher.planner = staticmethod(planner)
     try:
         yield
     finally:
-        SweepLauncher.planned = None
+        SweepLauncher.planner = None
 
 
 @contextlib.contextmanager
-def described(describe: Callable[[Sequence[Trial]], str]) -> Iterator[None]:
+def use_description(describe: Callable[[Sequence[Trial]], str]) -> Iterator[None]:
     """Let a dry run print what `describe` returns about its trials."""
-    before = SweepLauncher.describe
+    previous = SweepLauncher.describe
     SweepLauncher.describe = staticmethod(describe)
     try:
         yield
     finally:
-        SweepLauncher.describe = staticmethod(before)
+        SweepLauncher.describe = staticmethod(previous)
 
 
 def remove_unused() -> None:
     """Remove the folders and files that the sweeper wrote, after a sweep of which no trial was started."""
-    if not SweepLauncher.new or (SweepLauncher.codes and not SweepLauncher.dry):
+    if not SweepLauncher.new_folders or (SweepLauncher.codes and not SweepLauncher.is_dry_run):
         return
-    if (SweepLauncher.new[0] / ledger.LEDGER).exists():  # it was begun, and failed
+    if (SweepLauncher.new_folders[0] / ledger.LEDGER).exists():  # it was begun, and failed
         return
-    (SweepLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
+    (SweepLauncher.new_folders[0] / "multirun.yaml").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        for folder in SweepLauncher.new:
+        for folder in SweepLauncher.new_folders:
             folder.rmdir()
 
 
-def exit_code() -> int:
+def find_exit_code() -> int:
     """Return the exit code of the last sweep: 0 when every trial succeeded.
 
     Raises:

@@ -88,7 +88,7 @@ def _join_by_file(file: Path, rank_info: RankInfo) -> Any:
     """
     if rank_info.rank == 0:
         _allow_connections(rank_info.world_size)
-        host = _own_name()
+        host = _find_host_name()
         store = TCPStore(host, 0, is_master=True, timeout=JOIN_TIMEOUT, wait_for_workers=False)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{host} {store.port}\n")
@@ -103,15 +103,15 @@ def _allow_connections(ranks: int) -> None:
     Raises:
         ConfigError: when the system's limit forbids that.
     """
-    wanted = CONNECTIONS * ranks + OPEN_FILES
+    needed_files = CONNECTIONS * ranks + OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and wanted > hard:
+    if resource.RLIM_INFINITY not in (soft, hard) and needed_files > hard:
         raise ConfigError(
-            f"ulimit -n {hard}: rank 0 needs {wanted:,} open files for connections of {ranks:,} ranks; have the limit "
+            f"ulimit -n {hard}: rank 0 needs {needed_files:,} open files for connections of {ranks:,} ranks; have the limit "
             "raised on its node."
         )
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft != resource.RLIM_INFINITY and needed_files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
 
 
 def _wait_for_address(file: Path) -> tuple[str, str]:
@@ -130,7 +130,7 @@ def _wait_for_address(file: Path) -> tuple[str, str]:
     raise RunError(f"rank 0 wrote no address into {file}; check that all nodes share this folder.")
 
 
-def _own_name() -> str:
+def _find_host_name() -> str:
     """Return a name by which other nodes reach this one: $MASTER_ADDR, Slurm's name if it resolves, or the host's."""
     for name in (os.environ.get("MASTER_ADDR"), os.environ.get("SLURMD_NODENAME")):
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ PREFIX = "titan-scratch-"
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
+def make_scratch_folder() -> Iterator[Path]:
     """Make a folder, named after this machine and process, that is removed when the block ends."""
     remove_leftovers(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{identify_machine()}-{os.getpid()}-") as folder:
@@ -29,6 +29,6 @@ def remove_leftovers(parent: Path) -> None:
         pid = folder.name.removeprefix(f"{PREFIX}{identify_machine()}-").partition("-")[0]
         with suppress(OSError):  # removed meanwhile
             status = folder.lstat()
-            own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if own and pid.isdecimal() and not is_alive(int(pid)):
+            is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own_folder and pid.isdecimal() and not is_alive(int(pid)):
                 shutil.rmtree(folder, ignore_errors=True)

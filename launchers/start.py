@@ -18,15 +18,15 @@ from titan.cluster.environment import set_variables
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
-from titan.errors import ConfigError, RunError, machine_error
+from titan.errors import ConfigError, RunError, describe_machine_error
 from titan.run import attempts, summary
-from titan.run.lock import locked
+from titan.run.lock import lock_directory
 from titan.run.run import Run
 
 Report = Callable[[Exception], object]
 
 
-def _unreported(error: Exception) -> None:
+def _ignore_error(error: Exception) -> None:
     """Do nothing: the rank that reports a hang has printed it."""
 
 
@@ -47,20 +47,20 @@ def run_local(run: Run, apart: bool = False) -> int:
     Returns:
         The exit code.
     """
-    with set_variables(run.cluster.environment), locked(Path(run.directory)):
+    with set_variables(run.cluster.environment), lock_directory(Path(run.directory)):
         for restart in range(run.cluster.restarts + 1):
-            attempt = _begin(run)
+            attempt = _begin_attempt(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)
                 return 0
-            code = _run_attempt(run, attempt, partial(_ranks, run, attempt, apart or run.cluster.restarts > 0))
+            code = _run_attempt(run, attempt, partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0))
             if code != 1 or restart == run.cluster.restarts:
                 return code
             log_line(Path(run.directory), f"restart {restart + 1} of {run.cluster.restarts}")
     return 1
 
 
-def _begin(run: Run) -> attempts.Attempt | attempts.FinishedRun:
+def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
     with progress_line() as show:
         return attempts.begin_attempt(run, show)
 
@@ -69,7 +69,7 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     """Train while the data are prepared, where they are streamed; a ConfigError before the first step withdraws the
     attempt."""
     try:
-        with _prepared_meanwhile(run, attempt):
+        with _prepare_meanwhile(run, attempt):
             code = train()
     except ConfigError:
         attempts.withdraw_attempt(run, attempt)
@@ -79,83 +79,83 @@ def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) 
     return code
 
 
-def _prepared_meanwhile(run: Run, attempt: attempts.Attempt) -> AbstractContextManager[None]:
+def _prepare_meanwhile(run: Run, attempt: attempts.Attempt) -> AbstractContextManager[None]:
     """While it is open, data that a run reads before all of them are prepared are prepared."""
     if not run.dataset.stream:
         return nullcontext()
     log = Path(run.directory) / "log" / "prepare.log"
-    prepared: AbstractContextManager[None] = import_module(PREPARE).prepared_meanwhile(
+    preparation: AbstractContextManager[None] = import_module(PREPARE).prepared_meanwhile(
         run.dataset, attempt.corpora, log
     )
-    return prepared
+    return preparation
 
 
-def _ranks(run: Run, attempt: attempts.Attempt, apart: bool) -> int:
+def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool) -> int:
     if run.layout.devices > 1 or apart:
         return run_ranks((run, attempt), run.layout.devices, Path(run.directory))
     return int(import_module(WORKER).work(run, attempt, RankInfo()))
 
 
-def run_rank0(run: Run, rank_info: RankInfo, report: Report = _unreported) -> int:
+def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> int:
     """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train.
 
     Args:
         run, rank_info: what to run, and this rank.
         report: called with the error of a hang, after which this process ends at once.
     """
-    meeting, worker = import_module(RENDEZVOUS), import_module(WORKER)
-    store = meeting.join(rank_info)
+    rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)
+    store = rendezvous.join(rank_info)
     try:
         patience = LOST_SECONDS if rank_info.scheduled else 2.0
-        with set_variables(run.cluster.environment), locked(Path(run.directory), patience):
-            attempt = _begin(run)
+        with set_variables(run.cluster.environment), lock_directory(Path(run.directory), patience):
+            attempt = _begin_attempt(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)
-                meeting.send(store, rank_info, 0)
+                rendezvous.send(store, rank_info, 0)
                 return 0
-            meeting.send(store, rank_info, (run, attempt))
-            return _run_attempt(run, attempt, partial(_train_as_one, store, rank_info, run, attempt, worker, report))
+            rendezvous.send(store, rank_info, (run, attempt))
+            return _run_attempt(run, attempt, partial(_train_rank, store, rank_info, run, attempt, worker, report))
     except BaseException as error:
-        meeting.send(store, rank_info, 2 if isinstance(error, ConfigError) else 1)
+        rendezvous.send(store, rank_info, 2 if isinstance(error, ConfigError) else 1)
         raise
 
 
-def dismiss(rank_info: RankInfo, code: int) -> None:
+def dismiss_workers(rank_info: RankInfo, code: int) -> None:
     """Let the other ranks under torchrun or srun exit with `code`: rank 0 has nothing to run."""
-    meeting = import_module(RENDEZVOUS)
-    meeting.send(meeting.join(rank_info), rank_info, code)
+    rendezvous = import_module(RENDEZVOUS)
+    rendezvous.send(rendezvous.join(rank_info), rank_info, code)
 
 
-def run_worker(rank_info: RankInfo, report: Report = _unreported) -> int:
+def run_worker(rank_info: RankInfo, report: Report = _ignore_error) -> int:
     """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`."""
-    meeting, worker = import_module(RENDEZVOUS), import_module(WORKER)
-    store = meeting.join(rank_info)
-    message = meeting.receive(store)
+    rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)
+    store = rendezvous.join(rank_info)
+    message = rendezvous.receive(store)
     if isinstance(message, int):
         return message
     run, attempt = message
     with set_variables(run.cluster.environment):
-        return _train_as_one(store, rank_info, run, attempt, worker, report)
+        return _train_rank(store, rank_info, run, attempt, worker, report)
 
 
-def _train_as_one(
+def _train_rank(
     store: Any, rank_info: RankInfo, run: Run, attempt: attempts.Attempt, worker: Any, report: Report
 ) -> int:
     """Train; of an error that several ranks see, only the first to fail reports it."""
-    first: list[bool] = []
+    failed_first: list[bool] = []
     fails_first = partial(import_module(RENDEZVOUS).fails_first, store)
 
-    def fails(error: Exception) -> None:
+    def record_failure(error: Exception) -> None:
         if isinstance(error, HangError):  # all ranks have the same; the store may be in a rank that is stopped
             report(error)
         else:
-            first.append(fails_first())
+            failed_first.append(fails_first())
 
     try:
-        return int(worker.work(run, attempt, rank_info, store, fails))
+        return int(worker.work(run, attempt, rank_info, store, record_failure))
     except Exception as error:
-        if not (first[0] if first else fails_first()):
+        if not (failed_first[0] if failed_first else fails_first()):
             return 2 if isinstance(error, ConfigError) else 1
-        if not isinstance(error, (ConfigError, RunError)) and not machine_error(error):
+        if not isinstance(error, (ConfigError, RunError)) and not describe_machine_error(error):
             print(f"titan: rank {rank_info.rank} failed:", file=sys.stderr)
         raise

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from launchers.scratch import scratch
+from launchers.scratch import make_scratch_folder
 from titan.cluster import rank_error
 from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
 from titan.cluster.rank_info import RankInfo
@@ -61,15 +61,15 @@ class Supervisor:
         self.processes.append(process)
         return process
 
-    def failed(self) -> list[int]:
+    def find_failed(self) -> list[int]:
         """Return the indices of processes that have ended with another exit code than 0."""
         return [index for index, process in enumerate(self.processes) if process.poll() not in (None, 0)]
 
-    def alive(self) -> bool:
+    def has_running(self) -> bool:
         """Return whether any process still runs."""
         return any(process.poll() is None for process in self.processes)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to every process that still runs; SIGKILL also to what these have started."""
         for process in self.processes:
             if process.poll() is None:
@@ -81,23 +81,23 @@ class Supervisor:
         Args:
             meanwhile: called at every look at the processes.
         """
-        while self.alive() and not self.failed() and self.signals < 2:
+        while self.has_running() and not self.find_failed() and self.signals < 2:
             meanwhile()
             time.sleep(POLL_SECONDS)
 
-    def end(self, grace: float) -> None:
+    def end_processes(self, grace: float) -> None:
         """Let the processes end by themselves for `grace` seconds, then kill those that are left."""
         deadline = time.monotonic() + grace
-        while self.alive() and time.monotonic() < deadline:
+        while self.has_running() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        self.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
     @contextmanager
-    def forward(self, numbers: Sequence[int]) -> Iterator[None]:
+    def forward_signals(self, numbers: Sequence[int]) -> Iterator[None]:
         """Forward these signals to the processes while the block runs."""
-        with handle_signals(lambda number, frame: self.send(number), numbers):
+        with handle_signals(lambda number, frame: self.send_signal(number), numbers):
             yield
 
     @contextmanager
@@ -114,7 +114,7 @@ class Supervisor:
             self.signals += 1
             if self.signals == 1 and announces():
                 output.write_stderr(STOP_MESSAGE)
-            self.send(signal.SIGTERM)
+            self.send_signal(signal.SIGTERM)
 
         with handle_signals(forward):
             yield
@@ -134,13 +134,13 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
         that failed first is printed once on stderr.
     """
     ranks = Supervisor()
-    with scratch() as folder, ranks.forward_stop(lambda: len(ranks.processes) > 1):
+    with make_scratch_folder() as folder, ranks.forward_stop(lambda: len(ranks.processes) > 1):
         messages = Messages(directory)
         try:
             _start_ranks(ranks, folder, payload, size, directory, module)
-            return _wait(ranks, folder, directory, messages)
+            return _wait_for_ranks(ranks, folder, directory, messages)
         finally:
-            ranks.end(0)
+            ranks.end_processes(0)
 
 
 def _start_ranks(ranks: Supervisor, folder: Path, payload: Any, size: int, directory: Path, module: str) -> None:
@@ -150,10 +150,10 @@ def _start_ranks(ranks: Supervisor, folder: Path, payload: Any, size: int, direc
         file = folder / f"{rank}.pickle"
         file.write_bytes(pickle.dumps((payload, rank_info, os.getpid(), str(folder / f"{rank}.error"))))
         with (directory / "log" / f"rank-{rank}.log").open("ab") as log:
-            ranks.start(module, str(file), env=_environment(size), log=None if rank == 0 else log)
+            ranks.start(module, str(file), env=_build_environment(size), log=None if rank == 0 else log)
 
 
-def _environment(size: int) -> dict[str, str]:
+def _build_environment(size: int) -> dict[str, str]:
     """Return the ranks' environment: with this process's own titan on the path, and the cores divided."""
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -172,41 +172,41 @@ def log_line(directory: Path, line: str) -> None:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
 
 
-def _wait(ranks: Supervisor, folder: Path, directory: Path, messages: Messages) -> int:
+def _wait_for_ranks(ranks: Supervisor, folder: Path, directory: Path, messages: Messages) -> int:
     """Wait for the ranks, show what they say about a hang, and report the error of one that failed; returns the exit
     code."""
-    ranks.wait(lambda: _show(directory, messages))
+    ranks.wait(lambda: _show_messages(directory, messages))
     if ranks.signals >= 2:
-        ranks.send(signal.SIGKILL)
+        ranks.send_signal(signal.SIGKILL)
         return 130
-    if not ranks.failed():
+    if not ranks.find_failed():
         return 0
-    first = ranks.failed()[0]
+    first_failed = ranks.find_failed()[0]
     time.sleep(CONSEQUENCE_SECONDS)
     codes = [process.poll() for process in ranks.processes]
     if ranks.signals and -signal.SIGTERM in codes:  # ours, and it came before that rank could handle it
         return 130
-    ranks.end(GRACE_SECONDS if all(code in (None, 130) for code in codes) else 0)
-    return _report_error(folder, codes, first, directory)
+    ranks.end_processes(GRACE_SECONDS if all(code in (None, 130) for code in codes) else 0)
+    return _report_error(folder, codes, first_failed, directory)
 
 
-def _show(directory: Path, messages: Messages) -> None:
+def _show_messages(directory: Path, messages: Messages) -> None:
     for line in messages.read_new():
         log_line(directory, line)
 
 
-def _report_error(folder: Path, codes: list[int | None], first: int, directory: Path) -> int:
+def _report_error(folder: Path, codes: list[int | None], first_failed: int, directory: Path) -> int:
     """Print the error that caused the others, once; returns the exit code that follows from it."""
-    if killed := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
-        error = rank_error.describe_kill(signal.Signals(-(codes[killed[0]] or 0)).name, killed[0])
+    if killed_ranks := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
+        error = rank_error.describe_kill(signal.Signals(-(codes[killed_ranks[0]] or 0)).name, killed_ranks[0])
         log_line(directory, f"rank {error.rank} was {error.text}; see log/rank-{error.rank}.log")
         return 1
     cause = rank_error.find_first_cause(map(rank_error.read, folder.glob("*.error")))
     if cause is not None:
         log_line(directory, cause.text if cause.plain else f"rank {cause.rank} failed:\n{cause.text.rstrip()}")
         return cause.code
-    code = codes[first]
+    code = codes[first_failed]
     if code in (130, output.PIPE):
         return int(code)
-    log_line(directory, f"rank {first} exited with code {code} without reporting an error")
+    log_line(directory, f"rank {first_failed} exited with code {code} without reporting an error")
     return 1

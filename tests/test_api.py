@@ -112,7 +112,7 @@ def test_metrics_are_those_of_the_attempt_that_counts() -> None:
         {"step": 2, "validation_loss": 4.5, "attempt": 1}, {"step": 3, "loss": 3.0, "attempt": 1},
         {"step": 2, "loss": None, "attempt": 2},
     ]  # fmt: skip
-    metrics = api._columns(api._records(lines, {1: 1, 2: float("inf")}))
+    metrics = api._build_columns(api._merge_records(lines, {1: 1, 2: float("inf")}))
     assert metrics["step"].tolist() == [1, 2]
     assert metrics["loss"][0] == 5.0
     assert np.isnan(metrics["loss"][1])
@@ -134,7 +134,7 @@ def test_a_result_of_an_earlier_attempt_is_not_the_runs(tmp_path: Path) -> None:
     saved = made(tmp_path, [{"step": 4, "loss": 1.0, "attempt": 2}], [0, 3])
     (tmp_path / "result.json").write_text(json.dumps({"finished": False, "step": 3, "attempt": 1}))
     assert saved.result is None
-    outcome = api._outcome(tmp_path, 130)
+    outcome = api._read_outcome(tmp_path, 130)
     assert (outcome.finished, outcome.step, outcome.exit_code) == (False, 4, 130)
 
 
@@ -181,7 +181,7 @@ def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: py
 )
 def test_the_message_of_an_error(printed: str, wanted: str) -> None:
     run = api.compose(*TINY, "hydra.run.dir=/nowhere")
-    assert api._last_message(printed, run, 1) == wanted
+    assert api._find_last_message(printed, run, 1) == wanted
 
 
 def test_train_takes_the_main_thread(tmp_path: Path) -> None:

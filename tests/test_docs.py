@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launchers import start
-from launchers.command import command as launch
+from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
@@ -124,14 +124,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
     made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
-    first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
+    first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     attempts.begin_attempt(first)
     made_weights.native(manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
-    ledger.add(rates, point | {"steps": 200, "devices": 1})
+    ledger.add_events(rates, point | {"steps": 200, "devices": 1})
     (folder / "prompts.txt").write_text("import\nclass\n")
     task_files.write(folder)
     for step in (200, 300):
@@ -177,7 +177,7 @@ def test_command(
         request.getfixturevalue("compared")
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
-        assert replay.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
+        assert replay.parse_words(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.evaluate" in words:
         request.getfixturevalue("compared")
         trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
@@ -204,7 +204,7 @@ def test_command(
         assert launch([*sweep, "--cfg", "job"], train_small) == 0
     elif command.elsewhere:
         clusters = words[0] == "srun" or "hydra/launcher=slurm" in words
-        compose.composed(words[words.index("titan.train") + 1 :], elsewhere=clusters)
+        compose.compose_run(words[words.index("titan.train") + 1 :], remote=clusters)
     else:
         if "dataset.tokenizer=my.tiktoken" in words:  # the command before trains it
             assert train.main(["my.tiktoken", "--ranks", "700", "corpus/"]) == 0

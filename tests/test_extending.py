@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support import examples, task_files
 from tests.support.composing import composed
 from tests.support.runs import TINY, steps, train
@@ -46,7 +46,7 @@ def trained(overrides: str, *small: str) -> Run:
         return start.run_local(run) if run.layout.devices == 1 else 0
 
     name = () if "name=" in overrides else ("name=example",)
-    assert command([*small, *shlex.split(overrides), *name], train) == 0
+    assert run_command([*small, *shlex.split(overrides), *name], train) == 0
     return found[0]
 
 
@@ -65,12 +65,12 @@ def test_an_example_trains(overrides: str, mine: Path) -> None:
 def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(["schedule=cycles", "--cfg", "job", "-p", "schedule"], lambda run: 0) == 0
+    assert run_command(["schedule=cycles", "--cfg", "job", "-p", "schedule"], lambda run: 0) == 0
     assert "_target_: mine.cycles.Cycles\ncycles: 2\n" in capsys.readouterr().out
-    assert command([*SMALL, "schedule=cycles", "schedule.cycles=0", "name=x"], lambda run: 0) == 2
+    assert run_command([*SMALL, "schedule=cycles", "schedule.cycles=0", "name=x"], lambda run: 0) == 2
     assert "schedule.cycles=0: must be at least 1." in capsys.readouterr().err
     runs = [composed([*SMALL, "schedule=cycles", f"schedule.cycles={n}", "name=x"]) for n in (2, 3)]
-    two, three = (identity.settings_of(run, science=True) for run in runs)
+    two, three = (identity.select_settings(run, science=True) for run in runs)
     assert two["schedule"] == "mine.cycles.Cycles" and "schedule.cycles" not in two
     assert three == {**two, "schedule.cycles": 3}
 
@@ -124,13 +124,13 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
     small = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "evaluation"))]
     sizes = ["training.seq_len=64", "model.vocab=4096", "metrics.sample_tokens=0"]
     given = [*small, *task_files.corpus(mine), *sizes, *shlex.split(train)]
-    assert command(given, start.run_local) == 0
+    assert run_command(given, start.run_local) == 0
     last = [line for line in read_records(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
     assert last["step"] == 5 and set(re.findall(r"evaluation/pairs/\w+", TASK)) <= last.keys()
     assert evaluate.main([*shlex.split(measure), "to=out.json"]) == 0
     assert "evaluation/pairs/acc_norm" in json.loads((mine / "out.json").read_text())["results"]["weights"]
     (mine / "pairs.jsonl").write_text('{"sentence_good": "a"}')
-    assert command([*given, "name=other"], start.run_local) == 2
+    assert run_command([*given, "name=other"], start.run_local) == 2
     assert "line 1 is no item of this task (KeyError: 'sentence_bad')" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import TINY, tiny, train
@@ -240,7 +240,7 @@ GRIDS = {
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
-    assert command(["-m", f"sweep={name}", "precision.emulate=true"], start.run_local) == 0
+    assert run_command(["-m", f"sweep={name}", "precision.emulate=true"], start.run_local) == 0
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
     assert [[o for o in run.overrides if o.partition("=")[0] in (axis, "training.seed")] for run in runs] == points
@@ -258,7 +258,7 @@ def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.Mo
     steps = ",".join(f"{tmp_path}/trunk/checkpoints/step-{step}" for step in (1, 2))
     tiny_settings = [o for o in TINY if not o.startswith(("schedule", "checkpoint", "hydra.run.dir"))]
     line = ["-m", "sweep=branches", *tiny_settings, f"checkpoint.resume={steps}", "checkpoint.decay_steps=3"]
-    assert command(line, start.run_local) == 0
+    assert run_command(line, start.run_local) == 0
     assert [run.training.steps for run in runs] == [4, 5]
 
 
@@ -276,7 +276,7 @@ def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
-    assert command(line, start.run_local) == 0
+    assert run_command(line, start.run_local) == 0
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.machines import detector
 from tests.support.runs import TINY, save_of
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.run import attempts
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 
 JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
@@ -411,7 +411,7 @@ def test_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector(kind))
     called: list[Run] = []
-    code = command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
+    code = run_command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
     error = capfd.readouterr().err
     assert (code, called) == (2, [])
     sentence(error, expected)
@@ -436,7 +436,7 @@ def test_there_are_many_cases() -> None:
 
 
 def tiny(*overrides: str, name: str = "x") -> Run:
-    return composed([*TINY, f"name={name}", *overrides])
+    return compose_run([*TINY, f"name={name}", *overrides])
 
 
 def refused(run: Run, expected: str, folder: str = "runs") -> None:
@@ -473,7 +473,7 @@ def test_data_that_does_not_fit(overrides: list[str], expected: str) -> None:
     Path("bad.jsonl").write_text("{x\n")
     Path("good.jsonl").write_text("\n".join(json.dumps({"text": f"number {i} of a few"}) for i in range(20)))
     data = [o for o in TINY if not o.startswith("dataset")]
-    refused(composed([*data, "dataset=jsonl", "name=x", *overrides]), expected, ".")
+    refused(compose_run([*data, "dataset=jsonl", "name=x", *overrides]), expected, ".")
 
 
 def test_directory_that_holds_something_else() -> None:

@@ -37,7 +37,7 @@ from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import import_optional
-from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
+from titan.errors import EXIT_REQUEUE, ConfigError, RunError, describe_machine_error
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
 from titan.metrics.lines import read_records
@@ -94,10 +94,10 @@ def plan(*overrides: str) -> Plan:
         plans.append(estimate.build_plan(run, run.layout, run.microbatches, run.machine))
         return 0
 
-    def grid(trials: Sequence[Any]) -> list[int]:
+    def reject_sweep(trials: Sequence[Any]) -> list[int]:
         raise ConfigError("-m: a sweep takes the command titan.plan; leave it out.")
 
-    plan_command(overrides, job, grid)
+    plan_command(overrides, job, reject_sweep)
     return plans[0]
 
 
@@ -168,8 +168,8 @@ def train(run: Run, *, in_process: bool = False) -> Result:
     with contextlib.redirect_stderr(_Tee(sys.stderr, printed)):
         code = launch(run, in_process=in_process)
     if code not in (0, *STOPPED):
-        raise (ConfigError if code == 2 else RunError)(_last_message(printed.getvalue(), run, code))
-    return _outcome(Path(run.directory), code)
+        raise (ConfigError if code == 2 else RunError)(_find_last_message(printed.getvalue(), run, code))
+    return _read_outcome(Path(run.directory), code)
 
 
 def launch(run: Run, *, in_process: bool = True) -> int:
@@ -183,24 +183,24 @@ def launch(run: Run, *, in_process: bool = True) -> int:
     try:
         return start.run_local(run, apart=not in_process)
     except OSError as error:
-        if (sentence := machine_error(error)) is None:
+        if (sentence := describe_machine_error(error)) is None:
             raise
         raise RunError(sentence) from error
 
 
 def _check_process() -> None:
     """Raise ConfigError where this process can't start ranks and handle their signals."""
-    mine = rank_info.from_environment(os.environ)
-    if mine is not None:
+    current_rank = rank_info.from_environment(os.environ)
+    if current_rank is not None:
         raise ConfigError(
-            f"api.train: this process is rank {mine.rank} of {mine.world_size} of torchrun or srun; start it alone, or "
+            f"api.train: this process is rank {current_rank.rank} of {current_rank.world_size} of torchrun or srun; start it alone, or "
             "start titan.train with torchrun."
         )
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("api.train: handles signals, which only the main thread can; call it from there.")
 
 
-def _outcome(directory: Path, code: int) -> Result:
+def _read_outcome(directory: Path, code: int) -> Result:
     """What the last attempt wrote; of one that was killed while it stopped, the steps that metrics.jsonl has."""
     saved = open_run(directory)
     result = saved.result or Result(directory, finished=False, step=int(saved.metrics["step"].max(initial=0)))
@@ -227,11 +227,11 @@ class _Tee(io.TextIOBase):
         return self.stream.fileno()
 
 
-def _last_message(printed: str, run: Run, code: int) -> str:
+def _find_last_message(printed: str, run: Run, code: int) -> str:
     """The last error message on stderr: its first line, and of a traceback also the last."""
-    _, found, message = f"\n{printed}".rpartition("\ntitan: ")
+    _, separator, message = f"\n{printed}".rpartition("\ntitan: ")
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if not found or not lines:
+    if not separator or not lines:
         return f"{run.directory}: the run ended with exit code {code}; see log/ in it."
     return " ".join([lines[0], *lines[1:][-1:]])
 
@@ -285,7 +285,7 @@ class SavedRun:
     @cached_property
     def attempts(self) -> tuple[AttemptRecord, ...]:
         """The attempts of the run, oldest first."""
-        return tuple(map(_attempt, read_attempts(self.directory)))
+        return tuple(map(_parse_attempt, read_attempts(self.directory)))
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -295,14 +295,14 @@ class SavedRun:
     @cached_property
     def result(self) -> Result | None:
         """The outcome that the last attempt wrote; None while it runs, and when it was killed."""
-        result = _result(self.directory)
+        result = _build_result(self.directory)
         return result if result.values.get("attempt") == self.attempts[-1].number else None
 
     @cached_property
     def checkpoints(self) -> tuple[SavedCheckpoint, ...]:
         """The complete checkpoints in the directory, oldest first."""
-        found = [(folder, manifest.read(folder)) for folder in manifest.list_folders(self.directory)]
-        return tuple(SavedCheckpoint(m.step, m.tokens, m.layout, folder) for folder, m in found if m)
+        manifests = [(folder, manifest.read(folder)) for folder in manifest.list_folders(self.directory)]
+        return tuple(SavedCheckpoint(m.step, m.tokens, m.layout, folder) for folder, m in manifests if m)
 
     @cached_property
     def metrics(self) -> Mapping[str, NDArray[Any]]:
@@ -312,7 +312,9 @@ class SavedRun:
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _columns(_records(read_records(self.directory / "metrics.jsonl"), history.find_step_limits(documents)))
+        return _build_columns(
+            _merge_records(read_records(self.directory / "metrics.jsonl"), history.find_step_limits(documents))
+        )
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.
@@ -339,7 +341,7 @@ def open_run(directory: str | os.PathLike[str]) -> SavedRun:
     return run
 
 
-def _attempt(document: Mapping[str, Any]) -> AttemptRecord:
+def _parse_attempt(document: Mapping[str, Any]) -> AttemptRecord:
     return AttemptRecord(
         number=int(document["attempt"]),
         kind=str(document.get("kind") or ""),
@@ -353,9 +355,9 @@ def _attempt(document: Mapping[str, Any]) -> AttemptRecord:
     )
 
 
-def _result(directory: Path) -> Result:
+def _build_result(directory: Path) -> Result:
     values, _ = read_result(directory)
-    own: dict[str, Any] = {name: values.get(name) for name in RESULT}
+    figures: dict[str, Any] = {name: values.get(name) for name in RESULT_FIGURES}
     return Result(
         directory=directory,
         finished=bool(values.get("finished")),
@@ -364,17 +366,17 @@ def _result(directory: Path) -> Result:
         checkpoint=Path(values["checkpoint"]) if values.get("checkpoint") else None,
         science_id=str(values.get("science_id") or ""),
         values=values,
-        **own,
+        **figures,
     )
 
 
-RESULT = (
+RESULT_FIGURES = (
     "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
 )  # fmt: skip
 """Numbers of result.json that `Result` has as they are."""
 
 
-def _records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) -> list[Mapping[str, Any]]:
+def _merge_records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) -> list[Mapping[str, Any]]:
     """One record per step, with all that the last attempt which did the step recorded of it."""
     steps: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -386,25 +388,25 @@ def _records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) ->
     return [steps[step] for step in sorted(steps)]
 
 
-def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+def _build_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(["step", *(name for record in records for name in record)])
-    found = {name: [record.get(name) for record in records] for name in names}
-    return {name: _column(values) for name, values in found.items() if not any(map(_is_nested, values))}
+    columns = {name: [record.get(name) for record in records] for name in names}
+    return {name: _build_column(values) for name, values in columns.items() if not any(map(_is_nested, values))}
 
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, (list, dict))
 
 
-def _column(values: Sequence[Any]) -> NDArray[Any]:
+def _build_column(values: Sequence[Any]) -> NDArray[Any]:
     if any(isinstance(value, str) for value in values):
         return np.array(["" if value is None else str(value) for value in values])
     if all(type(value) is int and abs(value) < 2**63 for value in values):
         return np.array(values, dtype=np.int64)
-    return np.array([_number(value) for value in values], dtype=np.float64)
+    return np.array([_to_float(value) for value in values], dtype=np.float64)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     """A number of a record; NaN for what is missing, and for what no float can be."""
     try:
         return math.nan if value is None else float(value)
@@ -430,6 +432,6 @@ def compare(
     Raises:
         ConfigError: for a directory without runs, a value out of range, and a baseline that is none of the variants.
     """
-    given = settings.build(CompareSettings, {"baseline": baseline, "margin": margin, "target": target})
-    several = [directories] if isinstance(directories, (str, os.PathLike)) else directories
-    return comparison.compare(several, comparison.Options(given.baseline, given.margin, given.target))
+    options = settings.build(CompareSettings, {"baseline": baseline, "margin": margin, "target": target})
+    folders = [directories] if isinstance(directories, (str, os.PathLike)) else directories
+    return comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))

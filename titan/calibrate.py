@@ -35,7 +35,7 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 
 CPU_RANKS = 2
 """Ranks that measure communication on a CPU."""
-BUSY = 0.25
+BUSY_LOAD = 0.25
 """Load average above which measurements of a CPU are disturbed."""
 NO_LINK = "a layout of several devices needs link_gb_per_second and link_microseconds as well."
 
@@ -57,73 +57,73 @@ class Settings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     prepare_environment(os.environ)
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_calibration(words))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, HELP.format(settings=describe_settings(Settings))):
+def _run_calibration(words: list[str]) -> int:
+    if show_help(words, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = parse_arguments(Settings, given)
-    file = _file(settings.to)
+    settings = parse_arguments(Settings, words)
+    file = _check_file(settings.to)
     machine = devices.detect_machine("auto")
-    ranks = ranks_of(settings.ranks, machine)
+    ranks = choose_ranks(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
-    if busy := busy_cores():
+    if busy := count_busy_cores():
         print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
-    text = cluster_text(machine, _measured(machine, ranks), ranks)
-    _write(file, text)
+    text = format_cluster(machine, _measure_figures(machine, ranks), ranks)
+    _write_file(file, text)
     print(text, end="")
     print(f"written: {file}")
     return 0
 
 
-def busy_cores() -> float:
+def count_busy_cores() -> float:
     """Return how many cores other processes have kept busy in the last minute; 0 below a quarter of one."""
     load = os.getloadavg()[0]
-    return load if load > BUSY else 0.0
+    return load if load > BUSY_LOAD else 0.0
 
 
-def _file(to: str) -> Path:
+def _check_file(to: str) -> Path:
     file = Path(to).expanduser()
     if file.suffix != ".yaml":
         raise ConfigError(f"to={file}: is not a YAML file; give a name that ends in .yaml.")
     return file
 
 
-def ranks_of(given: int | str, machine: devices.Machine) -> int:
+def choose_ranks(ranks_setting: int | str, machine: devices.Machine) -> int:
     """Return the number of ranks that measure communication.
 
     Raises:
         ConfigError: for more ranks than GPUs.
     """
-    if given == "auto":
+    if ranks_setting == "auto":
         return CPU_RANKS if machine.device == "cpu" else machine.count
-    if machine.device == "cuda" and int(given) > machine.count:
+    if machine.device == "cuda" and int(ranks_setting) > machine.count:
         raise ConfigError(
-            f"ranks={given}: this machine has {machine.count} x {machine.name}, and each rank needs one; give "
+            f"ranks={ranks_setting}: this machine has {machine.count} x {machine.name}, and each rank needs one; give "
             f"ranks={machine.count} or ranks=auto."
         )
-    return int(given)
+    return int(ranks_setting)
 
 
-def _measured(machine: devices.Machine, ranks: int) -> dict[str, float]:
+def _measure_figures(machine: devices.Machine, ranks: int) -> dict[str, float]:
     """Return the figures by their names in `Hardware`."""
     import torch  # only now: --help and rejected command lines need not wait for it
 
     from titan.bench import calibration, step_figures
 
     torch.set_num_threads(machine.cores)
-    found = calibration.measure(torch.device(machine.device), machine.bf16_fast)
+    figures = calibration.measure(torch.device(machine.device), machine.bf16_fast)
     if ranks > 1:
-        found |= calibration.link_figures(ranks, machine.device)
+        figures |= calibration.link_figures(ranks, machine.device)
     if machine.device == "cpu":
-        found |= step_figures.step_figures(found, machine.cores, min(ranks, machine.cores))
-        found |= step_figures.layout_figures(found) if ranks > 1 else {}
-    return found
+        figures |= step_figures.step_figures(figures, machine.cores, min(ranks, machine.cores))
+        figures |= step_figures.layout_figures(figures) if ranks > 1 else {}
+    return figures
 
 
-def cluster_text(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:
+def format_cluster(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:
     """Return the file of a cluster with these figures."""
     lines = [f"# {machine.name}, measured by titan.calibrate.", f"device: {machine.device}"]
     if ranks == 1:
@@ -134,7 +134,7 @@ def cluster_text(machine: devices.Machine, figures: Mapping[str, float], ranks: 
     return "\n".join(lines) + "\n"
 
 
-def _write(file: Path, text: str) -> None:
+def _write_file(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, text)

@@ -37,7 +37,7 @@ Settings and their defaults:
 Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
 """
 PAGE = "compare.html"
-WIDE = 160
+DEFAULT_COLUMNS = 160
 """Columns without a terminal, as in a file."""
 
 
@@ -66,45 +66,48 @@ class Settings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_comparison(words))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, HELP.format(settings=describe_settings(Settings))):
+def _run_comparison(words: list[str]) -> int:
+    if show_help(words, HELP.format(settings=describe_settings(Settings))):
         return 0
-    directories, assignments = split(given)
+    directories, assignments = split_arguments(words)
     settings = parse_arguments(Settings, assignments)
-    _check(directories, settings.files() or ())
+    _check_paths(directories, settings.files() or ())
 
     from titan import api  # only now: rejected command lines and --help need not wait for numpy
     from titan.report.render import table
 
     comparison = api.compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
-    print(table.format_report(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
-    _write_all(comparison, Path(directories[0]), settings.files(), given)
+    print(
+        table.format_report(comparison, shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns, _uses_colours()),
+        end="",
+    )
+    _write_files(comparison, Path(directories[0]), settings.files(), words)
     return 0
 
 
-def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the directories and the KEY=VALUE arguments.
 
     The directory of a trial has an equals sign in its name: an argument whose key is not a setting is a directory if it
     exists as one.
     """
-    known = {field.name for field in fields(Settings)}
-    directories = [text for text in given if not _is_setting(text, known)]
-    return directories, [text for text in given if _is_setting(text, known)]
+    keys = {field.name for field in fields(Settings)}
+    directories = [text for text in words if not _is_setting(text, keys)]
+    return directories, [text for text in words if _is_setting(text, keys)]
 
 
-def _is_setting(text: str, known: set[str]) -> bool:
+def _is_setting(text: str, keys: set[str]) -> bool:
     key, equals, _ = text.partition("=")
-    if text.startswith("-") or (key in known and equals):
+    if text.startswith("-") or (key in keys and equals):
         return True
     return bool(equals) and key.isidentifier() and not Path(text).is_dir()
 
 
-def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
+def _check_paths(directories: Sequence[str], files: Sequence[Path]) -> None:
     """Raise ConfigError when something can't be read or written, before any work."""
     if not directories:
         raise ConfigError(
@@ -117,22 +120,22 @@ def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
         if file.suffix not in _WRITERS:
             raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(_WRITERS)}.")
         if file.is_dir() or not file.parent.is_dir():
-            what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-            raise ConfigError(f"to={file}: {what}; give another file.")
+            problem = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+            raise ConfigError(f"to={file}: {problem}; give another file.")
 
 
-def _colourful() -> bool:
+def _uses_colours() -> bool:
     """Return whether to use colours: on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None, given: Sequence[str]) -> None:
+def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | None, words: Sequence[str]) -> None:
     """Write the files; the default page may fail, as in a directory without write permission."""
-    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *given])}"
+    provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *words])}"
     print()
-    for file in [first / PAGE] if files is None else files:
+    for file in [folder / PAGE] if files is None else files:
         try:
-            file.write_text(_WRITERS[file.suffix](comparison, made), encoding="utf-8")
+            file.write_text(_WRITERS[file.suffix](comparison, provenance), encoding="utf-8")
             print(f"written: {file}")
         except OSError as error:
             if files is not None:
@@ -140,35 +143,35 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
             print(f"not written: {file} ({error.strerror}); give another file with to=FILE.")
 
 
-def _html(comparison: Comparison, made: str) -> str:
+def _render_html(comparison: Comparison, provenance: str) -> str:
     from titan.report.render.html import render_page
 
-    return render_page(comparison, made)
+    return render_page(comparison, provenance)
 
 
-def _markdown(comparison: Comparison, made: str) -> str:
+def _render_markdown(comparison: Comparison, provenance: str) -> str:
     from titan.report.render.markdown import format_markdown
 
-    return f"{format_markdown(comparison)}\n`{made}`\n"
+    return f"{format_markdown(comparison)}\n`{provenance}`\n"
 
 
-def _csv(comparison: Comparison, made: str) -> str:
+def _render_csv(comparison: Comparison, provenance: str) -> str:
     from titan.report.export import format_csv
 
     return format_csv(comparison)
 
 
-def _json(comparison: Comparison, made: str) -> str:
+def _render_json(comparison: Comparison, provenance: str) -> str:
     from titan.report.export import format_json
 
     return format_json(comparison)
 
 
 _WRITERS: dict[str, Callable[[Comparison, str], str]] = {
-    ".html": _html,
-    ".md": _markdown,
-    ".csv": _csv,
-    ".json": _json,
+    ".html": _render_html,
+    ".md": _render_markdown,
+    ".csv": _render_csv,
+    ".json": _render_json,
 }
 
 

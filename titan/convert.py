@@ -26,12 +26,12 @@ from titan.errors import ConfigError, RunError, exit_code
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
 
-NAMES = {"TitanFormat": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
+FORMAT_NAMES = {"TitanFormat": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
 MARK = ".titan-convert"
 """The marker file of a folder whose conversion is not finished."""
-COUNTS = ("config.json", "params.json", "manifest.json")
+VALIDITY_FILES = ("config.json", "params.json", "manifest.json")
 """The file that makes a folder valid, in each format."""
-WRITTEN = (
+WRITTEN_PATTERNS = (
     "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.tmp",
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", ".*.part",
@@ -76,50 +76,50 @@ Exit codes: 0 done, 1 failed, 2 invalid input (the message says what to change),
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(words))
+    return exit_code(lambda: _run_conversion(words))
 
 
-def _main(words: list[str]) -> int:
+def _run_conversion(words: list[str]) -> int:
     if show_help(words, HELP):
         return 0
-    chosen = parse_arguments(Convert, words)
-    target = Path(chosen.to).expanduser().absolute()
-    _check_target(chosen, target)
-    began = time.monotonic()
-    weights, files = convert(chosen, target)
-    _report(weights, chosen, files, time.monotonic() - began)
+    settings = parse_arguments(Convert, words)
+    target = Path(settings.to).expanduser().absolute()
+    _check_target(settings, target)
+    started = time.monotonic()
+    weights, files = convert_weights(settings, target)
+    _print_report(weights, settings, files, time.monotonic() - started)
     return 0
 
 
-def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
+def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
     from titan.weights.formats import open_weights, verify
 
-    weights = open_weights(chosen.from_, "from")
+    weights = open_weights(settings.from_, "from")
     verify(weights, "from")
-    _check_apart(Path(weights.path), target, chosen)
-    names, size, write = _plan(weights, chosen, target)
+    _check_apart(Path(weights.path), target, settings)
+    names, size, write = _plan_files(weights, settings, target)
     _check_space(target, size)
-    _begin(target)
+    _mark_target(target)
     try:
-        with bar(size) as show:
+        with show_progress(size) as show:
             write(show)
         (target / MARK).unlink()
     except OSError as error:
         raise RunError(
-            f"to={chosen.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
+            f"to={settings.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
         ) from error
     return weights, [target / name for name in names]
 
 
-def _plan(
-    weights: Weights, chosen: Convert, target: Path
+def _plan_files(
+    weights: Weights, settings: Convert, target: Path
 ) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
     """Return the names of the tensor files, their total bytes, and a function that writes them."""
     from titan.weights import export, save
 
-    limit, dtype = int(chosen.shard_gb * 10**9), chosen.dtype
-    if chosen.format == "titan":
+    limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
+    if settings.format == "titan":
         groups = save.files_of(weights, dtype, limit)
         size = sum(sum(group.values()) for group in groups.values())
         return (
@@ -127,41 +127,41 @@ def _plan(
             size,
             lambda show: save.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show),
         )
-    how: Any = {"format": chosen.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": chosen.meta_ranks}
-    export.check_export(weights.model, chosen.format, chosen.meta_ranks)
-    files = export.files_of(weights, **how)
+    options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
+    export.check_export(weights.model, settings.format, settings.meta_ranks)
+    files = export.files_of(weights, **options)
 
     def write(show: Callable[[int], None]) -> None:
-        export.export(weights, target, **how, progress=show)
-        export.finish(weights, target, **how)
+        export.export(weights, target, **options, progress=show)
+        export.finish(weights, target, **options)
 
     return [file.name for file in files], sum(file.bytes for file in files), write
 
 
-def _check_target(chosen: Convert, target: Path) -> None:
+def _check_target(settings: Convert, target: Path) -> None:
     """Raise ConfigError when the target can't be written, before anything is read."""
-    if chosen.meta_ranks > 1 and chosen.format != "meta":
-        raise ConfigError(f"meta_ranks={chosen.meta_ranks}: applies to format=meta only; remove it.")
-    source = Path(chosen.from_).expanduser().absolute()
+    if settings.meta_ranks > 1 and settings.format != "meta":
+        raise ConfigError(f"meta_ranks={settings.meta_ranks}: applies to format=meta only; remove it.")
+    source = Path(settings.from_).expanduser().absolute()
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"to={chosen.to}: is a file; name a folder.")
+        raise ConfigError(f"to={settings.to}: is a file; name a folder.")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"to={chosen.to}: is inside from={chosen.from_}; choose a folder outside of it.")
-    begun = (target / MARK).exists()
-    if target.is_dir() and any(target.iterdir()) and not (begun or chosen.overwrite):
-        raise ConfigError(f"to={chosen.to}: is not empty; choose another folder, or give overwrite=true.")
+        raise ConfigError(f"to={settings.to}: is inside from={settings.from_}; choose a folder outside of it.")
+    is_marked = (target / MARK).exists()
+    if target.is_dir() and any(target.iterdir()) and not (is_marked or settings.overwrite):
+        raise ConfigError(f"to={settings.to}: is not empty; choose another folder, or give overwrite=true.")
 
 
-def _check_apart(source: Path, target: Path, chosen: Convert) -> None:
+def _check_apart(source: Path, target: Path, settings: Convert) -> None:
     """Raise ConfigError when the target is the source."""
     if source.resolve() == target.resolve():
-        raise ConfigError(f"to={chosen.to}: is the folder of from={chosen.from_}; choose another folder.")
+        raise ConfigError(f"to={settings.to}: is the folder of from={settings.from_}; choose another folder.")
 
 
 def _check_space(target: Path, size: int) -> None:
     """Raise ConfigError when the disk is too small; files to be replaced count as free space."""
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
-    replaced = sum(file.stat().st_size for pattern in WRITTEN for file in target.glob(pattern))
+    replaced = sum(file.stat().st_size for pattern in WRITTEN_PATTERNS for file in target.glob(pattern))
     free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
@@ -170,14 +170,14 @@ def _check_space(target: Path, size: int) -> None:
         )
 
 
-def _begin(target: Path) -> None:
+def _mark_target(target: Path) -> None:
     """Write the marker file, then remove the files that make the folder valid and those that will be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / MARK).touch()
-        for name in COUNTS:
+        for name in VALIDITY_FILES:
             (target / name).unlink(missing_ok=True)
-        for pattern in WRITTEN:
+        for pattern in WRITTEN_PATTERNS:
             for file in target.glob(pattern):
                 file.unlink()
     except OSError as error:
@@ -185,7 +185,7 @@ def _begin(target: Path) -> None:
 
 
 @contextmanager
-def bar(size: int) -> Iterator[Callable[[int], None]]:
+def show_progress(size: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds written bytes to a progress bar of `size`, on a terminal with tqdm installed."""
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -195,15 +195,15 @@ def bar(size: int) -> Iterator[Callable[[int], None]]:
     except ImportError:
         yield lambda _: None
         return
-    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as shown:
+    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as progress_bar:
 
-        def show(done: int) -> None:
-            shown.update(done)
+        def show(written_bytes: int) -> None:
+            progress_bar.update(written_bytes)
 
         yield show
 
 
-def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float) -> None:
+def _print_report(weights: Weights, settings: Convert, files: list[Path], seconds: float) -> None:
     parameters = sum(math.prod(shape) for shape in weights.shapes.values())
     kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
     size = sum(file.stat().st_size for file in files)
@@ -211,9 +211,9 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
     print("converted:")
     table(
         {
-            "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
+            "from": f"{settings.from_}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",
-            "to": f"{chosen.to}: {chosen.format}, {chosen.dtype}",
+            "to": f"{settings.to}: {settings.format}, {settings.dtype}",
             "files": f"{len(files):,}, {report.format_bytes(size)}",
             "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
@@ -222,7 +222,7 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
 
 
 def cli() -> None:
-    """The console script `titan-convert`."""
+    """The console script `titan-convert_weights`."""
     output.run(main)
 
 

@@ -36,15 +36,15 @@ _EXHAUSTED = {
 }
 
 
-def machine_error(error: BaseException) -> str | None:
+def describe_machine_error(error: BaseException) -> str | None:
     """Return the sentence about a resource that this machine lacks; None for errors of other kinds, such as bugs."""
     if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
         return None
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
+    prefix = f"{error.filename}: " if error.filename else ""
+    return f"{prefix}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
-def own_code_error(error: BaseException, packages: Sequence[str] | None = None) -> str | None:
+def find_own_code_error(error: BaseException, packages: Sequence[str] | None = None) -> str | None:
     """Return where a user's own code raised an error, and the error.
 
     Such as "mine/lion.py:12 in step (TypeError: ...)"; None where no such code was running.
@@ -53,23 +53,31 @@ def own_code_error(error: BaseException, packages: Sequence[str] | None = None) 
         error: with its traceback.
         packages: the user's; None: all that is neither titan's nor installed.
     """
-    here = Path(__file__).resolve().parent
-    known = (here, here.parent / "launchers", *map(Path, set(sysconfig.get_paths().values())))
-    walked = list(traceback.walk_tb(error.__traceback__))
+    package_folder = Path(__file__).resolve().parent
+    excluded_folders = (
+        package_folder,
+        package_folder.parent / "launchers",
+        *map(Path, set(sysconfig.get_paths().values())),
+    )
+    walked_frames = list(traceback.walk_tb(error.__traceback__))
     if packages is not None:
-        walked = [(f, n) for f, n in walked if str(f.f_globals.get("__name__")).partition(".")[0] in packages]
-    frames = traceback.StackSummary.extract(iter(walked))
+        walked_frames = [
+            (f, n) for f, n in walked_frames if str(f.f_globals.get("__name__")).partition(".")[0] in packages
+        ]
+    frames = traceback.StackSummary.extract(iter(walked_frames))
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
-    own = [frame for frame in frames if os.path.isfile(frame.filename) and not _below(frame.filename, known)]
-    if not own:
+    own_frames = [
+        frame for frame in frames if os.path.isfile(frame.filename) and not _is_below(frame.filename, excluded_folders)
+    ]
+    if not own_frames:
         return None
-    said = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
-    where = f" in {own[-1].name}" if own[-1].name.isidentifier() else ""
-    return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}{where} ({said})"
+    description = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    function = f" in {own_frames[-1].name}" if own_frames[-1].name.isidentifier() else ""
+    return f"{os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}{function} ({description})"
 
 
-def _below(file: str, folders: tuple[Path, ...]) -> bool:
+def _is_below(file: str, folders: tuple[Path, ...]) -> bool:
     return any(folder in Path(file).resolve().parents for folder in folders)
 
 
@@ -94,10 +102,10 @@ def exit_code(body: Callable[[], int]) -> int:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
     except Exception as error:
-        if (sentence := machine_error(error)) is not None:
+        if (sentence := describe_machine_error(error)) is not None:
             print(f"titan: {sentence}", file=sys.stderr)
             return 1
-        if (found := own_code_error(error)) is None:
+        if (location := find_own_code_error(error)) is None:
             raise
-        print(f"titan: your code failed: {safe(found)}; correct it.", file=sys.stderr)
+        print(f"titan: your code failed: {safe(location)}; correct it.", file=sys.stderr)
         return 2

@@ -37,28 +37,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(words))
+    return exit_code(lambda: _run_evaluation(words))
 
 
-def _main(words: list[str]) -> int:
+def _run_evaluation(words: list[str]) -> int:
     if show_help(words, HELP):
         return 0
-    own, overrides = split_words(words)
-    settings = parse_arguments(Settings, own)
+    settings_words, overrides = split_words(words)
+    settings = parse_arguments(Settings, settings_words)
     _check_paths(settings)
     from launchers.command import compose_single
-    from launchers.scratch import scratch
+    from launchers.scratch import make_scratch_folder
     from titan.weights.formats import open_weights  # only now: errors need not wait for torch
 
-    with scratch() as folder:
+    with make_scratch_folder() as folder:
         job = plan_evaluation(settings, overrides, folder, compose_single, open_weights)
-        code = _run(job)
+        code = _run_job(job)
         if code:
             return code
-        found = read_result(job)
-    _show(found)
+        figures = read_result(job)
+    _print_table(figures)
     if settings.to:
-        _write(settings, {"from": settings.from_, **describe_job(job), "results": found})
+        _write_results(settings, {"from": settings.from_, **describe_job(job), "results": figures})
     return 0
 
 
@@ -68,15 +68,15 @@ def _check_paths(settings: Settings) -> None:
         raise ConfigError(f"from={settings.from_}: there is no such directory; correct the path.")
     target = Path(settings.to or "x").expanduser()
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
-        raise ConfigError(f"to={settings.to}: {what}; give another file.")
+        problem = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise ConfigError(f"to={settings.to}: {problem}; give another file.")
 
 
-def _run(job: EvaluationJob) -> int:
+def _run_job(job: EvaluationJob) -> int:
     """Run the ranks, and return their exit code."""
     ranks = job.run.layout.devices
-    what = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
-    print(f"titan: {what}, {job.run.layout}", file=sys.stderr)
+    source = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
+    print(f"titan: {source}, {job.run.layout}", file=sys.stderr)
     if ranks == 1:
         from titan.cluster.rank_info import RankInfo
         from titan.training.evaluation.worker import work
@@ -87,23 +87,23 @@ def _run(job: EvaluationJob) -> int:
     return run_ranks(job, ranks, Path(job.run.directory), module="titan.training.evaluation.rank")
 
 
-def _show(found: Mapping[str, Mapping[str, float]]) -> None:
+def _print_table(figures: Mapping[str, Mapping[str, float]]) -> None:
     """Print a table: a line for each figure, a column for the weights and for each average."""
-    names = [key for key in found["weights"] if not key.endswith(("_low", "_high"))]
+    names = [key for key in figures["weights"] if not key.endswith(("_low", "_high"))]
     width = max(map(len, names))
-    print(f"{'':<{width}}  " + "  ".join(f"{kind:>26}" for kind in found))
+    print(f"{'':<{width}}  " + "  ".join(f"{kind:>26}" for kind in figures))
     for name in names:
-        cells = "  ".join(f"{_cell(of, name):>26}" for of in found.values())
+        cells = "  ".join(f"{_format_cell(column, name):>26}" for column in figures.values())
         print(f"{name.removeprefix('evaluation/'):<{width}}  {cells}")
 
 
-def _cell(of: Mapping[str, float], name: str) -> str:
+def _format_cell(column: Mapping[str, float], name: str) -> str:
     """Return a figure with its interval."""
-    value = f"{of[name]:.4g}"
-    return f"{value} [{of[f'{name}_low']:.4g}, {of[f'{name}_high']:.4g}]" if f"{name}_low" in of else value
+    value = f"{column[name]:.4g}"
+    return f"{value} [{column[f'{name}_low']:.4g}, {column[f'{name}_high']:.4g}]" if f"{name}_low" in column else value
 
 
-def _write(settings: Settings, content: Mapping[str, Any]) -> None:
+def _write_results(settings: Settings, content: Mapping[str, Any]) -> None:
     try:
         write_atomic(Path(str(settings.to)).expanduser(), json.dumps(content, indent=1) + "\n")
     except OSError as error:

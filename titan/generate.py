@@ -35,15 +35,15 @@ _PREFIX = "parallelism."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_generation(words))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, HELP.format(settings=describe_settings(Settings))):
+def _run_generation(words: list[str]) -> int:
+    if show_help(words, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = parse_arguments(Settings, [argument for argument in given if not argument.startswith(_PREFIX)])
-    layout = _layout([argument for argument in given if argument.startswith(_PREFIX)])
+    settings = parse_arguments(Settings, [argument for argument in words if not argument.startswith(_PREFIX)])
+    layout = _parse_layout([argument for argument in words if argument.startswith(_PREFIX)])
     texts = settings.read_texts()
     _check_paths(settings)
     if settings.output:
@@ -61,16 +61,16 @@ def _main(given: list[str]) -> int:
         from titan.generation.worker import work
 
         return work(job, RankInfo())
-    from launchers.scratch import scratch
+    from launchers.scratch import make_scratch_folder
     from launchers.supervisor import run_ranks
 
-    with scratch() as folder:
+    with make_scratch_folder() as folder:
         return run_ranks(job, layout.devices, folder, module="titan.generation.rank")
 
 
-def _layout(given: list[str]) -> Layout:
+def _parse_layout(words: list[str]) -> Layout:
     try:
-        degrees = parse_arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
+        degrees = parse_arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in words])
     except ConfigError as error:
         raise ConfigError(f"{_PREFIX}{error}") from None
     return degrees.build_layout()
@@ -83,8 +83,8 @@ def _check_paths(settings: Settings) -> None:
         raise ConfigError(f"from={settings.from_}: there is no such directory; correct the path.")
     output = Path(settings.output or "x").expanduser()
     if output.is_dir() or not output.parent.is_dir():
-        what = "is a directory" if output.is_dir() else f"there is no directory {output.parent}"
-        raise ConfigError(f"output={settings.output}: {what}; give another file.")
+        problem = "is a directory" if output.is_dir() else f"there is no directory {output.parent}"
+        raise ConfigError(f"output={settings.output}: {problem}; give another file.")
 
 
 def cli() -> None:

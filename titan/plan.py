@@ -68,7 +68,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputSettings:
     """Where `python -m titan.plan` writes to."""
 
     to: str | tuple[str, ...] | None = setting(
@@ -83,23 +83,23 @@ class Output:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_planning(words))
 
 
-def _main(given: list[str]) -> int:
-    help_text = HELP.format(settings=f"{describe_settings(Settings, PREFIX)}\n{describe_settings(Output)}")
-    if show_help([g for g in given if g in ("-h", "--help", "--version")], help_text):
+def _run_planning(words: list[str]) -> int:
+    help_text = HELP.format(settings=f"{describe_settings(Settings, PREFIX)}\n{describe_settings(OutputSettings)}")
+    if show_help([g for g in words if g in ("-h", "--help", "--version")], help_text):
         return 0
-    settings = parse_arguments(Settings, [text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX)])
-    files = parse_arguments(Output, [text for text in given if text.startswith(TO)]).files()
+    settings = parse_arguments(Settings, [text.removeprefix(PREFIX) for text in words if text.startswith(PREFIX)])
+    files = parse_arguments(OutputSettings, [text for text in words if text.startswith(TO)]).files()
     _check_files(files)
-    rest = [text for text in given if not text.startswith((PREFIX, TO))]
-    made = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *given]))}"
+    rest = [text for text in words if not text.startswith((PREFIX, TO))]
+    provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *words]))}"
     return plan_command(
         rest,
-        lambda run: _plan(run, settings, files, tuple(map(redact, rest)), made),
-        lambda trials: _plan_trials(trials, settings, files, made),
+        lambda run: _plan_run(run, settings, files, tuple(map(redact, rest)), provenance),
+        lambda trials: _plan_trials(trials, settings, files, provenance),
     )
 
 
@@ -109,33 +109,35 @@ def _check_files(files: Sequence[Path]) -> None:
         if file.suffix not in FORMATS:
             raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(FORMATS)}.")
         if file.is_dir() or not file.parent.is_dir():
-            what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-            raise ConfigError(f"to={file}: {what}; give another file.")
+            problem = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+            raise ConfigError(f"to={file}: {problem}; give another file.")
         if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
             raise ConfigError(f"to={file}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
 
 
-def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str, ...], made: str) -> int:
+def _plan_run(run: Run, settings: Settings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str) -> int:
     def accepts(candidate: search.LayoutCandidate) -> bool:
-        return _accepted(run, candidate)
+        return _is_accepted(run, candidate)
 
     planned = estimate.build_plan(run, run.layout, run.microbatches, run.machine)
-    fitted = _fit(run, settings.fit) if settings.fit is not None else None
-    planned, factors = (fitted.refine_plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
+    refinement = _fit_runs(run, settings.fit) if settings.fit is not None else None
+    planned, factors = (refinement.refine_plan(planned), refinement.factors) if refinement else (planned, UNCHANGED)
     changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
-    found = None
+    search_result = None
     if settings.search:
-        found = search.search_layouts(
+        search_result = search.search_layouts(
             run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts, factors=factors
         )
-    traced = _trace(run, settings) if settings.trace else None
-    outcome = PlanOutcome(run, planned, changes, found, given, traced, fitted)
+    traced = _trace_step(run, settings) if settings.trace else None
+    outcome = PlanOutcome(run, planned, changes, search_result, overrides, traced, refinement)
     print(plan_text.format_plan(outcome), end="")
-    _write_all(files, {".json": lambda: plan_text.build_plan_data(outcome), ".html": lambda: _page(outcome, made)})
+    _write_files(
+        files, {".json": lambda: plan_text.build_plan_data(outcome), ".html": lambda: _render_page(outcome, provenance)}
+    )
     return 0
 
 
-def _fit(run: Run, source: str) -> Refinement:
+def _fit_runs(run: Run, source: str) -> Refinement:
     """Return what the user's own runs ask for, and print it.
 
     Raises:
@@ -144,37 +146,40 @@ def _fit(run: Run, source: str) -> Refinement:
     from titan.report import own_runs  # only now: a plan without it need not wait for numpy
 
     runs = own_runs.read(source, run)
-    fitted = runs.fit_refinement()
-    print(own_runs.format_fit(runs, fitted))
-    return fitted
+    refinement = runs.fit_refinement()
+    print(own_runs.format_fit(runs, refinement))
+    return refinement
 
 
-def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
+def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Path], provenance: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
     plans = [estimate.build_plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     if settings.fit is not None:
-        plans = _refined(trials, plans, settings.fit)
+        plans = _refine_plans(trials, plans, settings.fit)
     labels = [t.label for t in trials]
     print(plan_text.format_grid(labels, plans), end="")
-    _write_all(
+    _write_files(
         files,
-        {".json": lambda: plan_text.build_grid_data(labels, plans), ".html": lambda: _grid_page(labels, plans, made)},
+        {
+            ".json": lambda: plan_text.build_grid_data(labels, plans),
+            ".html": lambda: _render_sweep_page(labels, plans, provenance),
+        },
     )
     return [0] * len(trials)
 
 
-def _refined(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
+def _refine_plans(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
     """Return the plans of trials, refined by the user's own runs of the same kind."""
     fits: dict[tuple[str, ...], Refinement] = {}
     for trial in trials:
-        if _kind(trial.run) not in fits:
-            fits[_kind(trial.run)] = _fit(trial.run, source)
-    return [fits[_kind(trial.run)].refine_plan(planned) for trial, planned in zip(trials, plans, strict=True)]
+        if _build_fit_key(trial.run) not in fits:
+            fits[_build_fit_key(trial.run)] = _fit_runs(trial.run, source)
+    return [fits[_build_fit_key(trial.run)].refine_plan(planned) for trial, planned in zip(trials, plans, strict=True)]
 
 
-def _kind(run: Run) -> tuple[str, ...]:
+def _build_fit_key(run: Run) -> tuple[str, ...]:
     """Return what decides which runs refine a prediction, and their own: device, compute type and its hardware."""
     return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
 
@@ -189,18 +194,18 @@ def describe_trials(trials: Sequence[Trial]) -> str:
             planned.append((trial, estimate.build_plan(run, run.layout, run.microbatches, run.machine)))
         except ConfigError as error:
             missing[f"no plan: {error}"] = None
-    return "\n".join([_short(planned, alone=len(trials) == 1), *missing]).strip() + "\n"
+    return "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
 
 
-def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
+def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bool) -> str:
     if not planned:
         return ""
-    if alone:
+    if is_single:
         return plan_text.format_plan(PlanOutcome(planned[0][0].run, planned[0][1]))
     return plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
-def _trace(run: Run, settings: Settings) -> TracedStep:
+def _trace_step(run: Run, settings: Settings) -> TracedStep:
     prepare_environment(os.environ)
     from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
 
@@ -210,33 +215,33 @@ def _trace(run: Run, settings: Settings) -> TracedStep:
     return trace_run(run, speeds, full=settings.whole)
 
 
-def _page(outcome: PlanOutcome, made: str) -> str:
+def _render_page(outcome: PlanOutcome, provenance: str) -> str:
     from titan.report.render.plan_html import render_page
 
     run = outcome.run
     rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
     steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
-    return render_page(outcome, rank, steps, made)
+    return render_page(outcome, rank, steps, provenance)
 
 
-def _grid_page(labels: Sequence[str], plans: Sequence[estimate.Plan], made: str) -> str:
+def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], provenance: str) -> str:
     from titan.report.render.plan_html import render_grid_page
 
-    return render_grid_page(labels, plans, made)
+    return render_grid_page(labels, plans, provenance)
 
 
-def _accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
+def _is_accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
     try:
-        resolve(changed, run.machine, run.directory, elsewhere=True)
+        resolve(changed, run.machine, run.directory, remote=True)
     except ConfigError:
         return False
     return True
 
 
-def _write_all(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:
+def _write_files(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:
     """Write each file with what its format takes: text, or plain data as JSON."""
     for file in files:
         content = contents[file.suffix]()

@@ -41,33 +41,35 @@ Exit codes: 0 done, 1 failed (a process was killed), 2 invalid input (the messag
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(arguments))
+    return exit_code(lambda: _run_preparation(arguments))
 
 
-def _main(arguments: list[str]) -> int:
+def _run_preparation(arguments: list[str]) -> int:
     if show_help(arguments, HELP):
         return 0
-    own = {"--verify", "--dry-run"} & set(arguments)
-    recipe = compose.recipe([argument for argument in arguments if argument not in own])
+    flags = {"--verify", "--dry-run"} & set(arguments)
+    recipe = compose.compose_recipe([argument for argument in arguments if argument not in flags])
     recipe.dataset.check()
     for name, dataset in recipe.dataset.corpora().items():
         if isinstance(dataset, Prepared):
             print(f"{name}: already prepared, in {safe(dataset.path)}")
             continue
-        _prepare(name, dataset, verify="--verify" in own, dry="--dry-run" in own)
+        _prepare_corpus(name, dataset, verify="--verify" in flags, dry="--dry-run" in flags)
     return 0
 
 
-def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
-    found = survey_dataset(dataset)
-    done = "complete" if found.complete else f"{found.finished:,} of them done"
+def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
+    summary = survey_dataset(dataset)
+    completion = "complete" if summary.complete else f"{summary.finished:,} of them done"
     print(f"{name}:")
     table(
         {
-            "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.format_bytes(found.bytes)}",
-            "shards": f"{found.shards:,}, {done}",
-            "tokenizer": found.tokenizer,
-            "folder": os.path.relpath(found.folder) if found.folder.is_relative_to(Path.cwd()) else str(found.folder),
+            "source": f"{summary.source}: {summary.parts:,} part{'s' * (summary.parts != 1)}, {report.format_bytes(summary.bytes)}",
+            "shards": f"{summary.shards:,}, {completion}",
+            "tokenizer": summary.tokenizer,
+            "folder": os.path.relpath(summary.folder)
+            if summary.folder.is_relative_to(Path.cwd())
+            else str(summary.folder),
         }
     )
     if dry:

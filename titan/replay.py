@@ -43,30 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(words))
+    return exit_code(lambda: _run_replay(words))
 
 
-def _main(words: list[str]) -> int:
+def _run_replay(words: list[str]) -> int:
     if show_help(words, HELP):
         return 0
-    name, settings, overrides = parse(words)
+    name, settings, overrides = parse_words(words)
     _check_output(settings)
-    from launchers.scratch import scratch
+    from launchers.scratch import make_scratch_folder
 
-    with scratch() as folder:
-        sides = _plans(name, settings, overrides, folder)
-        seen: list[ReplayedStep] = []
+    with make_scratch_folder() as folder:
+        sides = _plan_replays(name, settings, overrides, folder)
+        observations: list[ReplayedStep] = []
         for index, side in enumerate(sides):
-            side = _after(side, sides[0], settings) if index and not _is_run(settings.against) else side
-            code, found = _replay(side, settings, save=index == 0 and len(sides) > 1)
-            if found is None:
+            side = _align_start(side, sides[0], settings) if index and not _is_run(settings.against) else side
+            code, observation = _run_side(side, settings, save=index == 0 and len(sides) > 1)
+            if observation is None:
                 return code
-            seen.append(found)
-    _show(name, settings, sides, seen)
+            observations.append(observation)
+    _print_report(name, settings, sides, observations)
     return 0
 
 
-def parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
+def parse_words(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
     """Return the run, the settings, and the overrides of the run.
 
     Raises:
@@ -74,18 +74,22 @@ def parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
     """
     runs = [word for word in words if "=" not in word]
     if len(runs) != 1:
-        given = " ".join(runs) or "nothing"
-        raise ConfigError(f"{given}: a replay needs the directory of one run; give RUN step=N, or see --help.")
-    known = {field.name for field in fields(Settings)}
-    own = [word for word in words if word.partition("=")[0] in known]
-    return runs[0], parse_arguments(Settings, own), [word for word in words if "=" in word and word not in own]
+        typed_runs = " ".join(runs) or "nothing"
+        raise ConfigError(f"{typed_runs}: a replay needs the directory of one run; give RUN step=N, or see --help.")
+    keys = {field.name for field in fields(Settings)}
+    settings_words = [word for word in words if word.partition("=")[0] in keys]
+    return (
+        runs[0],
+        parse_arguments(Settings, settings_words),
+        [word for word in words if "=" in word and word not in settings_words],
+    )
 
 
 def _check_output(settings: Settings) -> None:
     target = Path(settings.output or "x").expanduser()
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
-        raise ConfigError(f"output={settings.output}: {what}; give another file.")
+        problem = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise ConfigError(f"output={settings.output}: {problem}; give another file.")
 
 
 def _is_run(against: str | None) -> bool:
@@ -103,31 +107,33 @@ def _is_run(against: str | None) -> bool:
     return False
 
 
-def _plans(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[ReplayPlan]:
+def _plan_replays(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[ReplayPlan]:
     """Return the replay, and the one that it is compared with."""
     from launchers.command import compose_single
 
-    asked = [(name, list(overrides))]
+    requests = [(name, list(overrides))]
     if settings.against is not None:
-        other = _is_run(settings.against)
-        asked.append(
-            (settings.against, list(overrides)) if other else (name, [*overrides, *shlex.split(settings.against)])
+        is_run = _is_run(settings.against)
+        requests.append(
+            (settings.against, list(overrides)) if is_run else (name, [*overrides, *shlex.split(settings.against)])
         )
-    found = []
-    for index, (run, words) in enumerate(asked):
-        place = folder / f"replay-{index}"
-        place.mkdir()
-        found.append(plan_replay(run, settings, words, place, compose_single, _recorded(run, settings.step)))
-    return found
+    plans = []
+    for index, (run, words) in enumerate(requests):
+        replay_folder = folder / f"replay-{index}"
+        replay_folder.mkdir()
+        plans.append(
+            plan_replay(run, settings, words, replay_folder, compose_single, _read_recorded_step(run, settings.step))
+        )
+    return plans
 
 
-def _recorded(name: str, step: int) -> dict[str, Any]:
+def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
     """Return the run's line of a step; empty where it has none."""
     lines = read_records(Path(name).expanduser() / METRICS)
     return next((line for line in reversed(lines) if line.get("step") == step and "loss" in line), {})
 
 
-def _after(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPlan:
+def _align_start(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPlan:
     """Return the second replay, which begins with the weights that the first one has before the step."""
     step = settings.step - 1
     saved = manifest.folder_of(Path(first.run.directory), step)
@@ -137,7 +143,7 @@ def _after(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPla
     return replace(side, attempt=replace(side.attempt, checkpoint=str(saved), weights=None, step=step, rows=rows))
 
 
-def _replay(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, ReplayedStep | None]:
+def _run_side(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, ReplayedStep | None]:
     """Run the ranks of a replay; return their exit code and what they saw, None after an error."""
     job = ReplayJob(side.run, side.attempt, settings.step, settings.tokens, save)
     ranks, directory = side.run.layout.devices, Path(side.run.directory)
@@ -158,20 +164,22 @@ def _replay(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, Repl
     return 0, merge_ranks(read_rank_replays(directory, ranks), side.mix, first, settings.tokens)
 
 
-def _show(name: str, settings: Settings, sides: Sequence[ReplayPlan], seen: Sequence[ReplayedStep]) -> None:
-    for line in show.format_replay(seen[0], sides[0].recorded):
+def _print_report(
+    name: str, settings: Settings, sides: Sequence[ReplayPlan], observations: Sequence[ReplayedStep]
+) -> None:
+    for line in show.format_replay(observations[0], sides[0].recorded):
         print(line)
-    content = show.as_json(seen[0], sides[0].recorded)
-    if len(seen) > 1:
+    content = show.as_json(observations[0], sides[0].recorded)
+    if len(observations) > 1:
         limit = settings.tolerance or choose_tolerance(*(side.run.precision for side in sides))
-        found = compare_replays(seen[0], seen[1])
+        step_differences = compare_replays(observations[0], observations[1])
         print()
         labels = name[-22:], str(settings.against)[-22:]
-        for line in show.format_differences(labels, seen[0], seen[1], found, limit):
+        for line in show.format_differences(labels, observations[0], observations[1], step_differences, limit):
             print(line)
-        content["against"] = show.as_json(seen[1], sides[1].recorded)
-        content["differences"] = {"/".join(d.key): d.relative for d in found}
-        content["verdict"] = show.format_verdict(found, limit)
+        content["against"] = show.as_json(observations[1], sides[1].recorded)
+        content["differences"] = {"/".join(d.key): d.relative for d in step_differences}
+        content["verdict"] = show.format_verdict(step_differences, limit)
     if settings.output:
         try:
             write_atomic(Path(settings.output).expanduser(), show.to_text(content))

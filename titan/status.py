@@ -26,8 +26,8 @@ from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError, exit_code
 from titan.metrics.schema import WARM
 from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
-from titan.run.prediction import of_document
-from titan.sweep.ledger import ENDED, State, SweepSpec, SweepState, TrialState
+from titan.run.prediction import parse_document
+from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
 """Move to the terminal's first line, and clear what is below."""
@@ -56,41 +56,41 @@ class Status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the state of a sweep or a run; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_status(words))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, f"{HEAD}\n{describe_settings(Status)}"):
+def _run_status(words: list[str]) -> int:
+    if show_help(words, f"{HEAD}\n{describe_settings(Status)}"):
         return 0
-    if not given:
+    if not words:
         raise ConfigError("no directory given: give that of a run or a sweep, as in python -m titan.status runs/NAME.")
-    return _show(Path(given[0]), parse_arguments(Status, given[1:]))
+    return _show_status(Path(words[0]), parse_arguments(Status, words[1:]))
 
 
-def _show(directory: Path, how: Status) -> int:
-    watch = sys.stdout.isatty() if how.watch is None else how.watch
+def _show_status(directory: Path, settings: Status) -> int:
+    watch = sys.stdout.isatty() if settings.watch is None else settings.watch
     while True:
-        sweep = read_state(directory) or single_run(directory)
+        sweep = read_state(directory) or read_single_run(directory)
         if sweep is None:
             raise ConfigError(
                 f"{directory}: holds neither a run nor a sweep; give the directory of one, such as runs/NAME."
             )
-        text = "\n".join(lines(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
+        text = "\n".join(format_table(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
-        if not watch or all(trial.state in ENDED for trial in sweep.trials):
+        if not watch or all(trial.state in ENDED_STATES for trial in sweep.trials):
             return int(any(trial.state in ("failed", "stopped") for trial in sweep.trials))
-        time.sleep(how.seconds)
+        time.sleep(settings.seconds)
 
 
-def single_run(directory: Path) -> SweepState | None:
+def read_single_run(directory: Path) -> SweepState | None:
     """Return a single run as a sweep of one trial; None where the directory holds none."""
     if not (directory / "run.yaml").is_file():
         return None
     last = read_attempts(directory)[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
-    locked, done = is_locked(directory), is_finished(directory, steps)
-    state: State = "finished" if done else "running" if locked else "stopped"
+    locked, finished = is_locked(directory), is_finished(directory, steps)
+    state: State = "finished" if finished else "running" if locked else "stopped"
     command = f"python -m titan.train resume={shlex.quote(str(directory))}"
     reason = f"{command} resumes it" if state == "stopped" else None
     name = str(last.get("name") or directory.name)
@@ -101,7 +101,7 @@ def single_run(directory: Path) -> SweepState | None:
     )
 
 
-def lines(sweep: SweepState, width: int) -> list[str]:
+def format_table(sweep: SweepState, width: int) -> list[str]:
     """Return the table: the counts, one line per trial, and the reasons of those that failed.
 
     Args:
@@ -111,17 +111,21 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     counts = Counter(trial.state for trial in sweep.trials)
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     states = ", ".join(f"{counts[state]} {state}" for state in order)
-    what = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
-    head = [f"{sweep.directory}: {len(sweep.trials)} {what}{'s' * (len(sweep.trials) != 1)}: {states}"]
-    rows = _without_empty([HEADING, *(_row(trial) for trial in sweep.trials)])
+    noun = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
+    head = [f"{sweep.directory}: {len(sweep.trials)} {noun}{'s' * (len(sweep.trials) != 1)}: {states}"]
+    rows = _drop_empty_columns([HEADING, *(_format_row(trial) for trial in sweep.trials)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
-    table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.trials if p.reason)]
-    reasons += [f"{_name(p)}: {slow}" for p in sweep.trials if p.state == "running" and (slow := _slow_ranks(p))]
+    table = [
+        "  ".join(_fit_cell(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    reasons = [*sweep.notes, *(f"{_name_trial(p)}: {p.reason}" for p in sweep.trials if p.reason)]
+    reasons += [
+        f"{_name_trial(p)}: {slow}" for p in sweep.trials if p.state == "running" and (slow := _describe_slow_ranks(p))
+    ]
     hangs = ((p, read_hang_sentence(Path(p.directory))) for p in sweep.trials if p.state == "running")
-    reasons += [f"{_name(p)}: {sentence}" for p, sentence in hangs if sentence]
-    shown = [
+    reasons += [f"{_name_trial(p)}: {sentence}" for p, sentence in hangs if sentence]
+    text_lines = [
         *head,
         *(sweep.spec.question or "").splitlines(),
         "",
@@ -129,20 +133,20 @@ def lines(sweep: SweepState, width: int) -> list[str]:
         *([""] * bool(reasons)),
         *reasons,
     ]
-    return [safe(line) for line in shown]
+    return [safe(line) for line in text_lines]
 
 
-def _row(trial: TrialState) -> tuple[str, ...]:
+def _format_row(trial: TrialState) -> tuple[str, ...]:
     directory = Path(trial.directory)
     last: Mapping[str, Any] = next(read_last_steps(directory), {})
     step = f"{last.get('step') or 0:,}/{trial.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     attempts = str(last.get("attempt", "")) if last else ""
-    return _name(trial), trial.state, step, loss, rate, *_step_times(directory), trial.job or "", attempts
+    return _name_trial(trial), trial.state, step, loss, rate, *_format_step_times(directory), trial.job or "", attempts
 
 
-def _slow_ranks(trial: TrialState) -> str:
+def _describe_slow_ranks(trial: TrialState) -> str:
     """Return a sentence on the ranks that the last step names as slow; empty without one."""
     times = next(read_last_steps(Path(trial.directory)), {}).get("ranks")
     slow = times.get("slow") if isinstance(times, dict) else None
@@ -152,27 +156,27 @@ def _slow_ranks(trial: TrialState) -> str:
     return f"{ranks} slower than the others; touch {trial.directory}/profile/now shows why"
 
 
-def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _drop_empty_columns(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the rows without step times where no trial has a prediction."""
     return [row if any(r[PREDICTED] for r in rows[1:]) else row[:MEASURED] + row[PREDICTED + 1 :] for row in rows]
 
 
-def _step_times(directory: Path) -> tuple[str, str]:
+def _format_step_times(directory: Path) -> tuple[str, str]:
     """Return the median of the last steps and the predicted time of a step; empty where the run has no prediction."""
     try:
-        predicted, attempt, first = _last_attempt(directory, (directory / RUN).stat().st_mtime_ns)
+        predicted, attempt, first = _read_last_attempt(directory, (directory / RUN).stat().st_mtime_ns)
     except (OSError, ConfigError):
         return "", ""
     if predicted is None:
         return "", ""
     records = islice(read_last_steps(directory), RECENT)
-    own = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
-    times = [r["step_seconds"] for r in own if r.get("step_seconds")]
+    attempt_records = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
+    times = [r["step_seconds"] for r in attempt_records if r.get("step_seconds")]
     return f"{rounded(median(times))} s" if times else "", f"{rounded(predicted)} s"
 
 
 @lru_cache(4096)
-def _last_attempt(directory: Path, changed: int) -> tuple[float | None, int, int]:
+def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int, int]:
     """Return the predicted step time of a run's last attempt, its number, and the step after which it began.
 
     Args:
@@ -180,15 +184,15 @@ def _last_attempt(directory: Path, changed: int) -> tuple[float | None, int, int
         changed: when its run.yaml was changed, so that it is read once only.
     """
     document = read_attempts(directory)[-1]
-    found, first = of_document(document), int(document.get("from_step") or 0)
-    return None if found is None else found.step_seconds.value, int(document["attempt"]), first
+    prediction, first = parse_document(document), int(document.get("from_step") or 0)
+    return None if prediction is None else prediction.step_seconds.value, int(document["attempt"]), first
 
 
-def _name(trial: TrialState) -> str:
+def _name_trial(trial: TrialState) -> str:
     return safe(" ".join(trial.overrides) or Path(trial.directory).name)
 
 
-def _fit(cell: str, width: int) -> str:
+def _fit_cell(cell: str, width: int) -> str:
     return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 

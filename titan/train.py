@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launchers.command import command
+from launchers.command import run_command
 from launchers.trials import Trial
 from titan.cluster import rank_info
 from titan.cluster.environment import prepare_environment
@@ -19,41 +19,41 @@ from titan.run.run import Run
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line as command or as rank; return the exit code."""
     prepare_environment(os.environ)
-    mine = rank_info.from_environment(os.environ)
-    if mine is None:
-        return command(argv, _train, describe=_plan)
-    if mine.rank > 0:
+    current_rank = rank_info.from_environment(os.environ)
+    if current_rank is None:
+        return run_command(argv, _launch_run, describe=_describe_plan)
+    if current_rank.rank > 0:
         from launchers import start
 
-        return exit_code(lambda: start.run_worker(mine))
-    return _lead(argv, mine)
+        return exit_code(lambda: start.run_worker(current_rank))
+    return _run_leader(argv, current_rank)
 
 
-def _train(run: Run) -> int:
+def _launch_run(run: Run) -> int:
     from titan import api  # only now: --help and rejected command lines need not wait for numpy
 
     return api.launch(run)
 
 
-def _plan(trials: Sequence[Trial]) -> str:
+def _describe_plan(trials: Sequence[Trial]) -> str:
     from titan import plan  # only now: it is needed by a dry run alone
 
     return plan.describe_trials(trials)
 
 
-def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
+def _run_leader(argv: Sequence[str] | None, current_rank: rank_info.RankInfo) -> int:
     """Compose and run as rank 0 of torchrun or srun; the other ranks wait for it, also when there is nothing to run."""
     from launchers import start
 
-    led: list[Run] = []
+    led_runs: list[Run] = []
 
     def job(run: Run) -> int:
-        led.append(run)
-        return start.run_rank0(run, mine)
+        led_runs.append(run)
+        return start.run_rank0(run, current_rank)
 
-    code = command(argv, job, ranks=mine.world_size)
-    if not led:
-        start.dismiss(mine, code)
+    code = run_command(argv, job, ranks=current_rank.world_size)
+    if not led_runs:
+        start.dismiss_workers(current_rank, code)
     return code
 
 

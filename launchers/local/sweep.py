@@ -12,14 +12,14 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from launchers import trials as grid
+from launchers import trials as sweep_trials
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console.text import safe
 from titan.errors import exit_code
 from titan.run import summary
-from titan.run.ended import is_done
+from titan.run.completion import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
@@ -34,18 +34,18 @@ class LocalSweep:
     Attributes:
         root: its directory.
         trials: what is to run.
-        how: the launcher's settings.
+        settings: the launcher's settings.
         spec: what the sweep is for.
         job: runs the body of one trial in this process.
-        running: the process of each running trial, by the trial's index.
+        processes: the process of each running trial, by the trial's index.
     """
 
     root: Path
     trials: Sequence[Trial]
-    how: LocalLaunch
+    settings: LocalLaunch
     spec: SweepSpec
     job: Callable[[Trial, Callable[[], int]], int] = lambda trial, body: body()
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     supervisor: Supervisor = field(default_factory=Supervisor)
 
     def launch(self) -> list[int]:
@@ -54,31 +54,39 @@ class LocalSweep:
         Raises:
             KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
         """
-        grid.register_trials(self.root, self.trials, self.spec)
-        todo = self._to_do()
+        sweep_trials.register_trials(self.root, self.trials, self.spec)
+        todo = self._select_todo()
         codes = dict.fromkeys(range(len(self.trials)), 0)
         try:
-            codes |= self._run_in_turn(todo) if self.how.at_once == 1 else self._run_concurrently(todo)
+            codes |= self._run_in_turn(todo) if self.settings.at_once == 1 else self._run_concurrently(todo)
         finally:
             self._print_next()
         return [codes[index] for index in range(len(self.trials))]
 
-    def _to_do(self) -> list[int]:
+    def _select_todo(self) -> list[int]:
         """Return the indices of the trials that are neither finished nor with Slurm."""
         sweep = read_state(self.root)
-        now = {state.id: state for state in sweep.trials} if sweep else {}
-        kept = {i: now[t.id].state for i, t in enumerate(self.trials) if _is_kept(now[t.id]) or is_done(t.run)}
-        for state, count in Counter(kept.values()).items():
+        states = {state.id: state for state in sweep.trials} if sweep else {}
+        skipped = {
+            i: states[t.id].state
+            for i, t in enumerate(self.trials)
+            if _is_finished_or_queued(states[t.id]) or is_done(t.run)
+        }
+        for state, count in Counter(skipped.values()).items():
             print(f"{count} of {len(self.trials)} trials: {state}, not started again", flush=True)
-        return [index for index in range(len(self.trials)) if index not in kept]
+        return [index for index in range(len(self.trials)) if index not in skipped]
 
     def _print_next(self) -> None:
         """Print how many trials are finished, and the next command."""
-        root = summary.short(str(self.root))
-        done = sum(is_done(t.run) for t in self.trials)
-        then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} shows why"
-        more = "" if done == len(self.trials) else "; the same command continues the others"
-        print(f"\n{done} of {len(self.trials)} trials are finished{more}; {then}.", flush=True)
+        root = summary.shorten_path(str(self.root))
+        finished_count = sum(is_done(t.run) for t in self.trials)
+        advice = (
+            f"python -m titan.compare {root} compares them"
+            if finished_count
+            else f"python -m titan.status {root} shows why"
+        )
+        hint = "" if finished_count == len(self.trials) else "; the same command continues the others"
+        print(f"\n{finished_count} of {len(self.trials)} trials are finished{hint}; {advice}.", flush=True)
 
     def _run_in_turn(self, todo: list[int]) -> dict[int, int]:
         """Run one trial after the other, each with this terminal to itself."""
@@ -99,30 +107,30 @@ class LocalSweep:
         codes: dict[int, int] = {}
         waiting, supervisor = list(todo), self.supervisor
         with supervisor.forward_stop(lambda: True):
-            while self.running or (waiting and not supervisor.signals):
-                while waiting and not supervisor.signals and len(self.running) < self.how.at_once:
-                    self._start(waiting.pop(0))
+            while self.processes or (waiting and not supervisor.signals):
+                while waiting and not supervisor.signals and len(self.processes) < self.settings.at_once:
+                    self._start_trial(waiting.pop(0))
                 time.sleep(POLL_SECONDS)
-                for index in [i for i, process in self.running.items() if process.poll() is not None]:
-                    codes[index] = self._collect(index)
+                for index in [i for i, process in self.processes.items() if process.poll() is not None]:
+                    codes[index] = self._collect_trial(index)
         if supervisor.signals:
             raise KeyboardInterrupt
         return codes
 
-    def _start(self, index: int) -> None:
+    def _start_trial(self, index: int) -> None:
         trial = self.trials[index]
         directory = Path(trial.run.directory)
         (directory / "log").mkdir(parents=True, exist_ok=True)
-        file = grid.pickle_run(trial, self.root / "points")
+        file = sweep_trials.pickle_run(trial, self.root / "points")
         self._record_start(trial)
         with (directory / "log" / "console.log").open("ab") as log:
             module, parent = "launchers.local.trial", str(os.getpid())
-            self.running[index] = self.supervisor.start(module, str(file), parent, log=log)
+            self.processes[index] = self.supervisor.start(module, str(file), parent, log=log)
         print(f"{time.strftime('%H:%M:%S')}  started   {trial.label}", flush=True)
 
-    def _collect(self, index: int) -> int:
+    def _collect_trial(self, index: int) -> int:
         """Record the end of a trial, and return its exit code."""
-        trial, code = self.trials[index], self.running.pop(index).returncode
+        trial, code = self.trials[index], self.processes.pop(index).returncode
         code = 1 if code < 0 else code
         reason = self._record_end(trial, code)
         state = {0: "finished", 130: "stopped "}.get(code, "failed  ")
@@ -130,21 +138,21 @@ class LocalSweep:
         return code
 
     def _record_start(self, trial: Trial) -> None:
-        ledger.add(self.root, {"event": "started", "id": trial.id})
+        ledger.add_events(self.root, {"event": "started", "id": trial.id})
 
     def _record_end(self, trial: Trial, code: int) -> str | None:
         """Record the end of a trial in the ledger, and return the reason of one that failed."""
-        reason = _last_message(Path(trial.run.directory)) if code not in (0, 130) else None
-        ledger.add(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})
+        reason = _read_last_message(Path(trial.run.directory)) if code not in (0, 130) else None
+        ledger.add_events(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})
         return reason
 
 
-def _is_kept(trial: TrialState) -> bool:
+def _is_finished_or_queued(trial: TrialState) -> bool:
     """Return whether a trial is not to be run here: it is finished, or Slurm has it."""
     return trial.state == "finished" or (trial.state in ("queued", "running") and bool(trial.jobs or trial.token))
 
 
-def _last_message(directory: Path) -> str | None:
+def _read_last_message(directory: Path) -> str | None:
     """Return the last line that the launcher or the console printed about a run that failed."""
     for name in ("launcher.log", "console.log"):
         try:

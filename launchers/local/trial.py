@@ -6,16 +6,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from launchers import frozen, start
+from launchers import run_file, start
 from titan.cluster.rank_process import die_with_parent
 from titan.console import output
 from titan.errors import exit_code
 
 
 def main(file: str, parent: str) -> int:
-    """Run the trial that `launchers.frozen` wrote into FILE; the process PARENT started this one and ends it."""
+    """Run the trial that `launchers.run_file` wrote into FILE; the process PARENT started this one and ends it."""
     die_with_parent(int(parent))
-    return exit_code(lambda: start.run_local(frozen.read(Path(file))))
+    return exit_code(lambda: start.run_local(run_file.read(Path(file))))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from launchers import frozen
+from launchers import run_file
 from launchers.supervisor import Supervisor, log_line
 from titan.cluster import devices, rank_error
 from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
@@ -28,7 +28,7 @@ from titan.cluster.rank_process import exit_now, report_error, run_body
 from titan.cluster.signals import handle_signals, preempt_signal, scheduler_signals
 from titan.console import output
 from titan.errors import EXIT_REQUEUE
-from titan.run.resolve import moved
+from titan.run.resolve import adapt_to_machine
 from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import choose_stop_exit_code
@@ -39,59 +39,59 @@ LOCAL_RANK = "TITAN_LOCAL_RANK"
 """The variable that a node's task sets for each rank that it starts."""
 
 
-class StopBeforeStart(KeyboardInterrupt):
+class StopBeforeStartError(KeyboardInterrupt):
     """A signal came before training had begun to handle it."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.again = number == preempt_signal(os.environ)
+        self.requeue = number == preempt_signal(os.environ)
 
 
 def main(arguments: list[str]) -> int:
     """Be what Slurm's environment says: a rank, or the task of a node that starts its ranks; returns the exit code."""
     with handle_signals(_stop_before_start, scheduler_signals(os.environ)):
         file, attempt = Path(arguments[0]), Path(arguments[1])
-        listed = json.loads(file.read_text())
-        trial = listed["points"][int(os.environ.get("SLURM_ARRAY_TASK_ID", 0))]
-        ranks = int(listed["ranks_per_node"])
-        if listed["tasks"] == "node" and LOCAL_RANK not in os.environ:
+        trial_list = json.loads(file.read_text())
+        trial = trial_list["points"][int(os.environ.get("SLURM_ARRAY_TASK_ID", 0))]
+        ranks = int(trial_list["ranks_per_node"])
+        if trial_list["tasks"] == "node" and LOCAL_RANK not in os.environ:
             return _run_node(arguments, ranks)
         return _run_rank(Path(trial), ranks, attempt)
 
 
 def _stop_before_start(number: int, frame: object) -> None:
     """End this process at a signal until training handles it: nothing is lost yet."""
-    raise StopBeforeStart(number)
+    raise StopBeforeStartError(number)
 
 
 def _run_rank(trial: Path, ranks: int, attempt: Path) -> int:
-    rank_info = _rank_info(os.environ, ranks, attempt)
+    rank_info = _build_rank_info(os.environ, ranks, attempt)
     _divide_cores(ranks)
     prepare_environment(os.environ)
-    report = partial(report_error, _error_file(attempt, rank_info.rank), rank_info.rank)
-    return run_body(partial(_run, trial, rank_info, attempt), report)
+    report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
+    return run_body(partial(_run_training, trial, rank_info, attempt), report)
 
 
-def _run(trial: Path, rank_info: RankInfo, attempt: Path) -> int:
+def _run_training(trial: Path, rank_info: RankInfo, attempt: Path) -> int:
     try:
-        run = _load(trial, rank_info)
+        run = _load_run(trial, rank_info)
         _log_restart(run, rank_info, attempt)
-        return _mark_stop(attempt, _train(run, rank_info, attempt))
-    except StopBeforeStart as stop:
-        if stop.again:  # srun's own exit code may be that of a rank that it ended for this one's
-            _mark(attempt / "again")
-        return choose_stop_exit_code(stop.again)
+        return _mark_stop(attempt, _train_rank(run, rank_info, attempt))
+    except StopBeforeStartError as stop:
+        if stop.requeue:  # srun's own exit code may be that of a rank that it ended for this one's
+            _touch_mark(attempt / "again")
+        return choose_stop_exit_code(stop.requeue)
 
 
 def _mark_stop(attempt: Path, exit_code: int) -> int:
     """Record that a signal ended this rank, and exit with 0: srun would end the ranks that have not come as far."""
     if exit_code not in (EXIT_REQUEUE, 130):
         return exit_code
-    _mark(attempt / ("again" if exit_code == EXIT_REQUEUE else "stop"))
+    _touch_mark(attempt / ("again" if exit_code == EXIT_REQUEUE else "stop"))
     return 0
 
 
-def _mark(file: Path) -> None:
+def _touch_mark(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
 
@@ -102,34 +102,34 @@ def _divide_cores(ranks: int) -> None:
     divide_cores(os.environ, ranks, None if cores is None else int(cores))
 
 
-def _rank_info(env: Mapping[str, str], ranks: int, attempt: Path) -> RankInfo:
+def _build_rank_info(env: Mapping[str, str], ranks: int, attempt: Path) -> RankInfo:
     """Return this rank's info: Slurm's own where a task is a rank, else that of its node and of the rank on it."""
     nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
-    local = int(env.get(LOCAL_RANK, env.get("SLURM_LOCALID", 0)))
-    rank = int(env.get("SLURM_NODEID", 0)) * ranks + local
+    local_rank = int(env.get(LOCAL_RANK, env.get("SLURM_LOCALID", 0)))
+    rank = int(env.get("SLURM_NODEID", 0)) * ranks + local_rank
     size = nodes * ranks
-    return RankInfo(rank, size, local, f"meet://{attempt}/meet" if size > 1 else "", scheduled=True)
+    return RankInfo(rank, size, local_rank, f"meet://{attempt}/meet" if size > 1 else "", scheduled=True)
 
 
-def _load(trial: Path, rank_info: RankInfo) -> Run:
+def _load_run(trial: Path, rank_info: RankInfo) -> Run:
     """Return the frozen run, on the machine of this job; from here on this rank writes into its own log."""
-    run = frozen.read(trial)
+    run = run_file.read(trial)
     log = Path(run.directory) / "log" / f"rank-{rank_info.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    _write_to(log)
+    _redirect_output(log)
     if rank_info.rank > 0:
         return run
-    return moved(run, devices.detect_machine(run.cluster.device))
+    return adapt_to_machine(run, devices.detect_machine(run.cluster.device))
 
 
 def _log_restart(run: Run, rank_info: RankInfo, attempt: Path) -> None:
     """Write into the run's `log/launcher.log` why this job was started again after an error."""
-    end = job_exit.last_exit(attempt.parent, attempt.name.rpartition(".")[0]) if rank_info.rank == 0 else None
+    end = job_exit.read_last_exit(attempt.parent, attempt.name.rpartition(".")[0]) if rank_info.rank == 0 else None
     if end and end.requeue and not end.stopped:
         log_line(Path(run.directory), end.reason)
 
 
-def _write_to(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     """Send this process's output, also what libraries write, to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -138,17 +138,17 @@ def _write_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _train(run: Run, rank_info: RankInfo, attempt: Path) -> int:
+def _train_rank(run: Run, rank_info: RankInfo, attempt: Path) -> int:
     if int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
         use_loopback(os.environ)
     start = import_module("launchers.start")  # only now: numpy, too, reads how many cores it may use
-    report = partial(report_error, _error_file(attempt, rank_info.rank), rank_info.rank)
+    report = partial(report_error, _locate_error_file(attempt, rank_info.rank), rank_info.rank)
     if rank_info.rank == 0:
         return int(start.run_rank0(run, rank_info, report))
     return int(start.run_worker(rank_info, report))
 
 
-def _error_file(attempt: Path, rank: int) -> Path:
+def _locate_error_file(attempt: Path, rank: int) -> Path:
     """Return the file of a rank's error, where the batch script and `titan.sweep.job_exit` read it."""
     return attempt / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
 
@@ -156,31 +156,31 @@ def _error_file(attempt: Path, rank: int) -> Path:
 def _run_node(arguments: list[str], count: int) -> int:
     """Start the ranks of this node, forward signals to them, and exit with the highest of their exit codes."""
     ranks = Supervisor()
-    with ranks.forward(scheduler_signals(os.environ)):
+    with ranks.forward_signals(scheduler_signals(os.environ)):
         shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
-        for local in range(count):
-            ranks.start("launchers.slurm.job", *arguments, env={**shared, LOCAL_RANK: str(local)})
+        for local_rank in range(count):
+            ranks.start("launchers.slurm.job", *arguments, env={**shared, LOCAL_RANK: str(local_rank)})
         ranks.wait()
-        first = int(os.environ.get("SLURM_NODEID", 0)) * count
-        for local in ranks.failed():
-            _report_kill(Path(arguments[1]), first + local, ranks.processes[local].returncode)
-        ranks.end(GRACE_SECONDS)
+        first_rank = int(os.environ.get("SLURM_NODEID", 0)) * count
+        for local_rank in ranks.find_failed():
+            _report_kill(Path(arguments[1]), first_rank + local_rank, ranks.processes[local_rank].returncode)
+        ranks.end_processes(GRACE_SECONDS)
     return max(p.returncode if p.returncode >= 0 else 128 - p.returncode for p in ranks.processes)
 
 
-def _report_kill(attempt: Path, rank: int, returned: int) -> None:
+def _report_kill(attempt: Path, rank: int, return_code: int) -> None:
     """Write the error of a rank that a signal has killed, since it could not do so itself."""
-    if returned < 0:
-        error = rank_error.describe_kill(signal.Signals(-returned).name, rank)
+    if return_code < 0:
+        error = rank_error.describe_kill(signal.Signals(-return_code).name, rank)
         print(f"titan: {error.text}", file=sys.stderr)
-        rank_error.write(_error_file(attempt, rank), error)
+        rank_error.write(_locate_error_file(attempt, rank), error)
 
 
-def run(arguments: list[str]) -> NoReturn:
+def run_and_exit(arguments: list[str]) -> NoReturn:
     """Carry out `main` and exit."""
     output.best_effort()
     exit_now(main(arguments))
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run_and_exit(sys.argv[1:])

@@ -19,25 +19,25 @@ class Lanes:
 
     def __init__(self, count: int, trials: Iterable[TrialState]) -> None:
         self.jobs: list[list[str]] = [[] for _ in range(count)]
-        self.before: list[str] = []
+        self.preceding_jobs: list[str] = []
         for trial in trials:
             if trial.state in ALIVE:
-                self.put(trial.lane, trial.jobs)
+                self.add_jobs(trial.lane, trial.jobs)
 
     @property
     def busy(self) -> bool:
         """Whether any job has not ended."""
-        return bool(self.before or any(self.jobs))
+        return bool(self.preceding_jobs or any(self.jobs))
 
-    def take(self) -> tuple[int, str | None]:
+    def take_lane(self) -> tuple[int, str | None]:
         """Return the lane of the next job, which has the fewest, and the jobs that it depends on, in Slurm's syntax."""
         lane = min(range(len(self.jobs)), key=lambda number: len(self.jobs[number]))
-        return lane, ":".join([*self.before, *self.jobs[lane]]) or None
+        return lane, ":".join([*self.preceding_jobs, *self.jobs[lane]]) or None
 
-    def put(self, lane: int | None, jobs: Sequence[str]) -> None:
+    def add_jobs(self, lane: int | None, jobs: Sequence[str]) -> None:
         """Add a trial's jobs, which have been submitted."""
         if lane is not None:
             self.jobs[lane % len(self.jobs)] += jobs
             return
         arrays = (job.partition("_")[0] for job in jobs)
-        self.before += [array for array in dict.fromkeys(arrays) if array not in self.before]
+        self.preceding_jobs += [array for array in dict.fromkeys(arrays) if array not in self.preceding_jobs]

@@ -17,16 +17,16 @@ DEFAULT_ARRAY = 1001
 """Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)."""
 SECONDS = 60
 """How long one of Slurm's commands may take."""
-PIECE = 200
+JOBS_PER_CALL = 200
 """The most jobs in one call of squeue."""
 
 
-class JobUnknown(RunError):
+class UnknownJobError(RunError):
     """Slurm does not know the job any more."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job in Slurm: its number ("123" or "123_4"), state, reason for waiting, nodes and names."""
 
     id: str
@@ -37,125 +37,127 @@ class Job:
     name: str = ""
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it waits or runs."""
         return self.state in QUEUED | RUNNING
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it has nodes."""
         return self.state in RUNNING
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Return whether Slurm's commands are installed here."""
     return shutil.which("squeue") is not None
 
 
-def jobs(wanted: Iterable[str]) -> dict[str, Job]:
+def find_jobs(ids: Iterable[str]) -> dict[str, SlurmJob]:
     """Return these jobs by number; one that Slurm no longer knows is left out.
 
     Raises:
         RunError: when Slurm does not answer.
     """
-    wanted = set(wanted)
-    if not wanted:
+    ids = set(ids)
+    if not ids:
         return {}
-    there = _known(sorted({job.partition("_")[0] for job in wanted}))
+    queued_jobs = _list_jobs(sorted({job.partition("_")[0] for job in ids}))
     # an array that was cancelled before it started has one line, under its own number
-    whole = {job.id.partition("_")[0]: job for job in there if "_" not in job.id or "[" in job.id}
-    found = {name: replace(whole[first], id=name) for name in wanted if (first := name.partition("_")[0]) in whole}
-    found |= {job.id: job for job in there if job.id in wanted}
-    return found | _accounts(wanted - found.keys())
+    whole_arrays = {job.id.partition("_")[0]: job for job in queued_jobs if "_" not in job.id or "[" in job.id}
+    jobs_by_id = {
+        name: replace(whole_arrays[first], id=name) for name in ids if (first := name.partition("_")[0]) in whole_arrays
+    }
+    jobs_by_id |= {job.id: job for job in queued_jobs if job.id in ids}
+    return jobs_by_id | _read_accounts(ids - jobs_by_id.keys())
 
 
-def sent(token: str) -> list[Job]:
+def find_sent_jobs(token: str) -> list[SlurmJob]:
     """Return the jobs with a token, in the order of their numbers; those that ended long ago are missing.
 
     Raises:
         RunError: when Slurm does not answer.
     """
-    return sorted((job for job in _mine() if token in (job.token, job.name[-len(token) :])), key=_number)
+    return sorted((job for job in _list_own_jobs() if token in (job.token, job.name[-len(token) :])), key=_parse_number)
 
 
-def count() -> int:
+def count_jobs() -> int:
     """Return how many jobs of this user wait or run; each element of an array counts.
 
     Raises:
         RunError: when Slurm does not answer.
     """
-    return sum(job.alive for job in _mine())
+    return sum(job.is_alive for job in _list_own_jobs())
 
 
-def array_size() -> int:
+def read_array_limit() -> int:
     """Return how many elements an array may have here; Slurm's default where it does not answer."""
-    found = None
+    match = None
     with contextlib.suppress(RunError):
-        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
-    return int(found[1]) if found else DEFAULT_ARRAY
+        match = re.search(r"^MaxArraySize\s*=\s*(\d+)", run_command("scontrol", "show", "config"), re.MULTILINE)
+    return int(match[1]) if match else DEFAULT_ARRAY
 
 
-def _number(job: Job) -> tuple[int, int]:
+def _parse_number(job: SlurmJob) -> tuple[int, int]:
     first, _, index = job.id.partition("_")
     return int(first), int(index or 0)
 
 
-def _mine() -> list[Job]:
+def _list_own_jobs() -> list[SlurmJob]:
     """Return all jobs of this user that Slurm still knows, ended ones too."""
-    return _queue("--me")
+    return _run_squeue("--me")
 
 
-def _known(numbers: list[str]) -> list[Job]:
+def _list_jobs(numbers: list[str]) -> list[SlurmJob]:
     """Return those of these jobs that Slurm still knows, of any user."""
-    found = []
-    for first in range(0, len(numbers), PIECE):
-        with contextlib.suppress(JobUnknown):
-            found += _queue(f"--jobs={','.join(numbers[first : first + PIECE])}")
-    return found
+    known_jobs = []
+    for first in range(0, len(numbers), JOBS_PER_CALL):
+        with contextlib.suppress(UnknownJobError):
+            known_jobs += _run_squeue(f"--jobs={','.join(numbers[first : first + JOBS_PER_CALL])}")
+    return known_jobs
 
 
-def _queue(which: str) -> list[Job]:
+def _run_squeue(option: str) -> list[SlurmJob]:
     """Return squeue's jobs, each element of an array as one."""
-    text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
-    return [_read(line) for line in text.splitlines() if "|" in line]
+    text = run_command("squeue", option, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
+    return [_parse_line(line) for line in text.splitlines() if "|" in line]
 
 
-def _read(line: str) -> Job:
+def _parse_line(line: str) -> SlurmJob:
     """Parse a line of squeue; the comment comes last, for it may be the user's own and hold any character."""
     number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
-    return Job(number, state, reason, nodes, comment, name)
+    return SlurmJob(number, state, reason, nodes, comment, name)
 
 
-def _accounts(wanted: set[str]) -> dict[str, Job]:
+def _read_accounts(ids: set[str]) -> dict[str, SlurmJob]:
     """Return the jobs that squeue no longer knows, by sacct; empty where the site keeps no accounts."""
-    if not wanted or shutil.which("sacct") is None:
+    if not ids or shutil.which("sacct") is None:
         return {}
-    command = ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", ",".join(sorted(wanted))]
+    command = ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", ",".join(sorted(ids))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found = {}
-    for line in done.stdout.splitlines():
+    jobs_by_id = {}
+    for line in process.stdout.splitlines():
         name, state, nodes = [*line.split("|"), "", ""][:3]
-        if name in wanted and state:
-            found[name] = Job(name, state.split()[0].rstrip("+"), "", nodes)
-    return found
+        if name in ids and state:
+            jobs_by_id[name] = SlurmJob(name, state.split()[0].rstrip("+"), "", nodes)
+    return jobs_by_id
 
 
-def ask(*command: str) -> str:
+def run_command(*command: str) -> str:
     """Return what one of Slurm's commands prints.
 
     Raises:
-        JobUnknown: when it does not know the job.
+        UnknownJobError: when it does not know the job.
         RunError: when it can't be run or fails, with its own message.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunError(f"{command[0]} does not answer ({error}); is Slurm up?") from error
-    if "Invalid job id" in done.stderr:
-        raise JobUnknown(f"{command[0]}: {' '.join(done.stderr.split())}")
-    if done.returncode:
-        raise RunError(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
-    return done.stdout
+    if "Invalid job id" in process.stderr:
+        raise UnknownJobError(f"{command[0]}: {' '.join(process.stderr.split())}")
+    if process.returncode:
+        raise RunError(f"{command[0]}: {' '.join(process.stderr.split()) or process.returncode}")
+    return process.stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from launchers.slurm.shape import Shape
+from launchers.slurm.shape import JobShape
 from titan.cluster.schema import Cluster, parse_minutes
 from titan.cluster.signals import PREEMPT, preempt_signal
 from titan.errors import EXIT_REQUEUE
@@ -26,38 +26,38 @@ from titan.sweep.job_exit import DIED, TERMINATING
 
 
 @dataclass(frozen=True)
-class Work:
+class Submission:
     """What a script runs.
 
     Attributes:
         folder: of scripts, exit records and lists: the sweep's `slurm/`.
-        list: the file that names the trials, by their index in the array.
+        trial_list: the file that names the trials, by their index in the array.
         name: the job's, for people.
         token: by which its jobs are found when their numbers were not recorded.
         code: the folder that titan is imported from.
         count: trials, each an element of the array; 1 makes no array.
         at_once: elements that may run at the same time; None: all.
-        after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
-        bad: nodes that made earlier jobs fail, to exclude beside `cluster.exclude`.
+        dependency: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
+        bad_nodes: nodes that made earlier jobs fail, to exclude beside `cluster.exclude`.
     """
 
     folder: Path
-    list: Path
+    trial_list: Path
     name: str
     token: str
     code: Path
     count: int
     at_once: int | None = None
-    after: str | None = None
-    bad: tuple[str, ...] = ()
+    dependency: str | None = None
+    bad_nodes: tuple[str, ...] = ()
 
     @property
-    def runs(self) -> Path:
+    def runs_file(self) -> Path:
         """The file that names the directories of the trials' runs, one per line, for the shell."""
-        return self.list.with_suffix(".runs")
+        return self.trial_list.with_suffix(".runs")
 
 
-BEFORE = r"""
+PROLOGUE = r"""
 set +e +u +o pipefail
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
@@ -88,7 +88,7 @@ An element of an array is named JOB_INDEX, since its own number may be the whole
 this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
 exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
 time; these restarts do not count as requeues."""
-AFTER = r"""
+EPILOGUE = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
 case $code in ASKED) code=AGAIN ;; 143) code=130 ;; esac
@@ -180,43 +180,43 @@ Slurm's KillWait.
 
 After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
 second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
-failed first (see `titan.sweep.job_exit.error`) is excluded, unless Slurm reports that the other nodes can't take the
+failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take the
 job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long
 enough, since the credential of its last attempt has to expire first.
 """
 
 
-_ODD = re.compile(r"[^\w.+-]+")
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+")
 
 
-def parameters(shape: Shape, work: Work) -> dict[str, Any]:
+def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
     """Return submitit's parameters: the options of sbatch."""
     cluster = shape.cluster
-    asked: dict[str, Any] = {
-        "job_name": f"{_ODD.sub('-', work.name)}-{work.token}",  # the comment may be the user's own
-        "comment": work.token,
+    options: dict[str, Any] = {
+        "job_name": f"{_UNSAFE_CHARACTERS.sub('-', submission.name)}-{submission.token}",  # the comment may be the user's own
+        "comment": submission.token,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
-        "cpus_per_task": _cores(shape),
+        "cpus_per_task": _count_cores(shape),
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
-        "exclusive": True if shape.whole else None,
-        "dependency": None if work.after is None else f"afterany:{work.after}",
+        "exclusive": True if shape.exclusive else None,
+        "dependency": None if submission.dependency is None else f"afterany:{submission.dependency}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "gres")},
-        "exclude": ",".join(filter(None, (cluster.exclude, *work.bad))) or None,
+        "exclude": ",".join(filter(None, (cluster.exclude, *submission.bad_nodes))) or None,
     }
     return {
-        **{name: value for name, value in asked.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
         "time": parse_minutes(cluster.time),  # None too: submitit would give five minutes, and a name for accounts
         "wckey": None,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,
         "use_srun": False,
-        "array_parallelism": work.at_once or work.count,
-        "additional_parameters": _more(shape, work),
+        "array_parallelism": submission.at_once or submission.count,
+        "additional_parameters": _build_extra_options(shape, submission),
     }
 
 
-def signal_of(cluster: Cluster) -> Signals:
+def choose_signal(cluster: Cluster) -> Signals:
     """Return the signal by which Slurm asks a job's ranks to save and end.
 
     Raises:
@@ -225,33 +225,33 @@ def signal_of(cluster: Cluster) -> Signals:
     return preempt_signal({**os.environ, **(cluster.environment or {})})
 
 
-def _cores(shape: Shape) -> int | None:
+def _count_cores(shape: JobShape) -> int | None:
     """Return the cores of a task; a node's task needs at least one for each of its ranks."""
-    each = shape.cluster.cpus_per_rank
-    return each if shape.cluster.tasks == "rank" else (each or 1) * shape.ranks
+    cores_per_rank = shape.cluster.cpus_per_rank
+    return cores_per_rank if shape.cluster.tasks == "rank" else (cores_per_rank or 1) * shape.ranks
 
 
-def _more(shape: Shape, work: Work) -> dict[str, Any]:
+def _build_extra_options(shape: JobShape, submission: Submission) -> dict[str, Any]:
     """Return the options of sbatch that submitit lacks; the user's own come last."""
     cluster = shape.cluster
-    own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
-    own |= {"signal": f"{signal_of(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
-    own |= {"no-requeue" if cluster.chain else "requeue": True}
-    own |= {"reservation": cluster.reservation} if cluster.reservation else {}
-    own |= {"mem": memory} if (memory := _memory(shape)) else {}
-    return own | dict(cluster.sbatch or {})
+    options: dict[str, Any] = {"output": f"{submission.folder}/{'%A_%a' if submission.count > 1 else '%j'}.out"}
+    options |= {"signal": f"{choose_signal(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
+    options |= {"no-requeue" if cluster.chain else "requeue": True}
+    options |= {"reservation": cluster.reservation} if cluster.reservation else {}
+    options |= {"mem": memory} if (memory := _format_memory(shape)) else {}
+    return options | dict(cluster.sbatch or {})
 
 
-def _memory(shape: Shape) -> str | None:
+def _format_memory(shape: JobShape) -> str | None:
     """Return the memory of each node as sbatch takes it, where 0 is all of it; None for Slurm's default."""
     cluster = shape.cluster
-    if shape.whole and cluster.node_memory_gib is None:
+    if shape.exclusive and cluster.node_memory_gib is None:
         return "0"
-    each = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
-    return f"{round(each * 1024)}M" if each else None
+    memory_gib = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
+    return f"{round(memory_gib * 1024)}M" if memory_gib else None
 
 
-def text(shape: Shape, work: Work) -> str:
+def build_script(shape: JobShape, submission: Submission) -> str:
     """Return the whole script.
 
     Raises:
@@ -259,27 +259,43 @@ def text(shape: Shape, work: Work) -> str:
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
-    count = work.count if work.count > 1 else None
+    count = submission.count if submission.count > 1 else None
     script = _make_sbatch_string(
-        command=command(shape, work), folder=work.folder, map_count=count, **parameters(shape, work)
+        command=build_command(shape, submission),
+        folder=submission.folder,
+        map_count=count,
+        **build_parameters(shape, submission),
     )
     return str(script)
 
 
-def command(shape: Shape, work: Work) -> str:
+def build_command(shape: JobShape, submission: Submission) -> str:
     """Return the lines of bash that the script runs."""
-    before, after = (_filled(part, shape.cluster) for part in (BEFORE, AFTER))
-    return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
+    prologue, epilogue = (_fill_placeholders(template, shape.cluster) for template in (PROLOGUE, EPILOGUE))
+    return "\n".join(
+        [
+            *_build_site_lines(shape),
+            *_build_variable_lines(shape, submission),
+            prologue,
+            _build_srun_line(shape, submission),
+            epilogue,
+        ]
+    )
 
 
-def _filled(part: str, cluster: Cluster) -> str:
-    asked = str(128 + signal_of(cluster))
-    for name, value in (("AGAIN", str(EXIT_REQUEUE)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("ASKED", asked)):
-        part = part.replace(name, value)
-    return part.strip()
+def _fill_placeholders(template: str, cluster: Cluster) -> str:
+    signal_exit_code = str(128 + choose_signal(cluster))
+    for name, value in (
+        ("AGAIN", str(EXIT_REQUEUE)),
+        ("DIED", DIED),
+        ("TERMINATING", TERMINATING),
+        ("ASKED", signal_exit_code),
+    ):
+        template = template.replace(name, value)
+    return template.strip()
 
 
-def _site(shape: Shape) -> list[str]:
+def _build_site_lines(shape: JobShape) -> list[str]:
     """Return the lines that the site runs first."""
     cluster = shape.cluster
     lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
@@ -290,33 +306,40 @@ def _site(shape: Shape) -> list[str]:
     ]
 
 
-def _own(shape: Shape, work: Work) -> list[str]:
+def _build_variable_lines(shape: JobShape, submission: Submission) -> list[str]:
     """Return the lines that set the script's variables, and where titan is imported from."""
-    chain = f"{work.list}.over" if shape.cluster.chain else ""
+    chain = f"{submission.trial_list}.over" if shape.cluster.chain else ""
     return [
-        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
-        f"export {PREEMPT}={signal_of(shape.cluster).name.removeprefix('SIG')}",
-        f"folder={shlex.quote(str(work.folder))}",
-        f"runs={shlex.quote(str(work.runs))}",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
+        f"export {PREEMPT}={choose_signal(shape.cluster).name.removeprefix('SIG')}",
+        f"folder={shlex.quote(str(submission.folder))}",
+        f"runs={shlex.quote(str(submission.runs_file))}",
         f"requeues={shape.cluster.requeues}",
         f"restarts={shape.cluster.restarts}",
         f"chain={shlex.quote(chain)}",
     ]
 
 
-def _srun(shape: Shape, work: Work) -> str:
+def _build_srun_line(shape: JobShape, submission: Submission) -> str:
     """Return the line that starts the ranks; srun's own messages go into a file of this attempt."""
     cluster = shape.cluster
     python = cluster.python or sys.executable
-    per_task = _cores(shape)
+    per_task = _count_cores(shape)
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
-    words += [*_pyxis(shape), *cluster.srun]
-    inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.slurm.job", str(work.list)]
+    words += [*_build_pyxis_options(shape), *cluster.srun]
+    inner = [
+        *_build_apptainer_prefix(shape, submission),
+        python,
+        "-u",
+        "-m",
+        "launchers.slurm.job",
+        str(submission.trial_list),
+    ]
     return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
 
 
-def _pyxis(shape: Shape) -> list[str]:
+def _build_pyxis_options(shape: JobShape) -> list[str]:
     cluster = shape.cluster
     if cluster.container != "pyxis":
         return []
@@ -324,7 +347,7 @@ def _pyxis(shape: Shape) -> list[str]:
     return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
 
 
-def _apptainer(shape: Shape, work: Work) -> list[str]:
+def _build_apptainer_prefix(shape: JobShape, submission: Submission) -> list[str]:
     cluster = shape.cluster
     if cluster.container != "apptainer":
         return []

@@ -11,7 +11,7 @@ from titan.run.run import Run
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """The resources of a job; trials of the same shape are submitted as one array.
 
     Attributes:
@@ -19,21 +19,21 @@ class Shape:
         ranks: on each of them.
         gpus: on each of them; 0 on CPUs.
         cluster: what else is requested.
-        whole: whether the job has its nodes to itself.
+        exclusive: whether the job has its nodes to itself.
     """
 
     nodes: int
     ranks: int
     gpus: int
     cluster: Cluster
-    whole: bool = False
+    exclusive: bool = False
 
     @property
     def devices(self) -> int:
         """The number of ranks, which is the number of devices."""
         return self.nodes * self.ranks
 
-    def hours(self) -> float | None:
+    def compute_device_hours(self) -> float | None:
         """Return the device-hours that a job may use, by its time limit; None where it has none."""
         limit = parse_minutes(self.cluster.time)
         return None if limit is None else self.devices * limit / 60
@@ -43,7 +43,7 @@ class Shape:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks} {kind}{'s' * (self.ranks > 1)}"
 
 
-def shape(run: Run) -> Shape:
+def derive_job_shape(run: Run) -> JobShape:
     """Return the resources of a run's layout: as few nodes as hold it, or `cluster.nodes` where it can be spread.
 
     Raises:
@@ -51,14 +51,14 @@ def shape(run: Run) -> Shape:
     """
     devices, cluster = run.layout.devices, run.cluster
     per_node = cluster.devices_per_node
-    most = int(per_node) if per_node != "auto" else run.machine.count if run.machine.device == "cuda" else devices
-    nodes = max(math.ceil(devices / most), min(cluster.nodes, devices))
+    max_ranks = int(per_node) if per_node != "auto" else run.machine.count if run.machine.device == "cuda" else devices
+    nodes = max(math.ceil(devices / max_ranks), min(cluster.nodes, devices))
     if devices % nodes:
         raise ConfigError(
             f"cluster.nodes={cluster.nodes}: {devices} ranks ({run.layout}) don't spread evenly over {nodes} nodes; "
             "change a degree, cluster.nodes or cluster.devices_per_node."
         )
     gpus = devices // nodes if run.machine.device == "cuda" else 0
-    full = devices // nodes == most and (gpus > 0 or per_node != "auto")
-    whole = full if cluster.exclusive == "auto" else bool(cluster.exclusive)
-    return Shape(nodes, devices // nodes, gpus, cluster, whole)
+    full = devices // nodes == max_ranks and (gpus > 0 or per_node != "auto")
+    exclusive = full if cluster.exclusive == "auto" else bool(cluster.exclusive)
+    return JobShape(nodes, devices // nodes, gpus, cluster, exclusive)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("titan", "launchers", "conf", "experiments")
 
 
-def take(folder: Path, packages: Iterable[str] = ()) -> Path:
+def copy_code(folder: Path, packages: Iterable[str] = ()) -> Path:
     """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
 
     Args:
@@ -26,8 +26,8 @@ def take(folder: Path, packages: Iterable[str] = ()) -> Path:
     Returns:
         The folder to import from.
     """
-    code, files = identity.code(), _files() | _own_files(packages)
-    copy = folder / "code" / _digest(files)
+    code, files = identity.describe_code(), _collect_files() | _collect_own_files(packages)
+    copy = folder / "code" / _compute_digest(files)
     if copy.is_dir():
         return copy
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
@@ -35,7 +35,7 @@ def take(folder: Path, packages: Iterable[str] = ()) -> Path:
         target = temporary / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.git_diff()}))
+    (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.read_git_diff()}))
     try:
         temporary.rename(copy)
     except OSError:  # another launcher was faster
@@ -43,19 +43,19 @@ def take(folder: Path, packages: Iterable[str] = ()) -> Path:
     return copy
 
 
-def _files() -> dict[str, Path]:
+def _collect_files() -> dict[str, Path]:
     """Return all files of titan's code; of site-packages only titan's own."""
     parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
-    return {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk(ROOT / part)}
+    return {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk_files(ROOT / part)}
 
 
-def _own_files(packages: Iterable[str]) -> dict[str, Path]:
+def _collect_own_files(packages: Iterable[str]) -> dict[str, Path]:
     """Return the files of packages that are not installed, by their paths in the copy."""
-    apart = [package for package in packages if package not in PARTS and not own_code.is_installed(package)]
-    return {name: file for package in apart for name, file in own_code.files(package).items()}
+    uninstalled = [package for package in packages if package not in PARTS and not own_code.is_installed(package)]
+    return {name: file for package in uninstalled for name, file in own_code.find_files(package).items()}
 
 
-def _digest(files: Mapping[str, Path]) -> str:
+def _compute_digest(files: Mapping[str, Path]) -> str:
     """Return 12 hex digits of a hash of names and contents."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):

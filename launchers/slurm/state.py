@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from launchers.slurm import queue
-from launchers.slurm.queue import Job
+from launchers.slurm.queue import SlurmJob
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepState, TrialState
 
-OVER = {
+ENDED_STATES = {
     "CANCELLED": ("stopped", "cancelled"),
     "TIMEOUT": (
         "stopped",
@@ -28,7 +28,7 @@ OVER = {
 """State and reason of a trial by Slurm's state of its job, which has ended."""
 UNKNOWN_SECONDS = 120.0
 """How long Slurm may not know the jobs of a submission until it counts as failed."""
-FORGOTTEN = "Slurm no longer knows its job, which left no exit record: its node was lost, or it was killed"
+FORGOTTEN_REASON = "Slurm no longer knows its job, which left no exit record: its node was lost, or it was killed"
 
 
 def read_state(directory: Path) -> SweepState | None:
@@ -37,50 +37,50 @@ def read_state(directory: Path) -> SweepState | None:
     Raises:
         RunError: when Slurm does not answer.
     """
-    if not queue.available():
+    if not queue.is_available():
         return ledger.read(directory)
-    known = queue.jobs(job for trial in ledger.trials_by_ledger(directory) for job in trial.jobs)
+    jobs = queue.find_jobs(job for trial in ledger.read_trials(directory) for job in trial.jobs)
     with contextlib.suppress(OSError):
         os.listdir(directory / ledger.SLURM)  # so that a shared folder's client looks again
     sweep = ledger.read(directory)  # only now: jobs that ended before have left their exit records
     if sweep is None:
         return None
-    trials = (reconciled(sweep.directory, trial, known) if trial.jobs else trial for trial in sweep.trials)
+    trials = (reconcile_trial(sweep.directory, trial, jobs) if trial.jobs else trial for trial in sweep.trials)
     return replace(sweep, trials=tuple(trials))
 
 
-def reconciled(directory: Path, trial: TrialState, known: dict[str, Job]) -> TrialState:
+def reconcile_trial(directory: Path, trial: TrialState, jobs: dict[str, SlurmJob]) -> TrialState:
     """Return a trial that was submitted to Slurm, with its state by Slurm."""
     if trial.state == "finished":
         return trial
-    alive = [known[job] for job in trial.jobs if job in known and known[job].alive]
-    if running := next((job for job in alive if job.running), None):
+    live_jobs = [jobs[job] for job in trial.jobs if job in jobs and jobs[job].is_alive]
+    if running := next((job for job in live_jobs if job.is_running), None):
         return replace(trial, state="running", job=running.id, reason=None)
-    if alive:
-        reason = "; ".join(filter(None, (trial.reason, _waits(alive[0])))) or None
-        return replace(trial, state="queued", job=alive[0].id, reason=reason)
+    if live_jobs:
+        reason = "; ".join(filter(None, (trial.reason, _describe_wait(live_jobs[0])))) or None
+        return replace(trial, state="queued", job=live_jobs[0].id, reason=reason)
     if trial.state in ("failed", "stopped"):
         return trial
-    last = known.get(trial.job or "")
-    state, reason = OVER.get(last.state, ("failed", None)) if last else ("failed", FORGOTTEN)
-    attempt = job_exit.last_exit(directory / ledger.SLURM, str(trial.job))
+    last_job = jobs.get(trial.job or "")
+    state, reason = ENDED_STATES.get(last_job.state, ("failed", None)) if last_job else ("failed", FORGOTTEN_REASON)
+    attempt = job_exit.read_last_exit(directory / ledger.SLURM, str(trial.job))
     if attempt is not None and attempt.requeue:
         state, reason = "stopped", f"{attempt.reason}, and was not started again"
     if reason is None:
         folder = directory / ledger.SLURM
         reason = (
-            job_exit.error(folder, job_exit.latest_attempt(folder, str(trial.job)))
+            job_exit.find_error(folder, job_exit.find_latest_attempt(folder, str(trial.job)))
             or "ended without reporting an error"
         )
     return replace(trial, state=state, reason=reason)  # type: ignore[arg-type]
 
 
-def _waits(job: Job) -> str | None:
+def _describe_wait(job: SlurmJob) -> str | None:
     """Return why a job waits, where Slurm gives a reason."""
     return None if job.reason in ("", "None") else f"waits: {job.reason}"
 
 
-def adopt(directory: Path) -> None:
+def adopt_jobs(directory: Path) -> None:
     """Find the jobs of submissions that were interrupted before their numbers were recorded, and record them.
 
     Slurm may take a job without confirming it; a submission counts as failed once Slurm has not known it for a while.
@@ -89,23 +89,26 @@ def adopt(directory: Path) -> None:
         RunError: when Slurm does not answer.
     """
     sweep = ledger.read(directory)
-    lost = {trial.token: trial.sent_at for trial in (sweep.trials if sweep else ()) if trial.token is not None}
-    for token, sent_at in lost.items():
-        listed, found = ledger.submitted_trials(directory, token), [job.id for job in queue.sent(token)]
-        if found:
-            jobs = numbered(listed, _siblings(found, len(listed)))
-            ledger.add(directory, {"event": "sent", "token": token, "jobs": jobs})
+    unconfirmed = {trial.token: trial.sent_at for trial in (sweep.trials if sweep else ()) if trial.token is not None}
+    for token, sent_at in unconfirmed.items():
+        trial_ids, job_ids = (
+            ledger.list_submitted_trials(directory, token),
+            [job.id for job in queue.find_sent_jobs(token)],
+        )
+        if job_ids:
+            jobs = assign_jobs(trial_ids, _expand_array(job_ids, len(trial_ids)))
+            ledger.add_events(directory, {"event": "sent", "token": token, "jobs": jobs})
         elif time.time() - sent_at > UNKNOWN_SECONDS:
             reason = "its submission was interrupted"
-            ledger.add(directory, {"event": "unsent", "points": listed, "reason": reason})
+            ledger.add_events(directory, {"event": "unsent", "points": trial_ids, "reason": reason})
 
 
-def _siblings(found: list[str], count: int) -> list[str]:
+def _expand_array(job_ids: list[str], count: int) -> list[str]:
     """Return all elements of the array that some belong to: Slurm forgets those first that ended first."""
-    first = found[0].partition("_")[0]
-    return [f"{first}_{index}" for index in range(count)] if count > 1 else found
+    first = job_ids[0].partition("_")[0]
+    return [f"{first}_{index}" for index in range(count)] if count > 1 else job_ids
 
 
-def numbered(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:
+def assign_jobs(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:
     """Return the jobs of each trial: one element of an array each, or for a single trial all jobs of its chain."""
     return {ids[0]: jobs} if len(ids) == 1 else {trial: [job] for trial, job in zip(ids, jobs, strict=True)}

@@ -72,7 +72,7 @@ QUICK = (
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
-    run = command.compose.composed([*command.LONG, *command._base("gpu"), *case.overrides])
+    run = command.compose.compose_run([*command.LONG, *command._base("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
     assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
     assert (run.microbatches, run.precision.emulate) == (1, False)
@@ -93,7 +93,7 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
         return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"location": "x.py:1: y.item()"}
 
     monkeypatch.setattr(speed, "_run_process", started)
-    monkeypatch.setattr(command.compose, "composed", lambda overrides: None)
+    monkeypatch.setattr(command.compose, "compose_run", lambda overrides: None)
     found = command._host_syncs(gpu_cases(), [])
     assert len(asked) == len(found) == 8
     assert (
@@ -129,7 +129,7 @@ def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
-    run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
+    run = command.compose.compose_run([*chunk, *command.QUIET, *SMALL])
     with speed.open_trainer(run) as (_, bare_loop):
         bare = bare_loop(Case("", ()))
     assert bare.model.head.fused.keywords == {"chunk": 16}
@@ -152,7 +152,7 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
-    run = command.compose.composed([*overrides, *command.QUIET, *SMALL])
+    run = command.compose.compose_run([*overrides, *command.QUIET, *SMALL])
     with speed.open_trainer(run) as (_, bare_loop):
         compiled.clear()
         bare_loop(Case("", ()))
@@ -211,7 +211,7 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
     """On a CPU nothing synchronises: torch's debug mode and its error are simulated."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    run = command.compose.composed([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
+    run = command.compose.compose_run([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
     assert speed.sync_location(run, steps=1) == ""
 
     def failing(self: Trainer, before: Any = None) -> Any:
@@ -246,7 +246,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_modes() -> None:
-    run = command.compose.composed(["cluster.device=cpu"])
+    run = command.compose.compose_run(["cluster.device=cpu"])
     titles = [mode.title for mode in activation_modes.modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
     assert "3d: selective, block" in titles

@@ -43,8 +43,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "list").write_text(json.dumps({"points": ["p"], "ranks_per_node": 1, "tasks": "rank"}))
-    monkeypatch.setattr(job, "_load", lambda trial, rank_info: None)
-    monkeypatch.setattr(job, "_train", lambda run, rank_info, attempt: 0)
+    monkeypatch.setattr(job, "_load_run", lambda trial, rank_info: None)
+    monkeypatch.setattr(job, "_train_rank", lambda run, rank_info, attempt: 0)
     assert job.main([str(folder / "list"), str(folder / "attempt")]) == 0
 
 
@@ -84,5 +84,5 @@ def test_every_way_to_start_a_rank_sees_to_it(
 
 
 def test_started_ranks_have_it(plain: None) -> None:
-    assert supervisor._environment(2)["PYTORCH_ALLOC_CONF"] == GROWS
+    assert supervisor._build_environment(2)["PYTORCH_ALLOC_CONF"] == GROWS
     assert "PYTORCH_ALLOC_CONF" not in os.environ

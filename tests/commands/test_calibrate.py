@@ -75,18 +75,18 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
-    assert calibrate.ranks_of(given, machine) == expected
+    assert calibrate.choose_ranks(given, machine) == expected
 
 
 def test_no_more_ranks_than_gpus() -> None:
     with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
-        calibrate.ranks_of(3, GPUS)
+        calibrate.choose_ranks(3, GPUS)
 
 
 def test_a_machine_without_links_is_described_as_such() -> None:
     figures = {"bf16_tflops": 1.0}
-    assert "No link was measured" in calibrate.cluster_text(GPUS, figures, ranks=1)
-    assert "No link was measured" not in calibrate.cluster_text(GPUS, figures, ranks=2)
+    assert "No link was measured" in calibrate.format_cluster(GPUS, figures, ranks=1)
+    assert "No link was measured" not in calibrate.format_cluster(GPUS, figures, ranks=2)
 
 
 def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:

@@ -184,7 +184,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(first: str, second: str, t
 
 def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with convert.bar(2_000_000) as show:
+    with convert.show_progress(2_000_000) as show:
         show(500_000)
         show(1_500_000)
     assert "2.00M/2.00M" in capsys.readouterr().err

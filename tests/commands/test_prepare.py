@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.tiers import full
 from titan import prepare
 from titan.dataset.preprocess import prepare as preparation
@@ -72,7 +72,7 @@ def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys:
 
 def test_a_model_too_large_for_this_machine_is_fine(arguments: list[str]) -> None:
     large = ["model=llama8b", "parallelism=fsdp", "cluster.memory_gib=1", "training.seq_len=8192"]
-    assert command([*large, *arguments], lambda run: 0) == 2
+    assert run_command([*large, *arguments], lambda run: 0) == 2
     assert prepare.main([*large, *arguments]) == 0
 
 

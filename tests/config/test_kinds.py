@@ -29,7 +29,7 @@ from titan.model.schema import Qwen3
 from titan.report import speed
 from titan.report.collect import collect_runs
 from titan.run import identity
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.hydra_session import CONF
 from titan.run.run import as_model
@@ -110,8 +110,8 @@ def rows() -> list[Any]:
 @pytest.mark.parametrize(("where", "row"), table(rows(), QUICK, one_in=2), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector(row["machine"]))
-    run = composed(["name=x", *row["line"].split()])
-    ids = identity.ids(run, identity.science_of(run, "d", None))
+    run = compose_run(["name=x", *row["line"].split()])
+    ids = identity.compute_ids(run, identity.collect_science(run, "d", None))
     assert {"science": ids.science, "group": ids.group, "execution": ids.execution} == {
         key: row[key] for key in ("science", "group", "execution")
     }
@@ -120,7 +120,7 @@ def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: py
 @pytest.mark.parametrize(("where", "name"), [("here", "llama-adamw"), ("moved", "qwen3-muon")], indirect=["where"])
 def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
-    run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
+    run = compose_run([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
     (seen,) = train(run)
     documents = read_attempts(directory)
     assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.machines import detector
 from tests.support.runs import TINY
 from tests.support.tiers import full, table
@@ -17,7 +17,7 @@ from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
 from titan.run import attempts, compose, summary
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 
 CODE = """
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def test_a_recipe_alone_imports_nothing() -> None:
     with pytest.raises(
         ConfigError, match=r"modules=\[theirs_pack\]: a configuration file asks for it.*TITAN_MODULES=theirs"
     ):
-        composed([*TINY, "recipe=theirs"])
+        compose_run([*TINY, "recipe=theirs"])
     assert not imported()
 
 
@@ -73,7 +73,7 @@ def test_a_recipe_alone_imports_nothing() -> None:
 )
 def test_the_user_lets_it_import(overrides: list[str], variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(modules.VARIABLE, variable)
-    assert type(composed([*TINY, "recipe=theirs", *overrides]).optimizer).__name__ == "Theirs"
+    assert type(compose_run([*TINY, "recipe=theirs", *overrides]).optimizer).__name__ == "Theirs"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_user_lets_it_import(overrides: list[str], variable: str, monkeypatc
 )
 def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
-        composed([*TINY, "recipe=theirs", *overrides])
+        compose_run([*TINY, "recipe=theirs", *overrides])
     assert not imported()
 
 
@@ -99,7 +99,7 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
 )  # fmt: skip
 def test_all_else_is_checked_before(wrong: str) -> None:
     with pytest.raises(ConfigError):
-        composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", wrong])
+        compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", wrong])
     assert not imported()
 
 
@@ -135,23 +135,25 @@ def test_a_grids_file_imports_nothing(
 ) -> None:
     write(laptop, "sweep", content)
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
-    assert command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.run_local) == 2
+    assert run_command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.run_local) == 2
     assert said in capsys.readouterr().err and not imported()
 
 
 @pytest.mark.full
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
-    assert command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0
+    assert (
+        run_command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0
+    )
     assert imported()
 
 
 def test_a_recorded_command_line_is_not_the_users() -> None:
-    run = composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
-    assert "modules=[theirs_pack]" in summary.next_command(run, {"finished": False})
+    run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
+    assert "modules=[theirs_pack]" in summary.build_next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
     attempts.begin_attempt(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(ConfigError, match="modules="):
-        compose.recipe(["resume=runs/one"])
+        compose.compose_recipe(["resume=runs/one"])
     assert not imported()

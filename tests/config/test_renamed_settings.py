@@ -20,7 +20,7 @@ from titan.config.settings import setting
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
 from titan.run import axes, identity
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.directory import parse_attempts
 from titan.run.run import as_config
 from titan.run.same_experiment import check_same_without_data
@@ -113,9 +113,9 @@ def test_two_values_are_rejected() -> None:
 
 def test_ids_hash_the_former_key() -> None:
     run = Recipe(Axis(rate=0.5))
-    assert identity.settings_of(cast(Any, run), science=False) == {"axis.lr": 0.5}
+    assert identity.select_settings(cast(Any, run), science=False) == {"axis.lr": 0.5}
     run = Recipe(Axis(moved=2))
-    assert identity.settings_of(cast(Any, run), science=False) == {"older.setting": 2}
+    assert identity.select_settings(cast(Any, run), science=False) == {"older.setting": 2}
 
 
 def test_commands_without_configuration_files_accept_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,17 +126,17 @@ def test_commands_without_configuration_files_accept_it(capsys: pytest.CaptureFi
 
 
 def test_a_run_is_composed_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    before = composed([*TINY, "training.seq_len=32", "hydra.run.dir=/nowhere"])
-    ids = identity.settings_of(before, science=True)
+    before = compose_run([*TINY, "training.seq_len=32", "hydra.run.dir=/nowhere"])
+    ids = identity.select_settings(before, science=True)
     field = Training.__dataclass_fields__["seq_len"]
     monkeypatch.setattr(field, "metadata", types.MappingProxyType({**field.metadata, "formerly": "row_length"}))
-    axes._former.cache_clear()
+    axes._collect_former_keys.cache_clear()
     try:
-        run = composed([*TINY, "training.row_length=32", "hydra.run.dir=/nowhere"])
+        run = compose_run([*TINY, "training.row_length=32", "hydra.run.dir=/nowhere"])
     finally:
-        axes._former.cache_clear()
+        axes._collect_former_keys.cache_clear()
     assert run.training.seq_len == 32
-    assert identity.settings_of(run, science=True) == {
+    assert identity.select_settings(run, science=True) == {
         name.replace("seq_len", "row_length"): value for name, value in ids.items()
     }
     assert capsys.readouterr().err == (
@@ -156,10 +156,10 @@ def test_a_configuration_of_a_file_gets_present_keys() -> None:
 
 def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """As in directories from before `precision.products` became `precision.matmuls`."""
-    run = composed([*TINY, "precision=float8", "precision.emulate=true", "hydra.run.dir=/x"])
+    run = compose_run([*TINY, "precision=float8", "precision.emulate=true", "hydra.run.dir=/x"])
     config = as_config(run)
     config["precision"]["products"] = config["precision"].pop("matmuls")
-    science = identity.settings_of(run, science=True)
+    science = identity.select_settings(run, science=True)
     assert science["precision.products"] == "float8"
     document = {"run_id": "r", "config": config, "ids": {"science": "s"}, "overrides": ["precision.products=float8"]}
     old = parse_attempts(yaml.safe_dump(document | {"science": science, "attempt": 1}), "x")[0]
@@ -174,7 +174,7 @@ def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.Cap
 def test_a_setting_that_became_an_axis_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     old = ["training.schedule=cosine", "training.warmup=1", "training.final_lr=0.1"]
     new = ["schedule=cosine", "schedule.warmup=1", "schedule.final_lr=0.1"]
-    found, wanted = (composed([*TINY, *line, "name=x", "hydra.run.dir=/x"]) for line in (old, new))
+    found, wanted = (compose_run([*TINY, *line, "name=x", "hydra.run.dir=/x"]) for line in (old, new))
     assert dataclasses.replace(found, overrides=(), hydra={}) == dataclasses.replace(wanted, overrides=(), hydra={})
     warned = capsys.readouterr().err.splitlines()
     assert [line.partition("this setting is now called ")[2].split(";")[0] for line in warned] == [
@@ -183,8 +183,8 @@ def test_a_setting_that_became_an_axis_is_understood(capsys: pytest.CaptureFixtu
 
 
 def test_a_run_from_before_its_setting_became_an_axis_goes_on() -> None:
-    run = composed([*TINY, "schedule=cosine", "schedule.warmup=1", "hydra.run.dir=/x"])
-    config, science = as_config(run), identity.settings_of(run, science=True)
+    run = compose_run([*TINY, "schedule=cosine", "schedule.warmup=1", "hydra.run.dir=/x"])
+    config, science = as_config(run), identity.select_settings(run, science=True)
     assert science["training.schedule"] == "cosine" and science["training.warmup"] == 1
     del config["schedule"]
     config["training"] |= {"schedule": "cosine", "warmup": 1, "decay": 0.5, "final_lr": 0.0}
@@ -195,7 +195,7 @@ def test_a_run_from_before_its_setting_became_an_axis_goes_on() -> None:
     assert old["config"] == as_config(run) and old["choices"] == {"model": "debug", "schedule": "cosine"}
     assert old["overrides"] == ["training.schedule=cosine", "training.warmup=1"], "it had no effect, and is gone"
     check_same_without_data(run, old)
-    other = composed([*TINY, "schedule=linear", "schedule.warmup=0", "hydra.run.dir=/x"])
+    other = compose_run([*TINY, "schedule=linear", "schedule.warmup=0", "hydra.run.dir=/x"])
     with pytest.raises(ConfigError, match=r"schedule was cosine, now linear; schedule\.warmup was 1, now 0"):
         check_same_without_data(other, old)
 
@@ -210,23 +210,23 @@ def test_a_file_with_a_setting_that_moved_is_rejected(content: str, expected: st
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\ntraining:\n  {content}\n")
     with pytest.raises(ConfigError, match=expected):
-        composed([*TINY, f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "hydra.run.dir=/x"])
+        compose_run([*TINY, f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "hydra.run.dir=/x"])
 
 
 def test_a_setting_that_moved_to_another_axis_works_in_commands_files_and_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = composed([*TINY, "metrics.validate_every=7", "hydra.run.dir=/x"])
+    run = compose_run([*TINY, "metrics.validate_every=7", "hydra.run.dir=/x"])
     assert run.evaluation.every == 7
     assert "metrics.validate_every: this setting is now called evaluation.every" in capsys.readouterr().err
-    assert identity.settings_of(run, science=False)["metrics.validate_every"] == 7
+    assert identity.select_settings(run, science=False)["metrics.validate_every"] == 7
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmetrics:\n  validate_every: 7\n")
     path = [*TINY, "recipe=mine", f"hydra.searchpath=[file://{tmp_path}]", "hydra.run.dir=/x"]
-    assert composed(path).evaluation.every == 7
+    assert compose_run(path).evaluation.every == 7
     assert "metrics.validate_every=7: this setting is now called evaluation.every" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"^metrics\.validate_every=7: is the former name of evaluation\.every"):
-        composed([*path, "evaluation.every=8"])
+        compose_run([*path, "evaluation.every=8"])
     config = as_config(run)
     config["metrics"] |= {"validate_every": 7, "validation_tokens": 0}
     del config["evaluation"]

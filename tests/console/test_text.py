@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launchers import start, trials
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.runs import TINY
@@ -74,7 +74,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     ],
 )
 def test_control_characters_are_refused(overrides: list[str], laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command([*overrides, *TINY], lambda run: 0) == 2
+    assert run_command([*overrides, *TINY], lambda run: 0) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and escape(said[:-1]) == said[:-1]
     assert not list(laptop.iterdir())
@@ -92,7 +92,7 @@ def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFix
     about = {"event": "point", "id": "a", "directory": "a", "steps": 1, "devices": 1}
     point = {**about, "overrides": ["x=a\n\x1b[2Jb"]}
     ended = {"event": "ended", "id": "a", "code": 1, "reason": "rank 0 on n\x1b[1m: x"}
-    ledger.add(laptop / "grid", point, ended)
+    ledger.add_events(laptop / "grid", point, ended)
     assert status.main([str(laptop / "grid"), "watch=false"]) == 1
     said = capsys.readouterr().out
     assert "a\\n\\x1b[2Jb" in said and "n\\x1b[1m" in said and "\x1b" not in said
@@ -133,7 +133,7 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
     run = run_of(SECRET, laptop)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
     attempt = attempts.Attempt(
-        1, "id", identity.ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
+        1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
     records.record_attempt(run, attempt, {}, [])
@@ -142,15 +142,15 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
     assert not [name for name, text in files_of(laptop).items() if SECRET in text]
     document = yaml.safe_load((Path(run.directory) / "run.yaml").read_text())
     assert document["config"]["checkpoint"]["resume"] == redact(address(SECRET, laptop))
-    assert SECRET not in summary.next_command(run, {"finished": False}) and SECRET not in capsys.readouterr().out
+    assert SECRET not in summary.build_next_command(run, {"finished": False}) and SECRET not in capsys.readouterr().out
 
 
 def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
-    assert identity.trial_id(one) == identity.trial_id(other)
-    assert identity.settings_of(one, science=False) == identity.settings_of(other, science=False)
+    assert identity.compute_trial_id(one) == identity.compute_trial_id(other)
+    assert identity.select_settings(one, science=False) == identity.select_settings(other, science=False)
     before: dict[str, Any] = {"config": {"checkpoint": redacted({"resume": one.checkpoint.resume, "weights": None})}}
-    assert lineage._unchanged(other, before)
+    assert lineage._is_unchanged(other, before)
 
 
 def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_grid_writes_no_secret_down(
 ) -> None:
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
     paths = ",".join(f"'{address(SECRET, laptop / name)}'" for name in "ab")
-    assert command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.run_local) == 0
+    assert run_command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.run_local) == 0
     texts = files_of(laptop)
     assert {"runs/grid/multirun.yaml", f"runs/grid/{ledger.LEDGER}", f"runs/grid/{ledger.SWEEP}"} <= texts.keys()
     assert not [name for name, text in texts.items() if SECRET in text + name]
@@ -216,7 +216,7 @@ def test_a_grid_writes_no_secret_down(
 def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = f"checkpoint.resume='{address(SECRET, laptop)}'"
     for arguments in (["--cfg", "job"], ["--cfg", "all"], ["--info", "config"]):
-        assert command([*arguments, override], lambda run: 1) == 0
+        assert run_command([*arguments, override], lambda run: 1) == 0
         said = "".join(capsys.readouterr())
         assert "memory://me:***@host" in said and SECRET not in said
 

@@ -18,7 +18,7 @@ from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.run.identity import settings_of
+from titan.run.identity import select_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -92,7 +92,7 @@ def test_presets(choice: str, expected: tuple[str, ...]) -> None:
 
 def test_where_the_data_are_is_no_science() -> None:
     def science(*overrides: str) -> dict[str, Any]:
-        return settings_of(composed(list(overrides)), science=True)
+        return select_settings(composed(list(overrides)), science=True)
 
     assert science("dataset=chat", "dataset.path=a") == science("dataset=chat", "dataset.path=b")
     assert science("dataset=hub", "dataset.name=a") == science("dataset=hub", "dataset.name=b")

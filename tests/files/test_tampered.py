@@ -165,7 +165,7 @@ EVENTS = [
 def test_a_ledgers_line_of_other_types_is_left_out_and_told(
     event: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger.add(tmp_path, POINT)
+    ledger.add_events(tmp_path, POINT)
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     (tmp_path / "sweep.yaml").write_text("margin: wide")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launchers.command import command
+from launchers.command import run_command
 from launchers.start import run_local
 from tests.support.composing import composed
 from tests.support.machines import detector
@@ -23,8 +23,8 @@ from titan.hooks.schema import MOMENTS
 from titan.metrics.lines import read_records
 from titan.run import attempts, identity
 from titan.run.attempts import FinishedRun
+from titan.run.completion import is_done
 from titan.run.directory import read_attempts
-from titan.run.ended import is_done
 
 OWN = "tests.support.own_hooks"
 
@@ -38,7 +38,7 @@ def hook(name: str, kind: str, **settings: Any) -> str:
 def trained(folder: Path, *overrides: str) -> int:
     """Train in this process; the exit code of the command."""
     quick = ("metrics.sample_tokens=0", "modules=[tests]", f"hydra.run.dir={folder}")
-    return command([*TINY, *quick, *overrides], run_local)
+    return run_command([*TINY, *quick, *overrides], run_local)
 
 
 def result(folder: Path) -> Any:
@@ -133,7 +133,7 @@ def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys
     overrides = [o for o in TINY if not o.startswith("training.steps")]
     overrides += ["-m", "training.steps=9", "training.seed=1", "modules=[tests]", hook("prune", "Stop")]
     for _ in range(2):
-        assert command([*overrides, f"hydra.sweep.dir={tmp_path}/sweep"], run_local) == 0
+        assert run_command([*overrides, f"hydra.sweep.dir={tmp_path}/sweep"], run_local) == 0
     assert "1 of 1 trials: stopped, not started again" in capsys.readouterr().out
     for trial in (tmp_path / "sweep").glob("seed*"):
         assert [document["attempt"] for document in read_attempts(trial)] == [1]
@@ -183,9 +183,9 @@ def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     def ids(*overrides: str) -> tuple[str, str, str]:
         run = composed(["name=x", "modules=[tests]", *overrides])
         return (
-            identity.digest(identity.science_of(run, "d", None)),
-            identity.digest(identity.settings_of(run, science=False)),
-            identity.trial_id(run),
+            identity.compute_digest(identity.collect_science(run, "d", None)),
+            identity.compute_digest(identity.select_settings(run, science=False)),
+            identity.compute_trial_id(run),
         )
 
     plain, logs = ids(), ids(hook("a", "Norms"))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm.grid import SlurmSweep
-from launchers.slurm.script import text
+from launchers.slurm.script import build_script
+from launchers.slurm.sweep import SlurmSweep
 from launchers.trials import Trial
 from tests.support.composing import composed
 from titan.cluster import rank_error
@@ -47,12 +47,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_reason_of_a_failure_names_the_node(folder: Path) -> None:
-    assert job_exit.error(folder, "7_0.0") == "rank 3 on gpu1: CUDA error"
+    assert job_exit.find_error(folder, "7_0.0") == "rank 3 on gpu1: CUDA error"
 
 
 @pytest.mark.parametrize(("times", "bad"), [(1, ["gpu1", "gpu2", "gpu3"]), (2, ["gpu1", "gpu2"]), (3, [])])
 def test_nodes_that_failed_so_many_times_are_bad(times: int, bad: list[str], folder: Path) -> None:
-    assert job_exit.bad_nodes(folder, times) == bad
+    assert job_exit.find_bad_nodes(folder, times) == bad
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_bad_nodes_are_excluded_from_what_is_submitted(
 ) -> None:
     trial = Trial("a", (), composed(["name=x", "cluster=cpu", *settings], elsewhere=True))
     sweep = SlurmSweep(folder.parent, [trial], SlurmLaunch(), SweepSpec())
-    script = text(sweep.shapes["a"], sweep._work([trial], "titan-1", folder / "t.json", None))
+    script = build_script(sweep.shapes["a"], sweep._build_submission([trial], "titan-1", folder / "t.json", None))
     found = re.search("^#SBATCH --exclude=(.*)$", script, flags=re.M)
     assert (found and found[1]) == excluded
     assert ("without gpu1, gpu2" in capsys.readouterr().out) == ("gpu1" in (excluded or ""))

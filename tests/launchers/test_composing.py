@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from launchers import plugin, trials
-from launchers.command import command
-from launchers.composing import Composer
+from launchers.command import run_command
+from launchers.composer import Composer
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.run.hydra_private import ConfigLoaderImpl
@@ -34,7 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
             return []
 
         monkeypatch.setattr(plugin.SweepLauncher, "launch", launch)
-        assert command(["-m", *TINY, *arguments], lambda run: 1) == 0
+        assert run_command(["-m", *TINY, *arguments], lambda run: 1) == 0
         return found[0]
 
     return run
@@ -117,5 +117,5 @@ def test_a_wrong_name_is_told_the_right_one_also_where_an_axis_is_varied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command(["-m", *TINY, "parallelism=single,fsdp", "training.sed=1,2"], lambda run: 1) == 2
+    assert run_command(["-m", *TINY, "parallelism=single,fsdp", "training.sed=1,2"], lambda run: 1) == 2
     assert "did you mean 'training.seed'?" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launchers import frozen, trials
+from launchers import run_file, trials
 from launchers.local import trial
 from tests.support.processes import ROOT
 from tests.support.runs import tiny
@@ -38,12 +38,12 @@ def with_optimizer(run: Run, patch: pytest.MonkeyPatch, **more: Any) -> Run:
 
 
 def moved(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
-    frozen.write(with_optimizer(run, patch), file)
+    run_file.write(with_optimizer(run, patch), file)
     patch.delitem(sys.modules, "titan.theirs")
 
 
 def other_settings(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
-    frozen.write(with_optimizer(run, patch, rank_one=True), file)
+    run_file.write(with_optimizer(run, patch, rank_one=True), file)
     with_optimizer(run, patch)
 
 
@@ -52,7 +52,7 @@ def bare(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def torn(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
-    frozen.write(run, file)
+    run_file.write(run, file)
     file.write_bytes(file.read_bytes()[:100])
 
 
@@ -77,14 +77,14 @@ def test_what_other_code_left_is_refused(
 ) -> None:
     left(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     with pytest.raises(ConfigError, match=f"a.pickle: .*{why}.*; repeat the command that started it"):
-        frozen.read(tmp_path / "a.pickle")
+        run_file.read(tmp_path / "a.pickle")
 
 
 def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run")
     (tmp_path / "a.pickle").write_bytes(b"of older code")
     file = trials.pickle_run(trials.Trial("a", (), run), tmp_path)
-    assert file == tmp_path / "a.pickle" and frozen.read(file) == run
+    assert file == tmp_path / "a.pickle" and run_file.read(file) == run
 
 
 def test_a_point_of_older_code_ends_with_a_sentence(

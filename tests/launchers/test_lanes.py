@@ -26,7 +26,7 @@ def point(jobs: str, lane: int | None, state: State = "running") -> TrialState:
 def test_what_comes_after_what(count: int, there: list[TrialState], expected: list[str | None]) -> None:
     lanes, found = Lanes(count, there), []
     for number in range(len(expected)):
-        lane, after = lanes.take()
-        lanes.put(lane, [f"x{number}"])
+        lane, after = lanes.take_lane()
+        lanes.add_jobs(lane, [f"x{number}"])
         found.append(after)
     assert found == expected

@@ -80,7 +80,7 @@ def test_rank_0_may_have_a_connection_of_each_rank(
 
 def new(attempt: Path, rank: int, text: str) -> None:
     os.environ["SLURM_NODEID"] = str(rank // 2)
-    rank_error.write(job._error_file(attempt, rank), RankError(rank=rank, time=float(rank), text=text))
+    rank_error.write(job._locate_error_file(attempt, rank), RankError(rank=rank, time=float(rank), text=text))
 
 
 def old(attempt: Path, rank: int, text: str) -> None:
@@ -95,9 +95,9 @@ def test_errors_are_found_where_ranks_leave_them(
     monkeypatch.setenv("SLURM_NODEID", "restored")
     for rank in (2, 3, 11):
         leave(tmp_path / "7.1", rank, f"ValueError: {rank}")
-    assert job_exit.error(tmp_path, "7.1") == "rank 2: ValueError: 2"
-    assert job_exit.error(tmp_path, "7.0") is None
-    assert job_exit.latest_attempt(tmp_path, "7") == "7.1"
+    assert job_exit.find_error(tmp_path, "7.1") == "rank 2: ValueError: 2"
+    assert job_exit.find_error(tmp_path, "7.0") is None
+    assert job_exit.find_latest_attempt(tmp_path, "7") == "7.1"
     if leave is new:
         assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for an attempt"
         assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
@@ -109,4 +109,4 @@ def test_a_task_that_came_to_no_log_is_quoted(name: str, tmp_path: Path) -> None
     (tmp_path / "7.out").write_text("the script's own\n")
     (tmp_path / name.format(2)).write_text("no such module\n")
     (tmp_path / name.format(10)).write_text("later\n")
-    assert job_exit.error(tmp_path, "7.0") == "no such module"
+    assert job_exit.find_error(tmp_path, "7.0") == "no such module"

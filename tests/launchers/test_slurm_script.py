@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from launchers.slurm import queue
-from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
-from launchers.slurm.shape import shape
+from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script
+from launchers.slurm.shape import derive_job_shape
 from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.cluster import rank_error
@@ -32,8 +32,8 @@ def job(*overrides: str) -> Run:
     return composed(["name=x", *overrides], elsewhere=True)
 
 
-def work(folder: Path, count: int = 1, after: str | None = None) -> Work:
-    return Work(folder, folder / "t.json", "grid", "titan-1", folder / "code", count, None, after)
+def work(folder: Path, count: int = 1, after: str | None = None) -> Submission:
+    return Submission(folder, folder / "t.json", "grid", "titan-1", folder / "code", count, None, after)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def work(folder: Path, count: int = 1, after: str | None = None) -> Work:
     ],
 )
 def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None:
-    found = shape(job(*overrides))
+    found = derive_job_shape(job(*overrides))
     assert (found.nodes, found.ranks, found.gpus, found.devices) == (nodes, ranks, gpus, nodes * ranks)
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.nodes=3: 8 ranks .* don't spread evenly over 3 nodes"):
-        shape(job("cluster=cpu", "parallelism=3d", "cluster.nodes=3"))
+        derive_job_shape(job("cluster=cpu", "parallelism=3d", "cluster.nodes=3"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
         "sbatch": "{mail-type:END}", "signal_seconds": "300",
     }  # fmt: skip
     run = job("cluster=h100", "parallelism=fsdp", *(f"cluster.{name}={value}" for name, value in site.items()))
-    script = text(shape(run), work(tmp_path, count=3, after="7"))
+    script = build_script(derive_job_shape(run), work(tmp_path, count=3, after="7"))
     for line in (
         "partition=p", "account=a", "qos=q", "reservation=r", "constraint=c", "exclude=n1", "gres=gpu:h100:8",
         "exclusive", "time=120", "mem=65536M", "cpus-per-task=4", "mail-type=END", "signal=USR2@300", "array=0-2%3",
@@ -131,22 +131,22 @@ ASKED = {
 )  # fmt: skip
 def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(tmp_path: Path, cluster: str, name: str) -> None:
     overrides, asked = ASKED[name]
-    script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
+    script = build_script(derive_job_shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked
 
 
 def test_a_comment_is_the_users_own_and_the_name_finds_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = job("cluster=cpu", "cluster.sbatch={comment:'team|a b'}")
-    odd = Work(tmp_path, tmp_path / "t.json", "a|b\nc", "titan-0123456789ab", tmp_path / "code", 1)
-    script = text(shape(run), odd)
+    odd = Submission(tmp_path, tmp_path / "t.json", "a|b\nc", "titan-0123456789ab", tmp_path / "code", 1)
+    script = build_script(derive_job_shape(run), odd)
     assert "#SBATCH --comment='team|a b'\n" in script and script.count("--comment=") == 1
     (name,) = (line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --job-name="))
     assert name == "a-b-c-titan-0123456789ab"
     line = f"7|PENDING|None||{name}|team|a b\n8|RUNNING|None|n1|other|x|titan-0123456789ab\n9|RUNNING|None|n1|other|\n"
-    monkeypatch.setattr(queue, "ask", lambda *command: line)
-    assert [found.id for found in queue.sent("titan-0123456789ab")] == ["7"]
-    assert queue._mine()[0] == queue.Job("7", "PENDING", "None", "", "team|a b", name)
+    monkeypatch.setattr(queue, "run_command", lambda *command: line)
+    assert [found.id for found in queue.find_sent_jobs("titan-0123456789ab")] == ["7"]
+    assert queue._list_own_jobs()[0] == queue.SlurmJob("7", "PENDING", "None", "", "team|a b", name)
 
 
 @pytest.mark.full
@@ -163,7 +163,7 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
     overrides: list[str], variable: str | None, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PREEMPT, variable) if variable else monkeypatch.delenv(PREEMPT, raising=False)
-    script = text(shape(job("cluster=cpu", *overrides)), work(tmp_path))
+    script = build_script(derive_job_shape(job("cluster=cpu", *overrides)), work(tmp_path))
     assert f"#SBATCH --signal={name}@120\n" in script
     assert f"case $code in {code}) code={EXIT_REQUEUE}" in script
     assert script.rindex(f"export {PREEMPT}={name}\n") > script.rfind("export SUBMITIT_PREEMPT_SIGNAL=USR1\n") - 1
@@ -176,17 +176,19 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
 def test_a_signal_that_means_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREEMPT, "TERM")
     with pytest.raises(ConfigError, match="SUBMITIT_PREEMPT_SIGNAL=TERM: only USR1 and USR2"):
-        text(shape(job("cluster=cpu")), work(tmp_path))
+        build_script(derive_job_shape(job("cluster=cpu")), work(tmp_path))
 
 
 def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
-    script = text(shape(job("cluster=cpu")), work(tmp_path))
+    script = build_script(derive_job_shape(job("cluster=cpu")), work(tmp_path))
     asked = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH" in line}
     assert asked == {"comment", "job-name", "nodes", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
 
 
 def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path) -> None:
-    asked = parameters(shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path))
+    asked = build_parameters(
+        derive_job_shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path)
+    )
     assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 96, 8)
 
 
@@ -246,7 +248,7 @@ def test_how_a_job_s_end_is_judged(
     done = ran(tmp_path / "with space", job("cluster.requeues=3"), ranks, state, restarts)
     assert (done["code"], done["again"]) == (code, again)
     assert (tmp_path / "requeued").exists() == again
-    end = job_exit.last_exit(tmp_path / "with space", "9")
+    end = job_exit.read_last_exit(tmp_path / "with space", "9")
     assert end is not None and end.stopped == (code in (EXIT_REQUEUE, 130))
 
 
@@ -345,7 +347,7 @@ def ran(
     env = {"PATH": f"{home}/bin:{os.environ['PATH']}", "HOME": str(home), "SLURM_JOB_ID": "9"}
     env["SLURM_JOB_NUM_NODES"] = str(nodes)
     env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-    script = text(shape(run), work(folder))
+    script = build_script(derive_job_shape(run), work(folder))
     subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=300, check=False)
     return (
         json.loads(attempt.with_name(f"{attempt.name}.end").read_text())
@@ -355,5 +357,5 @@ def ran(
 
 
 def test_the_script_is_bash() -> None:
-    for part in (BEFORE, AFTER):
+    for part in (PROLOGUE, EPILOGUE):
         assert subprocess.run(["bash", "-n"], input=part, text=True, timeout=300, check=False).returncode == 0

@@ -123,7 +123,7 @@ def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
         (folder / "0.pickle").touch()
     link = tmp_path / named.format(gone.pid).replace("-x", "-link")
     link.symlink_to(tmp_path / "other")
-    with scratch.scratch() as own:
+    with scratch.make_scratch_folder() as own:
         assert own.parent == tmp_path
         assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (living, elsewhere, link, own)} | {"other"}
     assert not own.exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launchers.command import command
+from launchers.command import run_command
 from launchers.start import run_local
 from tests.support.composing import composed
 from tests.support.runs import TINY
@@ -113,12 +113,12 @@ def test_a_plan_that_does_not_fit_is_rejected_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [*SMALL, "model=own", "model.plan=Module", "name=x"]
-    assert command([*line, "parallelism=tp"], lambda run: 0) == 2
+    assert run_command([*line, "parallelism=tp"], lambda run: 0) == 2
     error = capsys.readouterr().err
     assert error.startswith("titan: parallelism.tensor=2: the model own_package.model.Own can't be split: its plan")
     assert "layers.0.feed_forward.w1, which is no module; correct BLOCK_PLAN of Module, or" in error
     assert error.count("\n") == 1 and not (folder / "runs").exists()
-    assert command(line, lambda run: 0) == 0
+    assert run_command(line, lambda run: 0) == 0
 
 
 @pytest.mark.usefixtures("without_progress")
@@ -127,7 +127,7 @@ def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [*SMALL, "model=own", "model.plan=Module", "checkpoint=sync", "training.steps=1", "name=x"]
-    assert command(line, run_local) == 0 and capsys.readouterr().err == ""
+    assert run_command(line, run_local) == 0 and capsys.readouterr().err == ""
     for main, words in ((generate.main, ["tokens=[1]", "parallelism.tensor=2"]), (evaluate.main, ["parallelism=tp"])):
         assert main(["from=runs/x", *words]) == 2
         error = capsys.readouterr().err

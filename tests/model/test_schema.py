@@ -138,7 +138,7 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
     model: str, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
-    science = identity.settings_of(composed([f"model={model}"]), science=True)
+    science = identity.select_settings(composed([f"model={model}"]), science=True)
     assert {name: value for name, value in science.items() if name == "model"} == named
 
 

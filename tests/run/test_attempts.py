@@ -30,7 +30,7 @@ from titan.errors import ConfigError, exit_code
 from titan.run import attempts
 from titan.run.attempts import Attempt, FinishedRun, begin_attempt
 from titan.run.directory import is_locked, parse_attempts, read_attempts
-from titan.run.lock import locked
+from titan.run.lock import lock_directory
 from titan.run.paths import BEGUN, FILES
 from titan.run.run import Run
 from titan.sweep import ledger
@@ -236,24 +236,27 @@ with locked(Path({str(tmp_path / "run")!r})):
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"process {other.pid} on .* is running in it"), locked(tmp_path / "run"):
+        with (
+            pytest.raises(ConfigError, match=f"process {other.pid} on .* is running in it"),
+            lock_directory(tmp_path / "run"),
+        ):
             pass
     finally:
         os.kill(other.pid, signal.SIGKILL)
         other.communicate()
-    with locked(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         assert f"process {os.getpid()} " in (tmp_path / "run/.lock").read_text()
 
 
 def test_lock_is_released_and_a_directory_left_empty_goes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), locked(tmp_path / "a/b/run"):
+    with pytest.raises(ValueError), lock_directory(tmp_path / "a/b/run"):
         raise ValueError
     assert not (tmp_path / "a").exists()
     (tmp_path / "mine").mkdir()
-    with locked(tmp_path / "mine"):
+    with lock_directory(tmp_path / "mine"):
         pass
     assert (tmp_path / "mine").is_dir(), "what was there stays"
-    with locked(tmp_path / "mine/run"):
+    with lock_directory(tmp_path / "mine/run"):
         (tmp_path / "mine/run/run.yaml").touch()
     assert (tmp_path / "mine/run/run.yaml").exists()
 
@@ -285,7 +288,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     run.mkdir()
     for link in (lambda: (run / ".lock").symlink_to(victim), lambda: (run / ".lock").hardlink_to(victim)):
         link()
-        with pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), locked(run):
+        with pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), lock_directory(run):
             pass
         (run / ".lock").unlink()
     assert victim.read_text() == "precious"
@@ -294,7 +297,10 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
 def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
     assert not is_locked(tmp_path)
-    with pytest.raises(ConfigError, match=r"\.lock is a link or not a regular file; remove it"), locked(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"\.lock is a link or not a regular file; remove it"),
+        lock_directory(tmp_path),
+    ):
         pass
 
 
@@ -305,10 +311,10 @@ def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", flock)
     said = r"=\S+: its file system has no file locks \(flock: .*mount it with file locks \(Lustre"
-    with pytest.raises(ConfigError, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
+    with pytest.raises(ConfigError, match=f"hydra.run.dir{said}"), lock_directory(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.exclusive_lock(tmp_path):
+    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.lock_sweep(tmp_path):
         pass
 
 
@@ -338,10 +344,10 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
         pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written .*No space"),
     ):
         full(after, patch)
-        with locked(Path(run.directory)):
+        with lock_directory(Path(run.directory)):
             begin_attempt(run)
     assert not Path(run.directory).exists(), "the name can be used again"
-    with locked(Path(run.directory)):
+    with lock_directory(Path(run.directory)):
         lived(run)
 
 

@@ -34,7 +34,7 @@ def test_a_branch_is_continued_by_the_command_that_is_shown(tmp_path: Path) -> N
     train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=2"))
     short = tiny(tmp_path / "branch", *CONSTANT, f"checkpoint.resume={tmp_path}/trunk", "checkpoint.decay_steps=2")
     train(short)
-    command = summary.next_command(short, {"finished": True}).removeprefix("python -m titan.train ")
+    command = summary.build_next_command(short, {"finished": True}).removeprefix("python -m titan.train ")
     longer = composed(command_line.parse(shlex.split(command)).overrides)
     assert [seen.code for seen in train(longer)] == [0]
     assert [(line["step"], line["lr"]) for line in steps(longer)][2:] == [

@@ -12,7 +12,7 @@ import pytest
 
 import titan
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.machines import detector
 from tests.support.runs import TINY
 from tests.support.tiers import full
@@ -25,9 +25,9 @@ from titan.config.modules import HYDRA_PACKAGES
 from titan.console.text import one_line
 from titan.errors import exit_code
 from titan.run import attempts, summary
-from titan.run.command_line import quoted
-from titan.run.compose import composed
-from titan.run.lock import locked
+from titan.run.command_line import quote_value
+from titan.run.compose import compose_run
+from titan.run.lock import lock_directory
 from titan.run.run import Run
 from titan.sweep.schema import SlurmLaunch
 
@@ -41,7 +41,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def ran(*words: str) -> list[Run]:
     """The runs that a command line would start, in this process."""
     runs: list[Run] = []
-    assert command(words, lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
+    assert run_command(words, lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
     return runs
 
 
@@ -64,7 +64,7 @@ def begun(*words: str) -> Run:
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
-    assert command(words, start.run_local) == 0
+    assert run_command(words, start.run_local) == 0
     assert [run.training.seed for run in runs] == [1, 2]
 
 
@@ -73,7 +73,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "conf/recipe/wide.yaml").write_text("# @package _global_\ntraining:\n  bad_steps: 7\n")
     where = [f"hydra.searchpath=[file://{tmp_path}/conf]", "recipe=wide"]
     first = begun(*where, "+hydra.job.env_set.A=b", "parallelism=ddp", "name=a b")
-    command = summary.next_command(first, {"finished": False})
+    command = summary.build_next_command(first, {"finished": False})
     assert command == "python -m titan.train 'resume=runs/a b'"
     (again,) = ran("resume=runs/a b")
     for name in ("directory", "name", "model", "training", "layout", "cluster", "options"):
@@ -81,7 +81,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     assert (again.training.bad_steps, dict(again.cluster.environment or {})) == (7, {"A": "b"})
     (more,) = ran("resume=runs/a b", "training.steps=9", "parallelism=fsdp")
     assert (more.training.steps, more.layout.shard, more.directory) == (9, 2, first.directory)
-    assert summary.next_command(first, {"finished": True}).endswith("training.steps=6")
+    assert summary.build_next_command(first, {"finished": True}).endswith("training.steps=6")
 
 
 @pytest.mark.full
@@ -89,7 +89,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
-    assert command(line, start.run_local) == 0
+    assert run_command(line, start.run_local) == 0
     Path(runs[0].directory).mkdir(parents=True)
     attempts.begin_attempt(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
@@ -99,14 +99,14 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.full
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
-    assert command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
-    assert command(["resume=runs/g"], start.run_local) == 2
+    assert run_command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
+    assert run_command(["resume=runs/g"], start.run_local) == 2
     assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [full("runs/x"), "a b", "it's", full("a,b=c"), full("a\\'b"), "{x}", full("50%"), "ä"])
 def test_any_directory_can_be_quoted(text: str) -> None:
-    assert composed([f"hydra.run.dir={quoted('/q/' + text)}"]).directory == f"/q/{text}"
+    assert compose_run([f"hydra.run.dir={quote_value('/q/' + text)}"]).directory == f"/q/{text}"
 
 
 CALLBACK = """
@@ -150,7 +150,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     monkeypatch.syspath_prepend(str(Path.cwd()))
     importlib.invalidate_caches()
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: code)
-    assert command([*words, *NOTING], start.run_local) == code
+    assert run_command([*words, *NOTING], start.run_local) == code
     seen = Path("calls").read_text().splitlines()
     assert [line.rpartition(" ")[0] for line in seen] == calls
     assert {line.rpartition(" ")[2] for line in seen if "job" in line} == {"1"}
@@ -159,7 +159,9 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
 def test_env_set_holds_where_the_run_is_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = ran(*TINY, "+hydra.job.env_set.SET=b", "cluster.environment={MORE:c}", "name=x")
     seen: list[tuple[str | None, str | None]] = []
-    monkeypatch.setattr(start, "_ranks", lambda *_: seen.append((os.environ.get("SET"), os.environ.get("MORE"))) or 0)
+    monkeypatch.setattr(
+        start, "_start_ranks", lambda *_: seen.append((os.environ.get("SET"), os.environ.get("MORE"))) or 0
+    )
     assert start.run_local(run) == 0
     assert seen == [("b", "c")]
     assert not {"SET", "MORE"} & set(os.environ)
@@ -189,14 +191,14 @@ def test_verbose_says_what_was_composed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_output_dir_can_be_named_in_a_value() -> None:
-    run = composed(["checkpoint.path=${hydra:runtime.output_dir}/copies", "name=x"])
+    run = compose_run(["checkpoint.path=${hydra:runtime.output_dir}/copies", "name=x"])
     assert run.checkpoint.path == f"{run.directory}/copies"
 
 
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
-    assert command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
+    assert run_command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert len(runs) == 2
 
 
@@ -257,7 +259,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main(["runs/x"]) == 1
     out = capsys.readouterr().out
     assert "runs/x: 1 run: 1 stopped" in out and "python -m titan.train resume=runs/x resumes it" in out
-    with locked(Path(run.directory)):
+    with lock_directory(Path(run.directory)):
         assert status.main(["runs/x", "watch=false"]) == 0
     assert "1 run: 1 running" in capsys.readouterr().out
     (Path(run.directory) / "result.json").write_text('{"finished": true, "step": 3}')
@@ -271,12 +273,12 @@ def test_a_message_is_one_line() -> None:
 
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:
     Path("mine.txt").touch()
-    assert command([*TINY, "hydra.run.dir=."], start.run_local) == 2
+    assert run_command([*TINY, "hydra.run.dir=."], start.run_local) == 2
     assert [file.name for file in Path.cwd().iterdir()] == ["mine.txt"]
 
 
 def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = composed([*TINY, "hydra.run.dir=a/b/c"])
+    run = compose_run([*TINY, "hydra.run.dir=a/b/c"])
     made = os.mkdir
 
     def full(path: str, *more: int) -> None:

@@ -18,8 +18,8 @@ from titan.cluster import devices
 from titan.compile.compiler import find_missing_compiler
 from titan.errors import ConfigError
 from titan.run import compile_scope, identity
-from titan.run.compile_scope import eager_seconds
-from titan.run.resolve import moved
+from titan.run.compile_scope import estimate_eager_seconds
+from titan.run.resolve import adapt_to_machine
 from titan.run.run import Run
 
 LONG, SHORT = "training.steps=100000", "training.steps=20"
@@ -170,13 +170,15 @@ def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     run = on("cpu", "precision=fp32", monkeypatch=monkeypatch)
-    assert eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
+    assert estimate_eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
 
 
 def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(*overrides: str, fast: bool) -> float:
         run = on("cpu", "precision=bf16", *overrides, monkeypatch=monkeypatch)
-        return eager_seconds(dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast)))
+        return estimate_eager_seconds(
+            dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast))
+        )
 
     slow, fast = seconds(fast=False), seconds(fast=True)
     assert slow / fast == pytest.approx(90 / 55)
@@ -187,7 +189,7 @@ def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
     run = on("cpu", *nodes, monkeypatch=monkeypatch, elsewhere=True)
     alone = on("cpu", "training.steps=8000", monkeypatch=monkeypatch)
-    assert eager_seconds(run) == pytest.approx(eager_seconds(alone) / 4)
+    assert estimate_eager_seconds(run) == pytest.approx(estimate_eager_seconds(alone) / 4)
     assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
 
 
@@ -195,11 +197,11 @@ def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)  # none on the login node
     run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, elsewhere=True)
     assert run.compile.scope == "block"
-    here = moved(run, detector("gpu")("cuda"))
+    here = adapt_to_machine(run, detector("gpu")("cuda"))
     assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
     said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
     with pytest.raises(ConfigError, match="triton is not installed; fix this, or give compile=off"):
-        moved(said, detector("gpu")("cuda"))
+        adapt_to_machine(said, detector("gpu")("cuda"))
 
 
 @pytest.mark.full
@@ -207,9 +209,9 @@ def test_a_point_of_a_grid_is_the_same_wherever_it_compiles(monkeypatch: pytest.
     one = (SHORT, "cluster.device=auto", "precision=fp32")
     runs = [on(kind, *one, monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]
     assert [run.compile.scope for run in runs] == ["off", "block"]
-    assert identity.trial_id(runs[0]) == identity.trial_id(runs[1])
+    assert identity.compute_trial_id(runs[0]) == identity.compute_trial_id(runs[1])
     said = [on("gpu", *one, f"compile={scope}", monkeypatch=monkeypatch) for scope in ("off", "block", "model")]
-    points = {identity.trial_id(run) for run in (runs[1], *said)}
+    points = {identity.compute_trial_id(run) for run in (runs[1], *said)}
     assert len(points) == 4
-    settings = [identity.settings_of(run, science=True) for run in (*runs, *said)]
+    settings = [identity.select_settings(run, science=True) for run in (*runs, *said)]
     assert all("compile" not in name for found in settings for name in found)

@@ -14,14 +14,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from tests.support.machines import detector
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import help
 from titan.errors import ConfigError
 from titan.estimate import fit
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.hydra_choices import OPTIONAL_GROUPS
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
@@ -56,7 +56,7 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     def job(run: Run) -> int:
         raise RuntimeError("a run was started")
 
-    assert command(arguments, job) == 0
+    assert run_command(arguments, job) == 0
     return capsys.readouterr().out
 
 
@@ -74,7 +74,7 @@ def test_every_choice_composes(axis: str, choice: str, request: pytest.FixtureRe
     overrides += ["precision.emulate=true"] if axis == "precision" else []
     if any(o.startswith("compile=") and o not in ("compile=off", "compile=auto") for o in overrides):
         request.getfixturevalue("compiler")
-    run = composed(overrides, elsewhere=axis == "cluster")
+    run = compose_run(overrides, remote=axis == "cluster")
     assert run.choices[axis] == choice
     written = {
         k: v for k, v in OmegaConf.load(CONF / axis / f"{choice}.yaml").items() if k not in ("defaults", "_target_")
@@ -123,7 +123,7 @@ def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str
 def test_cfg_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     content = OmegaConf.create(shown("--cfg", "job", "training.steps=7", capsys=capsys))
     assert content.training.steps == 7
-    run = composed([])
+    run = compose_run([])
     for axis in Recipe.axes():
         assert set(content[axis]) - {"_target_"} == {f.name for f in dataclasses.fields(getattr(run, axis))}
 
@@ -159,7 +159,7 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
-    assert command(line, start.run_local) == 0
+    assert run_command(line, start.run_local) == 0
     assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
     points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
     assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
@@ -174,7 +174,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     left = iter(codes)
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: next(left))
     seeds = ",".join(map(str, range(len(codes))))
-    assert command(["-m", f"training.seed={seeds}"], start.run_local) == next(c for c in codes if c)
+    assert run_command(["-m", f"training.seed={seeds}"], start.run_local) == next(c for c in codes if c)
     assert next(left, None) is None
 
 
@@ -182,7 +182,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
 def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 130)
-    assert command(["-m", "training.seed=1,2"], start.run_local) == 130
+    assert run_command(["-m", "training.seed=1,2"], start.run_local) == 130
     assert len(runs) == 1
 
 
@@ -190,7 +190,7 @@ def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refused_sweep_keeps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs/grid/0").mkdir(parents=True)
     Path("runs/grid/0/run.yaml").write_text("x")
-    assert command(["-m", "name=grid", "training.steps=1,0"], start.run_local) == 2
+    assert run_command(["-m", "name=grid", "training.steps=1,0"], start.run_local) == 2
     assert Path("runs/grid/0/run.yaml").read_text() == "x"
 
 
@@ -212,18 +212,18 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
     sweep = "# @package _global_\n# Theirs.\nhydra:\n  sweeper:\n    params:\n      training.steps: 3,0\n"
     (other / "sweep/grid.yaml").write_text(sweep)
     where = f"hydra.searchpath=[file://{other}]"
-    assert composed([where, "model=theirs"]).model.layers == 3
-    assert composed([where, "recipe=pair"]).training.steps == 33
+    assert compose_run([where, "model=theirs"]).model.layers == 3
+    assert compose_run([where, "recipe=pair"]).training.steps == 33
     assert "grid" in shown("--help", where, capsys=capsys).split()
-    assert command(["-m", where, "sweep=grid"], start.run_local) == 2
+    assert run_command(["-m", where, "sweep=grid"], start.run_local) == 2
     assert "training.steps=0: must be at least 1 (trial 2 of the sweep" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
-        composed(["recipe=pair"])
+        compose_run(["recipe=pair"])
 
 
 def test_config_dir_adds_a_choice(other: Path) -> None:
     runs: list[Run] = []
-    assert command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
+    assert run_command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
     assert runs[0].model.layers == 3
 
 
@@ -231,20 +231,20 @@ def test_titan_conf_adds_choices(
     other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
-    assert composed(["model=theirs"]).model.layers == 3
+    assert compose_run(["model=theirs"]).model.layers == 3
     out = [line.split(None, 1) for line in shown("--help", capsys=capsys).splitlines()]
     assert ["theirs", "A model of others."] in out and ["pair", "A whole recipe."] in out
     with pytest.raises(ConfigError, match=r"did you mean 'theirs'\? Choices: .*theirs"):
-        composed(["model=their"])
+        compose_run(["model=their"])
 
 
 def test_recipe_chooses_on_several_axes_and_yields_to_the_command_line(
     other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
-    run = composed(["recipe=pair"])
+    run = compose_run(["recipe=pair"])
     assert (run.training.steps, run.layout.replicate) == (33, 2)
-    run = composed(["recipe=pair", "parallelism=single", "training.steps=5"])
+    run = compose_run(["recipe=pair", "parallelism=single", "training.steps=5"])
     assert (run.training.steps, run.layout.replicate) == (5, 1)
 
 
@@ -254,7 +254,7 @@ def test_unknown_recipe_beside_a_known_one(
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
-    assert command([*sweep, "recipe=pari"], start.run_local) == 2
+    assert run_command([*sweep, "recipe=pari"], start.run_local) == 2
     assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
 
 
@@ -292,10 +292,10 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = ["model._target_=theirs_model.Wide", "modules=[theirs_model]"]
-    model = composed([*overrides, "+model.width=5"]).model
+    model = compose_run([*overrides, "+model.width=5"]).model
     assert (type(model).__name__, model.width) == ("Wide", 5)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"model\.width=0: must be at least 1"):
-        composed([*overrides, "+model.width=0"])
+        compose_run([*overrides, "+model.width=0"])
 
 
 @pytest.mark.parametrize(
@@ -307,17 +307,17 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_whole_numbers(override: str, value: int) -> None:
-    steps = composed([override]).training.steps
+    steps = compose_run([override]).training.steps
     assert (steps, type(steps)) == (value, int)
 
 
 def test_the_last_of_two_values_holds() -> None:
-    run = composed(["training.steps=5", "model=llama1b", "training.steps=6", "model=debug"])
+    run = compose_run(["training.steps=5", "model=llama1b", "training.steps=6", "model=debug"])
     assert (run.training.steps, run.choices["model"]) == (6, "debug")
 
 
 def test_run_is_frozen_and_pickles() -> None:
-    run = composed(["parallelism=fsdp", "optimizer=sgd", "name=x"])
+    run = compose_run(["parallelism=fsdp", "optimizer=sgd", "name=x"])
     again = pickle.loads(pickle.dumps(run))
     assert again == run and again.hydra == run.hydra
     assert set(run.hydra) == {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"}
@@ -342,7 +342,7 @@ def test_defaults_follow_from_the_machine(
     kind: str, overrides: list[str], compute: str, devices_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector(kind))
-    run = composed(overrides)
+    run = compose_run(overrides)
     assert (run.precision.compute, run.layout.devices) == (compute, devices_)
 
 
@@ -350,11 +350,11 @@ def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     demand = fit.estimate_memory
     monkeypatch.setattr(fit, "estimate_memory", lambda *given: (asked.append(given[2]), demand(*given))[1])
-    assert composed(["training.global_batch=104857600"]).microbatches > 1000
+    assert compose_run(["training.global_batch=104857600"]).microbatches > 1000
     assert len(asked) < 100, "as many micro-batches as there are rows were tried"
 
 
 def test_default_directory_is_named_after_model_and_layout() -> None:
-    assert composed([]).directory.endswith("-debug-single")
-    assert composed(["name=x"]).directory == str(Path.cwd() / "runs/x")
-    assert composed(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"
+    assert compose_run([]).directory.endswith("-debug-single")
+    assert compose_run(["name=x"]).directory == str(Path.cwd() / "runs/x")
+    assert compose_run(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"

@@ -71,7 +71,7 @@ def given(kind: type) -> dict[str, Any]:
 
 
 def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
-    return identity.ids(run, identity.science_of(run, digest, parent))
+    return identity.compute_ids(run, identity.collect_science(run, digest, parent))
 
 
 @pytest.mark.parametrize(("axis", "kind"), table(ALL, ("AdamW", "WSD", "InverseSqrt", "Constant", "Memory", "Debug")))
@@ -142,7 +142,7 @@ def test_the_class_of_a_named_part_is_in_one_id_and_in_run_yaml(titans: Any, own
 
 def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run) -> None:
     content = {"path": "p", "format": "arc", "limit": None, "bos": False}
-    found = identity.settings_of(with_part(base, Task(path="p", format="arc")), science=False)
+    found = identity.select_settings(with_part(base, Task(path="p", format="arc")), science=False)
     assert found["evaluation.tasks"] == {"a": content}
 
 
@@ -223,4 +223,6 @@ def test_ids_are_the_same_in_another_process(base: Run) -> None:
 
 def test_digest_has_not_changed_its_meaning() -> None:
     content = {"training.steps": 5, "data": "d", "optimizer.betas": [0.9, 0.95], "model.head_dim": None}
-    assert identity.digest(content) == identity.digest(dict(reversed(content.items()))) == "d89fb93c14ba"
+    assert (
+        identity.compute_digest(content) == identity.compute_digest(dict(reversed(content.items()))) == "d89fb93c14ba"
+    )

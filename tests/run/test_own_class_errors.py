@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.command import command
+from launchers.command import run_command
 from launchers.start import run_local
 from tests.support.runs import TINY
 
@@ -45,7 +45,7 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *more: str
     monkeypatch.setenv("TITAN_CONF", str(folder / "conf"))
     small = [o for o in TINY if not o.startswith("optimizer")]
     given = [*small, f"modules=[{package}]", "optimizer=own", target, "name=x", "checkpoint=off"]
-    return command([o for o in given if o not in more], run_local)
+    return run_command([o for o in given if o not in more], run_local)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_class_that_is_not_named(
     for text, said in (("", "optimizer._target_ is missing"), ("beta: 1\n", "is named by _target_")):
         file.write_text(f"defaults:\n  - /schema/optimizer/base@_here_\n  - _self_\n{text}")
         monkeypatch.setenv("TITAN_CONF", str(tmp_path))
-        assert command(["optimizer=own", f"hydra.run.dir={tmp_path}/x"], run_local) == 2
+        assert run_command(["optimizer=own", f"hydra.run.dir={tmp_path}/x"], run_local) == 2
         assert said in capsys.readouterr().err
 
 
@@ -93,5 +93,5 @@ def test_a_folder_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", os.pathsep.join((str(tmp_path), f"{tmp_path}/nowhere")))
-    assert command([f"hydra.run.dir={tmp_path}/x"], run_local) == 2
+    assert run_command([f"hydra.run.dir={tmp_path}/x"], run_local) == 2
     assert f"TITAN_CONF={tmp_path}/nowhere: there is no such folder" in capsys.readouterr().err

@@ -11,13 +11,13 @@ from types import ModuleType
 import pytest
 import yaml
 
-from launchers.command import command
+from launchers.command import run_command
 from launchers.slurm import snapshot
 from launchers.start import run_local
 from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.run import identity, own_code
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 
 MODEL = """
@@ -52,11 +52,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def of(*overrides: str) -> Run:
-    return composed(["name=x", "modules=[own_code_example]", *overrides])
+    return compose_run(["name=x", "modules=[own_code_example]", *overrides])
 
 
 def ids(run: Run) -> str:
-    return identity.ids(run, {}).code
+    return identity.compute_ids(run, {}).code
 
 
 @pytest.mark.full
@@ -69,8 +69,8 @@ def ids(run: Run) -> str:
     ],
 )
 def test_packages_that_a_run_names(override: str, packages: list[str], own: Path) -> None:
-    assert list(own_code.packages(of(override))) == packages
-    assert own_code.packages(composed(["name=x"])) == ()
+    assert list(own_code.find_packages(of(override))) == packages
+    assert own_code.find_packages(compose_run(["name=x"])) == ()
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_packages_that_a_run_names(override: str, packages: list[str], own: Path
 )  # fmt: skip
 def test_every_file_of_the_package_is_in_the_code_id_alone(name: str, counts: bool, own: Path) -> None:
     run = of()
-    before, plain = ids(run), ids(composed(["name=x"]))
+    before, plain = ids(run), ids(compose_run(["name=x"]))
     (own / name).parent.mkdir(exist_ok=True)
     with (own / name).open("a") as file:
         file.write("# more")
     assert (ids(run) != before) is counts
-    assert ids(composed(["name=x"])) == plain != before
-    assert identity.science_of(run, "d", None) == identity.science_of(of(), "d", None)
+    assert ids(compose_run(["name=x"])) == plain != before
+    assert identity.collect_science(run, "d", None) == identity.collect_science(of(), "d", None)
 
 
 def taken(package: str) -> dict[str, ModuleType]:
@@ -110,9 +110,9 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_untracked_experiments_count(experiment: Path) -> None:
-    run = composed(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
+    run = compose_run(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
     before = ids(run)
-    assert own_code.packages(run) == ("experiments",)
+    assert own_code.find_packages(run) == ("experiments",)
     (experiment / "more.py").write_text("")
     assert ids(run) != before
 
@@ -124,7 +124,7 @@ def test_a_continuation_with_changed_code_says_so(
     asked += ["metrics.sample_tokens=0", f"hydra.run.dir={tmp_path}/run"]
 
     def train(steps: int) -> str:
-        assert command([*asked, f"training.steps={steps}"], run_local) == 0
+        assert run_command([*asked, f"training.steps={steps}"], run_local) == 0
         return capsys.readouterr().out
 
     assert "your code" not in train(1) + train(2)
@@ -142,9 +142,9 @@ def test_the_copy_for_jobs_has_the_package(own: Path, tmp_path: Path, monkeypatc
     titan.mkdir(parents=True)
     (titan / "a.py").write_text("a = 1\n")
     monkeypatch.setattr(snapshot, "ROOT", tmp_path / "root")
-    copy = snapshot.take(tmp_path / "s", ["own_code_example", "yaml"])
+    copy = snapshot.copy_code(tmp_path / "s", ["own_code_example", "yaml"])
     found = sorted(str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file())
     own_files = [f"own_code_example/{name}" for name in ("__init__.py", "kernel.cu", "model.py")]
     assert found == [*own_files, "titan-code.json", "titan/a.py"]
     (own / "model.py").write_text("")
-    assert snapshot.take(tmp_path / "s", ["own_code_example"]) != copy
+    assert snapshot.copy_code(tmp_path / "s", ["own_code_example"]) != copy

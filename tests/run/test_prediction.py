@@ -13,7 +13,7 @@ import pytest
 from tests.support.runs import TINY
 from titan.run import attempts, prediction, summary
 from titan.run.attempts import Attempt
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 
@@ -25,7 +25,7 @@ GPUS = ("model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=pp"
 
 
 def tiny(directory: Path, *overrides: str) -> Run:
-    return composed([*TINY, *overrides, f"hydra.run.dir={directory}"])
+    return compose_run([*TINY, *overrides, f"hydra.run.dir={directory}"])
 
 
 def begun(run: Run) -> Attempt:
@@ -41,7 +41,7 @@ def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_pat
     begun(tiny(tmp_path / "run", *MEASURED, "parallelism=fsdp"))
     begun(tiny(tmp_path / "run"))
     first, second, third = read_attempts(tmp_path / "run")
-    assert prediction.of_document(first) == known.prediction is not None
+    assert prediction.parse_document(first) == known.prediction is not None
     assert second[prediction.KEY]["step_seconds"] != first[prediction.KEY]["step_seconds"]
     assert prediction.KEY not in third
     for name in ("step_seconds", "memory_gib"):
@@ -52,8 +52,10 @@ def test_each_attempt_records_its_prediction_where_the_hardware_is_known(tmp_pat
 
 
 def test_the_start_of_a_run_names_the_predicted_step(tmp_path: Path) -> None:
-    assert re.fullmatch(r", predicted step [\d.e-]+ s", summary._predicted(begun(tiny(tmp_path / "a", *MEASURED))))
-    assert summary._predicted(begun(tiny(tmp_path / "b"))) == ""
+    assert re.fullmatch(
+        r", predicted step [\d.e-]+ s", summary._describe_prediction(begun(tiny(tmp_path / "a", *MEASURED)))
+    )
+    assert summary._describe_prediction(begun(tiny(tmp_path / "b"))) == ""
 
 
 def test_an_error_of_the_planner_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_an_error_of_the_planner_is_a_note(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_memory_is_compared_with_what_metrics_measure() -> None:
-    found, _ = prediction.predict(composed([*GPUS, "hydra.run.dir=/x"], elsewhere=True))
+    found, _ = prediction.predict(compose_run([*GPUS, "hydra.run.dir=/x"], remote=True))
     assert found is not None and found.memory_parts["context"] > 0 and found.memory_parts["allocator"] > 0
     assert found.rank0_memory_gib.value < found.memory_gib.value - found.memory_parts["context"]
     on_cpu, _ = prediction.predict(tiny(Path("/x"), *MEASURED))
@@ -84,7 +86,7 @@ def test_memory_is_compared_with_what_metrics_measure() -> None:
     ],
 )
 def test_a_damaged_prediction_is_none(content: Any) -> None:
-    assert prediction.of_document({prediction.KEY: content}) is None
+    assert prediction.parse_document({prediction.KEY: content}) is None
 
 
 def test_predicting_imports_no_torch() -> None:

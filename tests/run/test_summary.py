@@ -12,7 +12,7 @@ from titan.cluster import devices
 from titan.console.numbers import billions
 from titan.dataset import corpora
 from titan.run import attempts, identity, summary
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_the_model_and_the_layout(
 ) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
     monkeypatch.chdir(tmp_path)
-    run = composed([*TINY, *settings, "name=x", "training.global_batch=256"])
+    run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
-    summary.show_run(run, attempts.Attempt(1, "id", identity.ids(run, {}), {}, None, 0, 0, "start"), mix, ())
+    summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
     shown = " ".join(capsys.readouterr().out.split())
     counts = map(billions, (run.model.parameters(), run.model.active_parameters()))
     assert model.format(*counts) in shown

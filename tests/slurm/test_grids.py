@@ -232,7 +232,7 @@ def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) ->
     (point,) = points(tmp_path, "chained").values()
     assert len(point.jobs) == 3
     until(lambda: _lines(Path(point.directory)) >= 5, "five steps", SECONDS)
-    assert point.jobs[0] in [job.id for job in queue.sent(_token(tmp_path / "runs/chained"))]
+    assert point.jobs[0] in [job.id for job in queue.find_sent_jobs(_token(tmp_path / "runs/chained"))]
     slurm.run("scancel", "--signal=USR1", point.jobs[0])
     until(lambda: {slurm.jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS)
     (point,) = points(tmp_path, "chained").values()
@@ -242,7 +242,7 @@ def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) ->
 
 
 def _token(sweep: Path) -> str:
-    return next(str(event["token"]) for event in ledger.events(sweep) if event["event"] == "sending")
+    return next(str(event["token"]) for event in ledger.read_events(sweep) if event["event"] == "sending")
 
 
 @pytest.mark.full
@@ -262,7 +262,7 @@ def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: 
         process.send_signal(signal.SIGKILL)
         ended(process)
     until(lambda: len(slurm.jobs().keys() - before) == 2, "the second job")
-    assert [e["event"] for e in ledger.events(tmp_path / "runs/cut")][-3:] == ["sending", "sent", "sending"]
+    assert [e["event"] for e in ledger.read_events(tmp_path / "runs/cut")][-3:] == ["sending", "sent", "sending"]
     code, _, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 3
     assert [(p.state, p.submissions) for p in points(tmp_path, "cut").values()] == [("finished", 1)] * 3

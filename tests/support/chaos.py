@@ -38,7 +38,7 @@ from tests.support.runs import LAYOUTS, TINY, Seen, Tensors, difference, same, s
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 
@@ -302,8 +302,8 @@ class Chaos:
 
     def _compare(self) -> None:
         """With the undisturbed run."""
-        one = composed([*self._settings(self.folder / "alone"), *self.plan.layouts[0]])
-        ranks, mine = train(one, timeout=600), composed(self._settings(self.directory))
+        one = compose_run([*self._settings(self.folder / "alone"), *self.plan.layouts[0]])
+        ranks, mine = train(one, timeout=600), compose_run(self._settings(self.directory))
         self._compare_steps(one, mine)
         self._compare_ends(ranks[0], saved(mine, self.steps))
         self._compare_folders(mine)

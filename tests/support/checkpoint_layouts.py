@@ -28,7 +28,7 @@ from titan.dataset.loader import Batch
 from titan.parallelism import mesh
 from titan.run import attempts
 from titan.run.attempts import Attempt
-from titan.run.lock import locked
+from titan.run.lock import lock_directory
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.signals import StopSignals
@@ -129,7 +129,7 @@ class Table:
             f"checkpoint.resume={self.save('single').folder}",
         )
         folders = [self.save(row).folder for row in rows]
-        with locked(Path(run.directory)):
+        with lock_directory(Path(run.directory)):
             attempt = attempts.begin_attempt(run)
         assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:

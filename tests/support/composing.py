@@ -1,7 +1,7 @@
-"""Compose runs as `titan.run.compose.composed` does, in half the time, for tests that are not about composing.
+"""Compose runs as `titan.run.compose.compose_run` does, in half the time, for tests that are not about composing.
 
 What choices (AXIS=CHOICE) compose to is kept, and a copy gets the values: as for the trials of a grid, by the same code
-(`launchers.composing`), whose tests compare it with Hydra.
+(`launchers.composer`), whose tests compare it with Hydra.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import cache
 
 from omegaconf import OmegaConf
 
-from launchers.composing import Composer
+from launchers.composer import Composer
 from titan.config import modules
 from titan.run import compose
-from titan.run.axes import present
+from titan.run.axes import translate_overrides
 from titan.run.hydra_choices import check_optional
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import Session, compose_config
@@ -33,17 +33,17 @@ def _composer(folders: str) -> Composer:
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
     """Return the run of a list of overrides; of Hydra's node, it takes the run's directory only."""
-    lines = [o for o in present(overrides) if not o.startswith(DIRECTORY)]
+    lines = [o for o in translate_overrides(overrides) if not o.startswith(DIRECTORY)]
     directories = [o.removeprefix(DIRECTORY) for o in overrides if o.startswith(DIRECTORY)]
     if any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
-        return compose.composed(overrides, ranks, elsewhere)
-    compose.register()
+        return compose.compose_run(overrides, ranks, elsewhere)
+    compose.register_configs()
     with HydraErrors(lines):
         trusted = modules.list_trusted_packages(lines)
         composer = _composer(os.environ.get("TITAN_CONF", ""))
         cfg = composer(lines)
         OmegaConf.clear_cache(cfg)  # the time, which is in the directory's name
-        check_optional(composer.known, cfg)
+        check_optional(composer.list_choices, cfg)
         if directories:
             cfg.hydra.run.dir = directories[-1].strip("'\"")
-        return compose.freeze(cfg, ranks=ranks, elsewhere=elsewhere, trusted=trusted)
+        return compose.freeze_run(cfg, ranks=ranks, remote=elsewhere, trusted=trusted)

@@ -360,7 +360,7 @@ LAUNCHERS = (
     fault(
         "launcher: a signal does not reach the ranks",
         "launchers/supervisor.py",
-        "            self.send(signal.SIGTERM)\n",
+        "            self.send_signal(signal.SIGTERM)\n",
         "",
         "launchers/test_supervisor.py::test_a_signal_is_handed_on_to_all_ranks",
     ),
@@ -381,8 +381,8 @@ LAUNCHERS = (
     fault(
         "launcher: a failed rank leaves the others running",
         "launchers/supervisor.py",
-        "while self.alive() and not self.failed() and",
-        "while self.alive() and",
+        "while self.has_running() and not self.find_failed() and",
+        "while self.has_running() and",
         "launchers/test_supervisor.py::test_the_cause_is_said_once[no-word]",
     ),
     fault(

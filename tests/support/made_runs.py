@@ -158,8 +158,8 @@ def swept(directory: Path, asked: SweepSpec, points: Mapping[str, tuple[str, ...
     directory.mkdir(parents=True, exist_ok=True)
     ledger.write_spec(directory, asked)
     there = {"event": "point", "steps": 40, "devices": 1}
-    ledger.add(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
-    ledger.add(directory, *events)
+    ledger.add_events(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
+    ledger.add_events(directory, *events)
 
 
 def write_lines(directory: Path, lines: list[dict[str, Any]]) -> None:
@@ -179,8 +179,11 @@ def _run(story: Story, overrides: tuple[str, ...]) -> Run:
 def _document(
     run: Run, story: Story, number: int, attempt: Attempt, began: float, overrides: tuple[str, ...]
 ) -> dict[str, Any]:
-    science = identity.science_of(run, story.digest, None)
-    ids = identity.digest(science), identity.digest({k: v for k, v in science.items() if k != "training.seed"})
+    science = identity.collect_science(run, story.digest, None)
+    ids = (
+        identity.compute_digest(science),
+        identity.compute_digest({k: v for k, v in science.items() if k != "training.seed"}),
+    )
     return {
         "attempt": number,
         "kind": "resume" if number > 1 else "start",
@@ -197,7 +200,7 @@ def _document(
         "microbatches": run.microbatches,
         "science": dict(science),
         "config": as_config(run),
-        **({} if story.predicted is None else {prediction.KEY: prediction.as_document(predicted(story.predicted))}),
+        **({} if story.predicted is None else {prediction.KEY: prediction.to_document(predicted(story.predicted))}),
     }
 
 
@@ -246,7 +249,7 @@ def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float)
         "valid_tokens": tokens,
         "memory_gib": 12.5,
         "rows": [(step - 1) * run.training.rows, step * run.training.rows - 1],
-        "batch_hash": identity.digest([story.seed if story.batches is None else story.batches, step]),
+        "batch_hash": identity.compute_digest([story.seed if story.batches is None else story.batches, step]),
     }
 
 

@@ -32,7 +32,7 @@ from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.directory import read_attempts
-from titan.run.lock import locked
+from titan.run.lock import lock_directory
 from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer
@@ -107,7 +107,7 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
     Returns:
         What each rank saw.
     """
-    with locked(Path(run.directory)):
+    with lock_directory(Path(run.directory)):
         attempt = attempts.begin_attempt(run)
         assert isinstance(attempt, Attempt), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from launchers import trials as grid
+from launchers import trials as sweep_trials
 from launchers.slurm import snapshot
 from launchers.slurm import state as standing
-from launchers.slurm.queue import Job
-from launchers.slurm.state import adopt, reconciled
+from launchers.slurm.queue import SlurmJob
+from launchers.slurm.state import adopt_jobs, reconcile_trial
 from launchers.trials import Trial
 from tests.support.composing import composed
 from tests.support.tiers import full
@@ -26,7 +26,7 @@ from titan.sweep.ledger import SweepSpec, TrialState
 
 def noted(root: Path, *events: dict[str, Any]) -> TrialState:
     """The only point of a sweep with these events."""
-    ledger.add(
+    ledger.add_events(
         root, {"event": "point", "id": "a", "directory": "p", "overrides": ["x=1"], "steps": 3, "devices": 2}, *events
     )
     sweep = ledger.read(root)
@@ -70,7 +70,9 @@ def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_as
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "result.json").write_text('{"finished": true, "step": 3}')
     assert noted(tmp_path, SENDING, SENT).state == "finished"
-    ledger.add(tmp_path, {"event": "point", "id": "a", "directory": "p", "overrides": [], "steps": 4, "devices": 2})
+    ledger.add_events(
+        tmp_path, {"event": "point", "id": "a", "directory": "p", "overrides": [], "steps": 4, "devices": 2}
+    )
     sweep = ledger.read(tmp_path)
     assert sweep is not None and sweep.trials[0].state == "queued"
 
@@ -109,50 +111,50 @@ def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(
     then = "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Killed\n"
     (tmp_path / "7.0.out").write_text(f"srun: error: node2: {first}\n{then}")
     (tmp_path / "7.0.0.error").write_text(json.dumps({"lost": lost, "rank": 0, "time": 1.0, "text": "bad", "code": 1}))
-    assert job_exit.error(tmp_path, "7.0") == reason
+    assert job_exit.find_error(tmp_path, "7.0") == reason
 
 
 @pytest.mark.parametrize(
     ("job", "state", "reason"),
     [
-        pytest.param(Job("7", "PENDING", "Priority"), "queued", "waits: Priority", id="waits"),
-        pytest.param(Job("7", "RUNNING"), "running", None, id="runs"),
-        pytest.param(Job("7", "NODE_FAIL"), "stopped", "its node failed", id="node"),
-        pytest.param(Job("7", "OUT_OF_MEMORY"), "failed", "out of memory on its node", id="memory"),
-        pytest.param(Job("7", "FAILED"), "failed", "bash: python: not found", id="said"),
-        pytest.param(None, "failed", standing.FORGOTTEN, id="forgotten"),
+        pytest.param(SlurmJob("7", "PENDING", "Priority"), "queued", "waits: Priority", id="waits"),
+        pytest.param(SlurmJob("7", "RUNNING"), "running", None, id="runs"),
+        pytest.param(SlurmJob("7", "NODE_FAIL"), "stopped", "its node failed", id="node"),
+        pytest.param(SlurmJob("7", "OUT_OF_MEMORY"), "failed", "out of memory on its node", id="memory"),
+        pytest.param(SlurmJob("7", "FAILED"), "failed", "bash: python: not found", id="said"),
+        pytest.param(None, "failed", standing.FORGOTTEN_REASON, id="forgotten"),
     ],
 )
-def test_what_slurm_says(tmp_path: Path, job: Job | None, state: str, reason: str | None) -> None:
+def test_what_slurm_says(tmp_path: Path, job: SlurmJob | None, state: str, reason: str | None) -> None:
     (tmp_path / "slurm").mkdir()
     if job and job.state == "FAILED":
         (tmp_path / "slurm" / "7.out").write_text("bash: python: not found\n")
-    point = reconciled(tmp_path, noted(tmp_path, SENDING, SENT), {"7": job} if job else {})
+    point = reconcile_trial(tmp_path, noted(tmp_path, SENDING, SENT), {"7": job} if job else {})
     assert (point.state, point.reason) == (state, reason)
 
 
 def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm has forgotten the first element of the array, which has ended."""
     for name in ("a", "b"):
-        ledger.add(
+        ledger.add_events(
             tmp_path, {"event": "point", "id": name, "directory": name, "overrides": [], "steps": 1, "devices": 1}
         )
-    ledger.add(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
-    monkeypatch.setattr(standing.queue, "sent", lambda token: [])
-    adopt(tmp_path)
+    ledger.add_events(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
+    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [])
+    adopt_jobs(tmp_path)
     assert [p.state for p in ledger.read(tmp_path).trials] == ["queued", "queued"]  # type: ignore[union-attr]
-    monkeypatch.setattr(standing.queue, "sent", lambda token: [Job("5_1", "RUNNING")])
-    adopt(tmp_path)
+    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [SlurmJob("5_1", "RUNNING")])
+    adopt_jobs(tmp_path)
     assert [p.job for p in ledger.read(tmp_path).trials] == ["5_0", "5_1"]  # type: ignore[union-attr]
 
 
 def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing.queue, "sent", lambda token: [])
+    monkeypatch.setattr(standing.queue, "find_sent_jobs", lambda token: [])
     monkeypatch.setattr(standing, "UNKNOWN_SECONDS", -1.0)
     noted(tmp_path, SENDING)
-    adopt(tmp_path)
+    adopt_jobs(tmp_path)
     point = ledger.read(tmp_path).trials[0]  # type: ignore[union-attr]
     assert (point.state, point.reason) == ("failed", "its submission was interrupted")
 
@@ -189,7 +191,7 @@ def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
     ],
 )
 def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> None:
-    assert grid._folder_name(varied) == name
+    assert sweep_trials._build_folder_name(varied) == name
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
 )  # fmt: skip
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
     before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
-    assert (identity.trial_id(before) == identity.trial_id(after)) == same
+    assert (identity.compute_trial_id(before) == identity.compute_trial_id(after)) == same
 
 
 NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65536"]
@@ -226,15 +228,19 @@ def test_a_point_is_found_again_on_other_machines(
     for count in counts:
         run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
         given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
-        chosen.append(Trial(grid.find_id(run, given, ledger.trials_by_ledger(tmp_path)), (), run))
+        chosen.append(Trial(sweep_trials.find_trial_id(run, given, ledger.read_trials(tmp_path)), (), run))
         if before == ["older"]:
-            ledger.add(tmp_path, {k: v for k, v in grid._event(chosen[-1], tmp_path).items() if k != "asked"})
-        grid.register_trials(tmp_path, chosen, SweepSpec())
+            ledger.add_events(
+                tmp_path, {k: v for k, v in sweep_trials._build_event(chosen[-1], tmp_path).items() if k != "asked"}
+            )
+        sweep_trials.register_trials(tmp_path, chosen, SweepSpec())
     run = composed([*NODES, *after], elsewhere=True)
-    ids = [point.id for point in ledger.trials_by_ledger(tmp_path)]
-    name = grid.find_id(run, varied, ledger.trials_by_ledger(tmp_path))
-    assert len(ids) == len(counts) and all(point.asked for point in ledger.trials_by_ledger(tmp_path))
-    assert name == (identity.trial_id(run) if found is None else ids[found]) and (name in ids) == (found is not None)
+    ids = [point.id for point in ledger.read_trials(tmp_path)]
+    name = sweep_trials.find_trial_id(run, varied, ledger.read_trials(tmp_path))
+    assert len(ids) == len(counts) and all(point.asked for point in ledger.read_trials(tmp_path))
+    assert name == (identity.compute_trial_id(run) if found is None else ids[found]) and (name in ids) == (
+        found is not None
+    )
 
 
 def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +248,10 @@ def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch:
     (root / "titan").mkdir(parents=True)
     (root / "titan" / "a.py").write_text("a = 1\n")
     monkeypatch.setattr(snapshot, "ROOT", root)
-    first = snapshot.take(tmp_path / "s")
-    assert snapshot.take(tmp_path / "s") == first and (first / "titan" / "a.py").read_text() == "a = 1\n"
+    first = snapshot.copy_code(tmp_path / "s")
+    assert snapshot.copy_code(tmp_path / "s") == first and (first / "titan" / "a.py").read_text() == "a = 1\n"
     (root / "titan" / "a.py").write_text("a = 2\n")
-    assert snapshot.take(tmp_path / "s") != first
+    assert snapshot.copy_code(tmp_path / "s") != first
     assert json.loads((first / identity.FROZEN).read_text())["code"]["titan"]
 
 

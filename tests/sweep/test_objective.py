@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launchers import start
-from launchers.command import command
+from launchers.command import run_command
 from launchers.start import run_local
 from tests.support import learning_sweeper
 from tests.support.learning_sweeper import Learning
@@ -33,7 +33,7 @@ def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sweep(*overrides: str) -> int:
-    return command([*LEARNING, *QUICK, "name=s", *overrides], run_local)
+    return run_command([*LEARNING, *QUICK, "name=s", *overrides], run_local)
 
 
 def result(folder: Path) -> Any:
@@ -88,7 +88,7 @@ def test_what_can_not_work(overrides: list[str], message: str, capsys: pytest.Ca
     ],
 )
 def test_worst(own: dict[str, Any], sweeper: dict[str, Any], value: float) -> None:
-    assert objective.worst(Sweep(**own), sweeper) == value
+    assert objective.find_worst_value(Sweep(**own), sweeper) == value
 
 
 def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_counts(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
         ({"finished": False, "ended_by": {"hook": "a", "reason": "b"}}, 9.0),
     ):
         (tmp_path / "result.json").write_text(json.dumps(about | content))
-        assert objective.value(Sweep(), tmp_path, 0, 9.0) == value
-        assert objective.value(Sweep(), tmp_path, 1, 9.0) == 9.0
+        assert objective.read_objective(Sweep(), tmp_path, 0, 9.0) == value
+        assert objective.read_objective(Sweep(), tmp_path, 1, 9.0) == 9.0
     (tmp_path / "result.json").write_text(json.dumps(about | {"last_loss": 1.0}))
     with pytest.raises(ConfigError, match="did you mean 'last_loss'"):
-        objective.value(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
+        objective.read_objective(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
 
 
 @pytest.mark.full
@@ -116,7 +116,7 @@ def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
         "hydra.sweeper.sampler.seed=1",
     ]
     varied = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
-    assert command(["-m", *QUICK, *asked, "name=s", varied], run_local) == 0
+    assert run_command(["-m", *QUICK, *asked, "name=s", varied], run_local) == 0
     trials = [folder for folder in (tmp_path / "runs/s").iterdir() if folder.name.startswith("lr-")]
     losses = {folder.name: result(folder)["validation_loss"] for folder in trials}
     best = yaml.safe_load((tmp_path / "runs/s/optimization_results.yaml").read_text())

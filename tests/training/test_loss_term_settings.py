@@ -12,7 +12,7 @@ from tests.support.runs import tiny
 from titan.config import settings
 from titan.errors import ConfigError
 from titan.model.schema import Llama
-from titan.run.identity import settings_of
+from titan.run.identity import select_settings
 from titan.training.loss_terms import LabelSmoothing, ZLoss
 from titan.training.schema import Training
 from titan.weights.export import check_export
@@ -23,7 +23,7 @@ OWN = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coe
 def test_ids_and_files_name_the_class_of_a_term(tmp_path: Path) -> None:
     run = tiny(tmp_path, "modules=[tests]", OWN)
     own = {"_target_": "tests.support.loss_terms.Entropy", "coefficient": -0.3}
-    assert settings_of(run, science=True)["training.loss_terms"] == {"own": own}
+    assert select_settings(run, science=True)["training.loss_terms"] == {"own": own}
     written = settings.to_plain(run.training)
     assert settings.build(Training, written, allowed=("tests",)) == run.training
 

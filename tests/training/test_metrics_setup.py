@@ -67,7 +67,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 def test_wandb_receives_what_identifies_a_run(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "code", lambda *args: {"commit": "c0ffee", "diff": "d1ff"})
+    monkeypatch.setattr(identity, "describe_code", lambda *args: {"commit": "c0ffee", "diff": "d1ff"})
     (tmp_path / "grid" / "first").mkdir(parents=True)
     axes = {"schedule": ["wsd", "cosine"], "optimizer.lr": ["0.1", "0.2"], "training.seed": ["0", "1"]}
     (tmp_path / "grid" / "sweep.yaml").write_text(yaml.safe_dump({"question": None, "axes": axes}))

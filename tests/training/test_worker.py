@@ -18,7 +18,7 @@ from titan.errors import RunError
 from titan.generation import worker as generation
 from titan.run import attempts
 from titan.run.attempts import Attempt
-from titan.run.lock import locked
+from titan.run.lock import lock_directory
 from titan.training import worker
 from titan.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
-    with locked(Path(run.directory)):
+    with lock_directory(Path(run.directory)):
         attempt = attempts.begin_attempt(run)
         assert isinstance(attempt, Attempt)
 

@@ -95,8 +95,12 @@ def _reject(message: str) -> NoReturn:
 
 def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
     base = [*_base(args.suite), *overrides]
-    run = compose.composed([*LONG, *base])
-    found: dict[str, Any] = {"machine": asdict(run.machine), "code": identity.code(), "date": time.strftime("%Y-%m-%d")}
+    run = compose.compose_run([*LONG, *base])
+    found: dict[str, Any] = {
+        "machine": asdict(run.machine),
+        "code": identity.describe_code(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
     if args.suite == "acceptance":
         return _acceptance(run, args, overrides, found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from titan.bench import features
 from titan.bench.features import Overhead
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,13 +67,13 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
         rounds: turns of each side.
         steps: steps of a turn, and repetitions of a matmul.
     """
-    device = composed(base).machine.device
+    device = compose_run(base).machine.device
     for product in PRODUCTS:
         if text in product.title:
             yield measure(product, device, rounds, steps)
     for title, sides in steps_of().items():
         if text in title:
-            runs = [composed([*base, *features.OFF, *side]) for side in sides]
+            runs = [compose_run([*base, *features.OFF, *side]) for side in sides]
             yield features.measure(title, runs, rounds, steps)
 
 

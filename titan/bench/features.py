@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 
 if TYPE_CHECKING:
@@ -73,7 +73,10 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
     """
     for title, settings in FEATURES.items():
         if text in title:
-            sides = [composed([*base, *OFF]), composed([*base, *OFF, *(each.format(steps=steps) for each in settings)])]
+            sides = [
+                compose_run([*base, *OFF]),
+                compose_run([*base, *OFF, *(each.format(steps=steps) for each in settings)]),
+            ]
             yield measure(title, sides, rounds, steps)
 
 

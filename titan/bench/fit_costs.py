@@ -24,7 +24,7 @@ from titan.estimate.constants import Constants
 from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import resolve_hardware
 from titan.estimate.step_time import estimate_step
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 
 PUBLISHED = Path(constants.__file__).with_name("published.csv")
@@ -103,7 +103,7 @@ def overrides(row: Mapping[str, str]) -> list[str]:
 
 @cache
 def _run(given: tuple[str, ...]) -> Run:
-    return composed(list(given), elsewhere=True)
+    return compose_run(list(given), remote=True)
 
 
 def kernel(row: Mapping[str, str]) -> str:

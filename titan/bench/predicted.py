@@ -175,7 +175,7 @@ def _main(given: list[str]) -> int:
     cases = [case for case in matrix() if settings.only in case.title]
     if not cases:
         raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")
-    runs = {case: compose.composed(case.overrides(hardware(settings.cluster)), elsewhere=True) for case in cases}
+    runs = {case: compose.compose_run(case.overrides(hardware(settings.cluster)), remote=True) for case in cases}
     predictions = {case: predict(run) for case, run in runs.items()}  # all of them before the first measurement
     print(f"{len(cases)} cases; {time.strftime('%Y-%m-%d %H:%M')}, load {os.getloadavg()[0]:.1f}")
     print(HEADER)

@@ -41,7 +41,7 @@ from titan.debug.rank_state import RankState, encode_state
 from titan.debug.states import MEMORY_FILE, States
 from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.training import step_metrics
 from titan.training.rank_times import FIGURES, RankTimes
@@ -175,7 +175,7 @@ def _run(work: Work, ranks: int, send: Any) -> None:
 def compose(ranks: int) -> Run:
     """Return the run of so many ranks."""
     more = (PIPELINE,) if ranks >= LARGE else ()
-    return composed([*SETTINGS, f"cluster.nodes={-(-ranks // NODE)}", *more], elsewhere=True)
+    return compose_run([*SETTINGS, f"cluster.nodes={-(-ranks // NODE)}", *more], remote=True)
 
 
 # --- rows

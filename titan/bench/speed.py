@@ -109,7 +109,7 @@ def measure(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float],
     Raises:
         ConfigError: if the case can't be composed on this machine.
     """
-    run = compose.composed([*overrides, *case.overrides])
+    run = compose.compose_run([*overrides, *case.overrides])
     measure_sides = measure_separately if run.machine.device == "cuda" else measure_alternating
     sides = measure_sides(run, case, overrides, rounds, steps)
     tokens = steps * run.training.global_batch
@@ -178,7 +178,7 @@ def error_line(text: str, code: int) -> str:
 
 def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, autocast: bool = False) -> int:
     """Measure one side in this process, print the `SideResult` as JSON in the last line, return the exit code."""
-    run = compose.composed(overrides)
+    run = compose.compose_run(overrides)
     import torch
 
     from titan.bench.bare_loop import seconds
@@ -243,7 +243,7 @@ def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) ->
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    run = compose.composed([*overrides, *case.overrides])
+    run = compose.compose_run([*overrides, *case.overrides])
     cuda = run.machine.device == "cuda"
     with open_trainer(run) as (trainer, _):
         trainer.run_steps(WARM)
@@ -274,13 +274,13 @@ def host_sync(overrides: Sequence[str]) -> HostSync:
     Raises:
         ConfigError: if the recipe can't be composed on this machine.
     """
-    compose.composed(overrides)
+    compose.compose_run(overrides)
     return HostSync(**_run_process("sync", [], overrides))
 
 
 def print_host_sync(overrides: Sequence[str]) -> int:
     """Search in this process, print the `HostSync` as JSON in the last line, return the exit code."""
-    print(json.dumps(asdict(HostSync(sync_location(compose.composed(overrides))))))
+    print(json.dumps(asdict(HostSync(sync_location(compose.compose_run(overrides))))))
     return 0
 
 

@@ -22,7 +22,7 @@ from titan.cluster.hardware import Hardware
 from titan.estimate.block_time import LAUNCHES
 from titan.estimate.plan import derive_device_speeds
 from titan.estimate.step_time import StepModel, estimate_step
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 
 BASE = (
@@ -91,7 +91,7 @@ def _run(shape: tuple[int, ...], layout: str) -> Run:
     names = ("model.dim", "model.layers", "model.heads", "model.ffn", "model.vocab")
     sizes = [f"{name}={value}" for name, value in zip(names, shape, strict=False)]
     rows = [f"training.seq_len={shape[-2]}", f"training.global_batch={shape[-1]}"]
-    return composed([*BASE, *sizes, *rows, f"parallelism={layout}"], elsewhere=True)
+    return compose_run([*BASE, *sizes, *rows, f"parallelism={layout}"], remote=True)
 
 
 def single_prices(timed: Sequence[Timed], figures: Mapping[str, float]) -> Prices:

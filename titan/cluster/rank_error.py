@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan.console.text import safe_lines
-from titan.errors import ConfigError, RunError, machine_error
+from titan.errors import ConfigError, RunError, describe_machine_error
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
 
@@ -58,7 +58,7 @@ class RankError:
 
 def describe_error(error: BaseException, rank: int) -> RankError:
     """Return what to report of an exception that ends a rank: its sentence if users can act on it, else a traceback."""
-    machine_message = machine_error(error)
+    machine_message = describe_machine_error(error)
     plain = bool(machine_message) or isinstance(error, (ConfigError, RunError))
     text = (machine_message or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
     code = 2 if isinstance(error, ConfigError) else 1

@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn
 from titan.config.kinds import get_class_path
 from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
-from titan.errors import ConfigError, own_code_error
+from titan.errors import ConfigError, find_own_code_error
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -323,7 +323,7 @@ def _import_target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{typed}: no such class ({error}); correct the name.") from error
-        reason = own_code_error(error) or f"{type(error).__name__}: {error}"
+        reason = find_own_code_error(error) or f"{type(error).__name__}: {error}"
         raise ConfigError(f"{typed}: importing {module} failed: {reason}; correct it.") from error
     cls = getattr(imported, attribute, None)
     if cls is None:

@@ -25,7 +25,7 @@ from titan.report import columns
 from titan.report.columns import MetricsFile, StepColumns
 from titan.report.findings import FailedRun, State
 from titan.run import axes
-from titan.run.directory import ended_by, is_locked, read_attempts, read_result
+from titan.run.directory import describe_hook_end, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
@@ -230,7 +230,7 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
     typed_overrides = trial.overrides if trial else documents[-1].get("overrides") or ()
-    overrides = tuple(axes.present(typed_overrides, warn=False))
+    overrides = tuple(axes.translate_overrides(typed_overrides, warn=False))
     environment = _read_json(directory / "env.json")
     device, host = environment.get("device"), environment.get("host")
     device_info = device if isinstance(device, dict) else {}
@@ -306,7 +306,7 @@ def _classify_end(
 ) -> tuple[State, str]:
     """Return how the last attempt of an unfinished run ended."""
     if result.get("attempt") == document["attempt"] and result.get("finished") is False:
-        if hook := ended_by(result):
+        if hook := describe_hook_end(result):
             return "stopped", f"ended at step {result.get('step')} by {hook}"
         return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
     if message := _read_launcher_message(directory / "log" / "launcher.log", str(document.get("began") or "")):

@@ -21,7 +21,7 @@ from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
 from titan.parallelism.schema import Layout
 from titan.report import sharing, speed
 from titan.report.collect import RawRun, collect_runs
-from titan.run.prediction import measured_bytes
+from titan.run.prediction import sum_measured_bytes
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
@@ -117,7 +117,7 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
         raise _UnusableRunError(f"can't be planned: {error}") from error
     if len(recipe.training.phases) > 1:
         raise _UnusableRunError("its batch grows, so its steps differ")
-    memory = measured_bytes(planned.memory[0], machine.device) / GIB
+    memory = sum_measured_bytes(planned.memory[0], machine.device) / GIB
     return refine.build_measured_run(planned, memory, measured.step_seconds.median, measured.memory_gib)
 
 

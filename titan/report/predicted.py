@@ -8,7 +8,7 @@ from titan.estimate.plan import PredictedValue
 from titan.report import speed
 from titan.report.collect import RawRun
 from titan.report.findings import Interval, MeasuredSpeed, RunPrediction
-from titan.run.prediction import of_document
+from titan.run.prediction import parse_document
 
 LEVEL = 0.9
 """Of a prediction's interval."""
@@ -16,7 +16,7 @@ LEVEL = 0.9
 
 def build_prediction(raw: RawRun, measured: MeasuredSpeed | None) -> RunPrediction | None:
     """Return the prediction of a run's last attempt beside its measured speed; None where it has none."""
-    prediction = of_document(raw.last_document)
+    prediction = parse_document(raw.last_document)
     if prediction is None:
         return None
     steps = speed.select_comparable_steps(raw)

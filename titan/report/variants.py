@@ -15,7 +15,7 @@ from titan.config.settings import format_value, to_plain
 from titan.errors import ConfigError
 from titan.report.collect import RawRun, format_setting
 from titan.run.identity import SCIENCE
-from titan.run.same_experiment import flat
+from titan.run.same_experiment import flatten_config
 from titan.run.schema import Recipe
 
 IGNORED = re.compile(
@@ -98,7 +98,7 @@ def group_runs(runs: Sequence[RawRun]) -> list[RunGroup]:
 def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
-    values = {name: value for name, value in flat(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
+    values = {name: value for name, value in flatten_config(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.find_kind_in_ids(axis, science))}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}

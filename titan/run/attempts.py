@@ -21,10 +21,10 @@ from titan.checkpoint.select import CheckpointCandidate
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
-from titan.run import ended, identity, own_code, records
+from titan.run import completion, identity, own_code, records
 from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
-from titan.run.lineage import Parent, parent, rows_read
+from titan.run.lineage import Parent, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
 from titan.run.run import Run
 from titan.run.same_experiment import check_same, check_same_without_data
@@ -81,69 +81,71 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     check_data(run, mix)
     directory = Path(run.directory)
-    earlier = read_attempts(directory) or _attempts_elsewhere(run)
+    earlier = read_attempts(directory) or _read_remote_attempts(run)
     last, notes = select.find_latest(directory, run.checkpoint.path, earlier[-1]["run_id"] if earlier else None)
     if last and not earlier:
         raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
-    begins = parent(run, earlier, mix, own=last is not None)
-    science = identity.science_of(run, corpora.compute_data_digest(mix), begins.id)
+    origin = find_parent(run, earlier, mix, has_checkpoint=last is not None)
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), origin.id)
     if earlier:
         check_same(run, earlier[-1], science, mix, last)
-        result, wrong = read_result(directory, _sciences(earlier))
-        done = result.get("finished") and result["step"] == run.training.steps
-        done = done or ended.by_hook(run, earlier[-1], result)
-        if done and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
+        result, problem = read_result(directory, _collect_science_ids(earlier))
+        finished = result.get("finished") and result["step"] == run.training.steps
+        finished = finished or completion.is_ended_by_hook(run, earlier[-1], result)
+        if finished and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
-        notes += (*_missing_steps(earlier[-1], result, last), *([wrong] if wrong else []))
-        notes += own_code.changes(run, earlier[-1])
-    prediction, wrong = predict(run)
-    notes += (wrong,) if wrong else ()
-    attempt = _attempt(run, earlier, identity.ids(run, science), mix, folders, begins, last)
+        notes += (*_note_missing_steps(earlier[-1], result, last), *([problem] if problem else []))
+        notes += own_code.note_changes(run, earlier[-1])
+    prediction, problem = predict(run)
+    notes += (problem,) if problem else ()
+    attempt = _build_attempt(run, earlier, identity.compute_ids(run, science), mix, folders, origin, last)
     attempt = replace(attempt, notes=notes, prediction=prediction)
     records.record_attempt(run, attempt, science, earlier)
     return attempt
 
 
-def use_previous_checkpoint(run: Run, attempt: Attempt, wrong: str) -> Attempt:
+def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt:
     """Return the attempt that starts one checkpoint earlier, since the one that it names is corrupt, and record that.
 
     Args:
         run: the run.
         attempt: as it was to be.
-        wrong: what is wrong with its checkpoint.
+        problem: what is wrong with its checkpoint.
 
     Raises:
         ConfigError: when there is none before it, or it is another run's.
     """
-    damaged, directory = str(attempt.checkpoint), Path(run.directory)
-    if not _is_own(run, damaged):
+    damaged_path, directory = str(attempt.checkpoint), Path(run.directory)
+    if not _is_own(run, damaged_path):
         raise ConfigError(
-            f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one."
+            f"checkpoint.resume={run.checkpoint.resume}: {damaged_path} is damaged: {problem}; give another one."
         )
-    if run.checkpoint.path and damaged.startswith(open_remote(run.checkpoint.path, run.directory).url):
-        _retire(open_remote(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}")
+    if run.checkpoint.path and damaged_path.startswith(open_remote(run.checkpoint.path, run.directory).url):
+        _retire_copy(
+            open_remote(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}"
+        )
     else:
-        manifest.mark_damaged(Path(damaged))
+        manifest.mark_damaged(Path(damaged_path))
     earlier = read_attempts(directory)
-    last, more = select.find_latest(directory, run.checkpoint.path, attempt.run_id)
-    notes = (*attempt.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
-    notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
-    if last and last.path == damaged:
+    last, more_notes = select.find_latest(directory, run.checkpoint.path, attempt.run_id)
+    notes = (*attempt.notes, f"checkpoint {Path(damaged_path).name} is damaged and not used: {problem}")
+    notes += tuple(note for note in more_notes if note not in notes and f" {Path(damaged_path).name} " not in note)
+    if last and last.path == damaged_path:
         raise ConfigError(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
     _check_last(run, {}, last, notes)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
-    found = last or parent(run, earlier, mix, own=False).checkpoint
-    step, rows = (found.manifest.step, rows_read(run, mix, found.manifest)) if found else (0, 0)
-    attempt = replace(attempt, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
+    checkpoint = last or find_parent(run, earlier, mix, has_checkpoint=False).checkpoint
+    step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
+    attempt = replace(attempt, checkpoint=checkpoint.path if checkpoint else None, step=step, rows=rows, notes=notes)
     records.correct_start(directory, attempt)
     return attempt
 
 
-def _retire(copies: Remote, step: int, setting: str) -> None:
+def _retire_copy(copies: Remote, step: int, setting: str) -> None:
     """Mark a corrupt copy in `checkpoint.path` as not to be used."""
     try:
         copies.forget_step(step)
@@ -163,7 +165,7 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
         with contextlib.suppress(OSError):  # on a full disk it stays
             return records.write_attempts(directory, earlier)
         return
-    records.clear(run)
+    records.clear_attempt(run)
 
 
 def check_data(run: Run, mix: RowMixture) -> None:
@@ -183,18 +185,18 @@ def check_data(run: Run, mix: RowMixture) -> None:
     corpora.check_epochs(run.dataset, run.training, mix)
 
 
-def check_directory(run: Run, own_job: bool) -> None:
+def check_directory(run: Run, has_own_job: bool) -> None:
     """Check a run's directory before the run is handed to a scheduler, without its data.
 
     Args:
         run: the run.
-        own_job: it was handed over before, so that the process in its directory may be its own.
+        has_own_job: it was handed over before, so that the process in its directory may be its own.
 
     Raises:
         ConfigError: when it holds no run, another experiment, one with more steps, or a process is running in it.
     """
     earlier = read_attempts(Path(run.directory))
-    if not own_job and is_locked(Path(run.directory)):
+    if not has_own_job and is_locked(Path(run.directory)):
         raise ConfigError(
             f"hydra.run.dir={run.directory}: a process is running in it; wait for it, or choose another name."
         )
@@ -202,17 +204,17 @@ def check_directory(run: Run, own_job: bool) -> None:
         check_same_without_data(run, earlier[-1])
 
 
-def finished_run(run: Run) -> FinishedRun:
+def read_finished_run(run: Run) -> FinishedRun:
     """Return the result of the finished run in a directory."""
     return FinishedRun(run.directory, read_result(Path(run.directory))[0])
 
 
-def _sciences(attempts: list[dict[str, Any]]) -> set[str]:
+def _collect_science_ids(attempts: list[dict[str, Any]]) -> set[str]:
     """Return the science ids that a run has had: more steps change them."""
     return {document["ids"]["science"] for document in attempts}
 
 
-def _attempts_elsewhere(run: Run) -> list[dict[str, Any]]:
+def _read_remote_attempts(run: Run) -> list[dict[str, Any]]:
     """Return the documents of a run whose directory is gone, or on another machine, from `checkpoint.path`."""
     if run.checkpoint.path is None:
         return []
@@ -226,10 +228,10 @@ def _attempts_elsewhere(run: Run) -> list[dict[str, Any]]:
 
 def _is_own(run: Run, checkpoint: str) -> bool:
     """Return whether a checkpoint is the run's, not the one that it was forked from."""
-    own = [str(Path(run.directory) / "checkpoints")]
+    own_folders = [str(Path(run.directory) / "checkpoints")]
     if run.checkpoint.path:
-        own.append(open_remote(run.checkpoint.path, run.directory).url)
-    return checkpoint.rpartition("/")[0] in own
+        own_folders.append(open_remote(run.checkpoint.path, run.directory).url)
+    return checkpoint.rpartition("/")[0] in own_folders
 
 
 def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate | None, notes: tuple[str, ...]) -> None:
@@ -248,27 +250,33 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
         )
 
 
-def _missing_steps(
-    before: Mapping[str, Any], result: Mapping[str, Any], last: CheckpointCandidate | None
+def _note_missing_steps(
+    last_document: Mapping[str, Any], result: Mapping[str, Any], last: CheckpointCandidate | None
 ) -> tuple[str, ...]:
     """Return a note where a run had checkpoints and has none any more."""
-    done = max(int(before.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0)
-    return (f"there is no checkpoint any more of a run that had got to step {done}",) if done and last is None else ()
+    last_step = max(
+        int(last_document.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0
+    )
+    return (
+        (f"there is no checkpoint any more of a run that had got to step {last_step}",)
+        if last_step and last is None
+        else ()
+    )
 
 
-def _attempt(
+def _build_attempt(
     run: Run,
     earlier: list[dict[str, Any]],
     ids: Ids,
     mix: RowMixture,
     folders: corpora.Folders,
-    begins: Parent,
+    origin: Parent,
     last: CheckpointCandidate | None,
 ) -> Attempt:
-    found = last or begins.checkpoint
-    step, rows = (found.manifest.step, rows_read(run, mix, found.manifest)) if found else (0, 0)
-    more = bool(earlier) and ids.science != earlier[-1]["ids"]["science"]
-    kind = "continuation" if more else "resume" if earlier else "fork" if found else "start"
+    checkpoint = last or origin.checkpoint
+    step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
+    is_continuation = bool(earlier) and ids.science != earlier[-1]["ids"]["science"]
+    kind = "continuation" if is_continuation else "resume" if earlier else "fork" if checkpoint else "start"
     run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:12]
-    path, weights = (found.path, None) if found else (None, begins.weights)
-    return Attempt(len(earlier) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
+    path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
+    return Attempt(len(earlier) + 1, run_id, ids, folders, path, step, rows, kind, origin.id, weights)

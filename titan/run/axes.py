@@ -39,56 +39,56 @@ CHOICES = {"training.schedule": "schedule"}
 """Former settings that are the choice on an axis now."""
 
 
-def present(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
+def translate_overrides(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
     """Return overrides with the present names of settings; warn of former ones."""
-    return renamed_settings.rename_overrides(overrides, _former(), warn=warn)
+    return renamed_settings.rename_overrides(overrides, _collect_former_keys(), warn=warn)
 
 
-def present_key(key: str) -> str:
+def translate_key(key: str) -> str:
     """Return the present name of a setting that a file names, such as `precision.matmuls`."""
-    return renamed_settings.find_present_key(key, _former())
+    return renamed_settings.find_present_key(key, _collect_former_keys())
 
 
-def present_document(document: Mapping[str, Any]) -> dict[str, Any]:
+def translate_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of run.yaml with the present names of settings, and with choices on axes that it lacks."""
     config, science, choices = document["config"], document["science"], document.get("choices") or {}
     overrides = document.get("overrides") or []
-    present = renamed_settings.rename_config(config, _former())
+    present = renamed_settings.rename_config(config, _collect_former_keys())
     for old, axis in renamed_settings.find_moved_keys(config, CHOICES).items():
         choice = str(renamed_settings.get_value(config, old))
-        known = settings.collect_defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
-        moved = {name: value for name, value in present.get(axis, {}).items() if name in known}
-        present, choices = {**present, axis: {**known, **moved}}, {**choices, axis: choice}
+        defaults = settings.collect_defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
+        moved = {name: value for name, value in present.get(axis, {}).items() if name in defaults}
+        present, choices = {**present, axis: {**defaults, **moved}}, {**choices, axis: choice}
         # settings that the choice ignored were part of the ids, and are none of its class
-        science = {key: v for key, v in science.items() if _has(known, axis, key)}
-        overrides = [o for o in overrides if _has(known, axis, o.partition("=")[0].lstrip("+"))]
-    found = {"overrides": overrides, "choices": choices}
-    return {**document, "config": present, "science": science, **{k: v for k, v in found.items() if v}}
+        science = {key: v for key, v in science.items() if _has_setting(defaults, axis, key)}
+        overrides = [o for o in overrides if _has_setting(defaults, axis, o.partition("=")[0].lstrip("+"))]
+    translated = {"overrides": overrides, "choices": choices}
+    return {**document, "config": present, "science": science, **{k: v for k, v in translated.items() if v}}
 
 
-def _has(known: Mapping[str, Any], axis: str, key: str) -> bool:
+def _has_setting(defaults: Mapping[str, Any], axis: str, key: str) -> bool:
     """Return whether a dotted key, present or former, is of another axis or one of the known settings of this one."""
-    group, _, name = present_key(key).partition(".")
-    return group != axis or not name or name in known
+    group, _, name = translate_key(key).partition(".")
+    return group != axis or not name or name in defaults
 
 
-def move(config: Mapping[str, Any]) -> dict[str, Any]:
+def move_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Hydra composed with the settings of configuration files that moved to another axis there.
 
     Raises:
         ConfigError: for a setting that became a choice, which files have to make otherwise.
     """
     for old, new in renamed_settings.find_moved_keys(config, CHOICES).items():
-        chosen = format_value(renamed_settings.get_value(config, old))
+        choice = format_value(renamed_settings.get_value(config, old))
         raise ConfigError(
-            f"{old}={chosen}: a configuration file has a setting that is now called {new}; write `override "
-            f"/{new}: {chosen}` in the defaults list there."
+            f"{old}={choice}: a configuration file has a setting that is now called {new}; write `override "
+            f"/{new}: {choice}` in the defaults list there."
         )
-    return renamed_settings.move_settings(config, _former(), settings.collect_defaults(Recipe))
+    return renamed_settings.move_settings(config, _collect_former_keys(), settings.collect_defaults(Recipe))
 
 
 @functools.cache
-def _former() -> dict[str, str]:
+def _collect_former_keys() -> dict[str, str]:
     """The former keys of all axes."""
     declared = typing.get_type_hints(Recipe)
     schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]

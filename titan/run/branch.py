@@ -15,7 +15,7 @@ from titan.run.schema import Recipe
 from titan.schedule.schema import WSD
 
 
-def decaying(recipe: Recipe) -> Recipe:
+def apply_decay(recipe: Recipe) -> Recipe:
     """Return the recipe with the steps and the decay that `checkpoint.decay_steps` means for its checkpoint.
 
     Raises:
@@ -37,12 +37,12 @@ def decaying(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps), schedule=schedule)
 
 
-def continuing(run: Recipe, steps: int) -> list[str]:
+def build_continuation(run: Recipe, steps: int) -> list[str]:
     """Return the overrides that continue a finished run to `steps` steps.
 
     Those of a branch undo `checkpoint.decay_steps`, which would set the steps, and keep the share of steps that decay.
     """
-    more = [f"training.steps={steps}"]
+    overrides = [f"training.steps={steps}"]
     if run.checkpoint.decay_steps is None or not isinstance(run.schedule, WSD):
-        return more
-    return [*more, "checkpoint.decay_steps=null", f"schedule.decay={format_value(run.schedule.decay)}"]
+        return overrides
+    return [*overrides, "checkpoint.decay_steps=null", f"schedule.decay={format_value(run.schedule.decay)}"]

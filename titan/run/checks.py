@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from titan.run.run import Run
 
 
-def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
+def check(run: Run, started: bool = False, remote: bool = False) -> None:
     """Check a run across its axes.
 
     Args:
         run: the run.
         started: its ranks are started by others, not on this machine by titan.
-        elsewhere: its machine is a node that a scheduler will provide, with other packages and programs.
+        remote: its machine is a node that a scheduler will provide, with other packages and programs.
 
     Raises:
         ConfigError: for a combination that can't work.
     """
-    checked = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
-    for part in (*checked, _check_experts, _check_memory):
-        part(run)
+    axis_checks = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
+    for check_axis in (*axis_checks, _check_experts, _check_memory):
+        check_axis(run)
     if not started:
         _check_machine(run)
     fit.check_memory(run, run.layout, run.machine, run.microbatches)
@@ -53,8 +53,8 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
             f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
         )
     if run.compile.scope != "off":
-        _check_compiler(run, elsewhere)
-    if run.precision.eight_bit and not elsewhere and importlib.util.find_spec("torchao") is None:
+        _check_compiler(run, remote)
+    if run.precision.eight_bit and not remote and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
     _check_evaluation(run)
@@ -63,18 +63,18 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
 
 def _check_checkpoint(run: Run) -> None:
     """Reject settings about saved checkpoints where none are saved, and a format that lacks the model."""
-    how = run.checkpoint
-    if how.mode == "off" and run.cluster.restarts:
+    checkpoint = run.checkpoint
+    if checkpoint.mode == "off" and run.cluster.restarts:
         raise ConfigError(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
-    for name, value in (("export", how.export), ("path", how.path)):
-        if how.mode == "off" and value:
+    for name, value in (("export", checkpoint.export), ("path", checkpoint.path)):
+        if checkpoint.mode == "off" and value:
             raise ConfigError(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
-    if how.export in ("hf", "meta") and run.model.logit_cap is not None:
+    if checkpoint.export in ("hf", "meta") and run.model.logit_cap is not None:
         raise ConfigError(
-            f"checkpoint.export={how.export}: models of this format do not cap logits, and model.logit_cap="
+            f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
             f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
         )
-    if how.export == "meta" and not isinstance(run.model, Llama):
+    if checkpoint.export == "meta" and not isinstance(run.model, Llama):
         raise ConfigError(
             f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
             f"{type(run.model).__name__}; give checkpoint.export=hf."
@@ -83,10 +83,10 @@ def _check_checkpoint(run: Run) -> None:
 
 def _check_evaluation(run: Run) -> None:
     """Reject texts to evaluate where the data have no tokenizer."""
-    chosen = [name for name in ("sets", "tasks") if getattr(run.evaluation, name)]
-    if chosen and isinstance(run.dataset, Synthetic):
+    text_settings = [name for name in ("sets", "tasks") if getattr(run.evaluation, name)]
+    if text_settings and isinstance(run.dataset, Synthetic):
         raise ConfigError(
-            f"evaluation.{chosen[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
+            f"evaluation.{text_settings[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
             "or leave it out."
         )
 
@@ -109,16 +109,16 @@ def _check_growth(run: Run) -> None:
 
 def _check_precision(run: Run) -> None:
     """Reject types that can't be combined, and 8-bit matmuls where no kernel computes them."""
-    how = run.precision
-    if how.weights == "bf16" and how.compute != "bf16":
+    precision = run.precision
+    if precision.weights == "bf16" and precision.compute != "bf16":
         raise ConfigError(
-            f"precision.weights=bf16: requires precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
+            f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give precision=bf16_pure."
         )
-    if not how.eight_bit:
+    if not precision.eight_bit:
         return
-    if how.compute != "bf16":
+    if precision.compute != "bf16":
         raise ConfigError(
-            f"precision.matmuls={how.matmuls}: requires precision.compute=bf16, not {how.compute}; give that type."
+            f"precision.matmuls={precision.matmuls}: requires precision.compute=bf16, not {precision.compute}; give that type."
         )
     _check_formats(run)
     _check_matmuls(run)
@@ -126,48 +126,50 @@ def _check_precision(run: Run) -> None:
 
 def _check_formats(run: Run) -> None:
     """Reject formats that the device does not support."""
-    how, machine = run.precision, run.machine
-    least = CAPABILITY[how.matmuls]
-    other = machine.capability is None  # AMD's, or not known before the job has its node
-    if how.emulate or (machine.device == "cuda" and (other or (machine.capability or 0) >= least)):
+    precision, machine = run.precision, run.machine
+    min_capability = CAPABILITY[precision.matmuls]
+    is_capability_unknown = machine.capability is None  # AMD's, or not known before the job has its node
+    if precision.emulate or (
+        machine.device == "cuda" and (is_capability_unknown or (machine.capability or 0) >= min_capability)
+    ):
         return
     raise ConfigError(
-        f"precision.matmuls={how.matmuls}: requires {HARDWARE[least]}, and this machine has {machine.name}; give "
+        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and this machine has {machine.name}; give "
         "precision.emulate=true to emulate it slowly, or precision=bf16."
     )
 
 
 def _check_matmuls(run: Run) -> None:
     """Reject sizes that no kernel supports."""
-    how, matmuls = run.precision, run.model.matmuls()
-    for pattern in how.skip:
+    precision, matmuls = run.precision, run.model.matmuls()
+    for pattern in precision.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
-                f"precision.skip={format_value(how.skip)}: no matmul of the model is named {pattern}; names are such as "
+                f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are such as "
                 f"{next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
             )
-    choice, multiple = how.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[how.matmuls]
+    choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
     if not choice.quantized:
         raise ConfigError(
-            f"precision.matmuls={how.matmuls}: applies to no matmul of the model: {choice.describe_exclusions()}; "
+            f"precision.matmuls={precision.matmuls}: applies to no matmul of the model: {choice.describe_exclusions()}; "
             "change these, or give precision=bf16."
         )
     if "head" in choice.quantized and run.training.loss_chunk is not None:
         raise ConfigError(
-            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {how.compute}, and "
-            f"precision.matmuls={how.matmuls} includes the head; give precision.skip=[head], or null."
+            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {precision.compute}, and "
+            f"precision.matmuls={precision.matmuls} includes the head; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
-    if tokens % multiple and how.weight_grads_in_8_bits:
+    if tokens % multiple and precision.weight_grads_in_8_bits:
         raise ConfigError(
-            f"precision.matmuls={how.matmuls}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
+            f"precision.matmuls={precision.matmuls}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
             f"need a multiple of {multiple}; give another training.seq_len or training.global_batch."
         )
 
 
 def _check_tensor(run: Run) -> None:
     """Reject matmuls that can't be split into equal parts, and the overlap that needs a GPU."""
-    degree, model, how = run.layout.tensor, run.model, run.parallelism
+    degree, model, parallelism = run.layout.tensor, run.model, run.parallelism
     for name in ("kv_heads", "heads", "ffn", "vocab"):
         if getattr(model, name) % degree:
             raise ConfigError(
@@ -176,33 +178,33 @@ def _check_tensor(run: Run) -> None:
             )
     if degree > 1 and not type(model).__module__.startswith("titan."):  # tests check titan's own, without torch here
         model.check_tensor_plan(degree)
-    if how.async_tensor:
+    if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,
-            "parallelism.sequence_parallel=true": how.sequence_parallel,
+            "parallelism.sequence_parallel=true": parallelism.sequence_parallel,
             "compile=block": run.compile.scope != "off",
             "compile.backend=inductor": run.compile.backend == "inductor",
             "a CUDA device": run.machine.device == "cuda",
         }
-        missing = [name for name, there in needed.items() if not there]
+        missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             raise ConfigError(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
 
 
 def _check_context(run: Run) -> None:
     """Reject rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
-    layout, how, length = run.layout, run.parallelism, run.training.seq_len
-    multiple = how.compute_row_multiple(layout)
+    layout, parallelism, length = run.layout, run.parallelism, run.training.seq_len
+    multiple = parallelism.compute_row_multiple(layout)
     if length % multiple:
-        halves = " (a head and a tail each)" if how.balance else ""
+        halves = " (a head and a tail each)" if parallelism.balance else ""
         cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
-        cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and how.sequence_parallel else []
+        cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and parallelism.sequence_parallel else []
         raise ConfigError(
             f"training.seq_len={length}: must be a multiple of {multiple} to be split over {' and '.join(cuts)}; "
             f"the nearest is {max(1, round(length / multiple)) * multiple}."
         )
     heads = run.model.heads // layout.tensor
-    if how.context_method == "ulysses" and heads % layout.context:
+    if parallelism.context_method == "ulysses" and heads % layout.context:
         raise ConfigError(
             f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
             "give allgather or ring, or another parallelism.context."
@@ -211,50 +213,54 @@ def _check_context(run: Run) -> None:
 
 def _check_attention(run: Run) -> None:
     """Reject kernels that a device lacks, and those that can't mask documents and chunks in a ring."""
-    choice, how = run.training.attention, run.parallelism
+    choice, parallelism = run.training.attention, run.parallelism
     if run.machine.device == "cpu" and choice == "flex":
         raise ConfigError("training.attention=flex: its backward pass needs a GPU; give auto.")
     if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
         raise ConfigError(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
-    ring = run.layout.context > 1 and how.context_method == "ring"
+    ring = run.layout.context > 1 and parallelism.context_method == "ring"
     chunks = run.model.needs_mask(run.training.seq_len)
     if ring and (run.dataset.mask_documents or chunks) and choice not in ("auto", "flex", "math"):
         documents = "documents (dataset.mask_documents=true)"
-        what = documents if run.dataset.mask_documents else "chunks (training.seq_len is above model.attention_chunk)"
-        other = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
+        masked_units = (
+            documents if run.dataset.mask_documents else "chunks (training.seq_len is above model.attention_chunk)"
+        )
+        alternatives = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
         raise ConfigError(
-            f"training.attention={choice}: in a ring this kernel can't mask {what}; give {other}, or another "
+            f"training.attention={choice}: in a ring this kernel can't mask {masked_units}; give {alternatives}, or another "
             "parallelism.context_method."
         )
 
 
 def _check_sharding(run: Run) -> None:
     """Reject FSDP settings that this layout does not support."""
-    how, layout = run.parallelism, run.layout
+    parallelism, layout = run.parallelism, run.layout
     for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
-        if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.only_replicated):
+        if (value := getattr(parallelism, name)) != idle and (layout.sharded == 1 or layout.only_replicated):
             raise ConfigError(
                 f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
             )
-    if how.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
+    if parallelism.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
         raise ConfigError(
-            f"parallelism.groups={','.join(how.groups)}: no weights are sharded here; give parallelism=fsdp, or no "
+            f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give parallelism=fsdp, or no "
             "group."
         )
-    if how.groups:
-        strategy.check_groups(how.groups, run.model.parameter_names(), layout, run.model.tied)
-    if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
+    if parallelism.groups:
+        strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
+    if isinstance(parallelism.reshard, int) and (
+        layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
+    ):
         raise ConfigError(
-            f"parallelism.reshard={how.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "
+            f"parallelism.reshard={parallelism.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "
             "divisor of that, always or never."
         )
-    if how.reshard not in ("auto", "never") and run.staging.splits_backward:
+    if parallelism.reshard not in ("auto", "never") and run.staging.splits_backward:
         raise ConfigError(
-            f"parallelism.reshard={how.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
+            f"parallelism.reshard={parallelism.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights and of activations in two phases, which gives wrong results if weights are freed in between; "
             "give auto or never."
         )
-    if how.accumulate == "sharded" and run.staging.splits_backward:
+    if parallelism.accumulate == "sharded" and run.staging.splits_backward:
         raise ConfigError(
             f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights and of activations in two phases, which FSDP can't reduce together; give auto or whole."
@@ -266,32 +272,32 @@ def _check_sharding(run: Run) -> None:
 def _check_experts(run: Run) -> None:
     """Reject expert parallelism that experts or ranks can't be divided for."""
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
-    given, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
+    expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
     if degree == 1:
         return
     if not experts:
         raise ConfigError(
-            f"{given}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
+            f"{expert_setting}: the model has no experts; give 1, or a model with experts such as qwen3_moe_debug."
         )
     fitting = [d for d in range(1, experts + 1) if experts % d == 0 and ranks % d == 0]
     if degree not in fitting:
         divided = f"{experts} experts" if experts % degree else f"the {ranks} ranks of shard, context and tensor"
-        raise ConfigError(f"{given}: can't divide {divided}; give one of {', '.join(map(str, fitting))}.")
+        raise ConfigError(f"{expert_setting}: can't divide {divided}; give one of {', '.join(map(str, fitting))}.")
     if layout.tensor > 1 and not run.parallelism.sequence_parallel:
         raise ConfigError(
-            f"{given}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
+            f"{expert_setting}: tensor ranks must have different tokens; give parallelism.sequence_parallel=true, or 1."
         )
     names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
-    if taken := strategy.assign_groups(names, run.parallelism.groups or {}):
+    if matched_groups := strategy.assign_groups(names, run.parallelism.groups or {}):
         raise ConfigError(
-            f"parallelism.groups.{next(iter(taken.values()))}: matches experts, which {given} divides over ranks "
+            f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} divides over ranks "
             "already; give 1, or match other modules."
         )
 
 
 def _check_memory(run: Run) -> None:
     """Reject kinds of activation checkpointing that need other settings."""
-    memory, schedule, other = run.memory, run.staging.schedule, _instead_of_budget(run)
+    memory, schedule, alternative = run.memory, run.staging.schedule, _name_budget_alternative(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
         raise ConfigError(
             f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be recomputed; "
@@ -300,10 +306,10 @@ def _check_memory(run: Run) -> None:
     if memory.checkpointing == "budget" and run.debug.detect_anomaly:
         raise ConfigError(
             "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies "
-            f"are traced to; give debug.detect_anomaly=false, or {other} with compile=off."
+            f"are traced to; give debug.detect_anomaly=false, or {alternative} with compile=off."
         )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise ConfigError(f"memory=budget: needs the compiler; give compile=block, or {other}.")
+        raise ConfigError(f"memory=budget: needs the compiler; give compile=block, or {alternative}.")
     if run.compile.scope != "off" and keeps_scales(run):
         raise ConfigError(
             "memory=selective: would save MXFP8's scales, for which Inductor has no CPU kernels; give compile=off, "
@@ -328,27 +334,27 @@ def _check_machine(run: Run) -> None:
             "give hydra/launcher=slurm, start this command on each node with torchrun or srun, or give cluster.nodes=1."
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
-        layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
+        layout, available_devices = run.layout, f"{run.machine.count} x {run.machine.name}"
         fit.check_memory(run, layout, run.machine, run.microbatches)
         raise ConfigError(
-            f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {here}; give smaller "
+            f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {available_devices}; give smaller "
             f"degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
 
 
-def _instead_of_budget(run: Run) -> str:
+def _name_budget_alternative(run: Run) -> str:
     """Return activation checkpointing that needs no compiler and works with the schedule."""
     return "memory=full" if run.staging.splits_backward else "memory=selective"
 
 
-def _check_compiler(run: Run, elsewhere: bool) -> None:
+def _check_compiler(run: Run, remote: bool) -> None:
     """Reject compiling where its requirements are missing, and name a way without a compiler."""
-    lacking = find_missing_compiler(run.machine, run.compile.backend, elsewhere)
+    lacking = find_missing_compiler(run.machine, run.compile.backend, remote)
     if lacking is None:
         return
-    others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []
-    others += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
+    changes = [_name_budget_alternative(run)] if run.memory.checkpointing == "budget" else []
+    changes += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
     raise ConfigError(
         f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
-        f"fix this, or give {' '.join([*others, 'compile=off'])}."
+        f"fix this, or give {' '.join([*changes, 'compile=off'])}."
     )

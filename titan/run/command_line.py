@@ -19,12 +19,12 @@ from hydra.errors import HydraException
 
 from titan.errors import ConfigError
 from titan.run import hydra_private
-from titan.run.axes import present
+from titan.run.axes import translate_overrides
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
 RESUME = "resume="
-CHOSEN = (*Recipe.axes(), "recipe", "sweep")
+CONFIG_GROUPS = (*Recipe.axes(), "recipe", "sweep")
 """The config groups of a command line."""
 
 
@@ -40,16 +40,20 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     Raises:
         ConfigError: for an unknown option, and for options that exclude each other.
     """
-    args = _options(words)
+    args = _parse_options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
-    typed = _without_resume(args.overrides)
+    typed = _drop_resume(args.overrides)
     if resumed:
-        earlier = _options([*_earlier(resumed[-1], args), *_without_resume(words)])
-        args = argparse.Namespace(**vars(earlier))
+        earlier_args = _parse_options([*_read_resumed_arguments(resumed[-1], args), *_drop_resume(words)])
+        args = argparse.Namespace(**vars(earlier_args))
     elif recorded:
-        args = _options([*recorded, *words])
-    args.overrides, args.resumed, args.typed = present(args.overrides), bool(resumed), present(typed)
-    args.multirun = args.multirun or _mode(args.overrides) == "MULTIRUN"
+        args = _parse_options([*recorded, *words])
+    args.overrides, args.resumed, args.typed = (
+        translate_overrides(args.overrides),
+        bool(resumed),
+        translate_overrides(typed),
+    )
+    args.multirun = args.multirun or _find_mode(args.overrides) == "MULTIRUN"
     _check_options(args)
     return args
 
@@ -68,20 +72,20 @@ def check(args: argparse.Namespace) -> None:
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
-        if override.key_or_group in CHOSEN and not override.is_sweep_override() and override.value() in ({}, []):
+        if override.key_or_group in CONFIG_GROUPS and not override.is_sweep_override() and override.value() in ({}, []):
             raise ConfigError(
                 f"{override.input_line}: changes nothing; choose with {override.key_or_group}=CHOICE, or set "
                 f"{override.key_or_group}.SETTING=VALUE."
             )
     if args.multirun:
-        _check_twice(overrides)
+        _check_duplicates(overrides)
 
 
-def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
+def parse_search_path(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the folders of `hydra.searchpath`; none where Hydra will report that it can't read them."""
-    given = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    matches = [override for override in overrides if override.startswith("hydra.searchpath=")]
     try:
-        paths = OverridesParser.create().parse_override(given[-1]).value() if given else []
+        paths = OverridesParser.create().parse_override(matches[-1]).value() if matches else []
     except HydraException:
         return ()
     return tuple(map(str, paths)) if isinstance(paths, list) else ()
@@ -92,24 +96,24 @@ def check_sweep_name(name: str, overrides: Sequence[str]) -> None:
     if not re.fullmatch(r"[\w./+-]+", name):
         raise ConfigError(f"name={name}: a sweep has one name; give one folder's name.")
     check_name(name)
-    if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
-        raise ConfigError(f"{place[0]}: name={name} sets the directory of the sweep already; leave one out.")
+    if directories := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
+        raise ConfigError(f"{directories[0]}: name={name} sets the directory of the sweep already; leave one out.")
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = hydra_private.option_parser()
-    parser.error = _reject  # type: ignore[method-assign]
-    shows = "--version" in words  # Hydra would print its version
+def _parse_options(words: Sequence[str]) -> argparse.Namespace:
+    parser = hydra_private.build_option_parser()
+    parser.error = _reject_arguments  # type: ignore[method-assign]
+    asks_version = "--version" in words  # Hydra would print its version
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])
-    args.version = shows
+    args.version = asks_version
     return args
 
 
-def _reject(message: str) -> NoReturn:
+def _reject_arguments(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
-def _mode(overrides: Sequence[str]) -> str | None:
+def _find_mode(overrides: Sequence[str]) -> str | None:
     """Return the last `hydra.mode` of a command line."""
     return next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("hydra.mode=")), None)
 
@@ -127,7 +131,7 @@ def _check_options(args: argparse.Namespace) -> None:
             f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to resume "
             "the run in a directory."
         )
-    if args.multirun and _mode(args.overrides) == "RUN":
+    if args.multirun and _find_mode(args.overrides) == "RUN":
         raise ConfigError("hydra.mode=RUN: -m asks for a sweep; leave one out.")
     for override in args.overrides:
         key = override.partition("=")[0]
@@ -135,7 +139,7 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: settings can't be removed; write {key[1:]}=VALUE, or leave it out.")
 
 
-def _check_twice(overrides: Sequence[Override]) -> None:
+def _check_duplicates(overrides: Sequence[Override]) -> None:
     """Raise ConfigError for a swept setting that is given twice: Hydra would take the last one."""
     count = Counter(override.key_or_group for override in overrides)
     for override in overrides:
@@ -146,39 +150,41 @@ def _check_twice(overrides: Sequence[Override]) -> None:
             )
 
 
-def _without_resume(words: Sequence[str]) -> list[str]:
+def _drop_resume(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith(RESUME)]
 
 
-def _earlier(word: str, args: argparse.Namespace) -> list[str]:
+def _read_resumed_arguments(word: str, args: argparse.Namespace) -> list[str]:
     """Return the command line of the last attempt of the run in `resume=DIR`, with that directory."""
-    where = word.removeprefix(RESUME)
-    for other in ("name=", "hydra.run.dir="):
-        if given := next((o for o in args.overrides if o.startswith(other)), None):
-            raise ConfigError(f"{given}: {word} names the run already; leave one out.")
-    if args.multirun or _mode(args.overrides) == "MULTIRUN":
+    folder = word.removeprefix(RESUME)
+    for prefix in ("name=", "hydra.run.dir="):
+        if conflict := next((o for o in args.overrides if o.startswith(prefix)), None):
+            raise ConfigError(f"{conflict}: {word} names the run already; leave one out.")
+    if args.multirun or _find_mode(args.overrides) == "MULTIRUN":
         raise ConfigError(f"{word}: resumes one run; leave out -m, or repeat the command of the sweep.")
-    last = _last_attempt(where, word)
-    kept = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
-    names = [f"name={quoted(str(last['name']))}"] if last.get("name") else []
-    return [*last.get("options", ()), *kept, *names, f"hydra.run.dir={quoted(where)}"]
+    last = _read_last_attempt(folder, word)
+    overrides = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
+    names = [f"name={quote_value(str(last['name']))}"] if last.get("name") else []
+    return [*last.get("options", ()), *overrides, *names, f"hydra.run.dir={quote_value(folder)}"]
 
 
-def _last_attempt(where: str, word: str) -> dict[str, Any]:
+def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
     """Return the last document of a run's run.yaml."""
     from titan.run.directory import read_attempts  # only now: other command lines need not wait for what reads data
 
-    directory = Path(where)
-    if where.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
+    directory = Path(folder)
+    if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
-    grid = where.strip() and (directory / "multirun.yaml").is_file()
+    is_sweep = folder.strip() and (directory / "multirun.yaml").is_file()
     hint = (
-        "it holds a sweep: repeat the command of the sweep" if grid else "give the directory of one, such as runs/NAME"
+        "it holds a sweep: repeat the command of the sweep"
+        if is_sweep
+        else "give the directory of one, such as runs/NAME"
     )
     raise ConfigError(f"{word}: there is no run; {hint}.")
 
 
-def quoted(text: str) -> str:
+def quote_value(text: str) -> str:
     """Return a text quoted as the value of an override."""
     if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
         return text

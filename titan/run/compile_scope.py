@@ -35,34 +35,34 @@ EMULATION_FACTOR = 10
 """How many times slower emulated 8-bit matmuls are."""
 
 
-def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "model"], str]:
+def choose_scope(run: Run, remote: bool = False) -> tuple[Literal["off", "block", "model"], str]:
     """Return the scope that `compile=auto` means for a run, and the reason in a few words.
 
     Args:
         run: the run; its own scope does not matter.
-        elsewhere: its machine is a node that a scheduler will provide, where other programs may be installed.
+        remote: its machine is a node that a scheduler will provide, where other programs may be installed.
     """
     if run.debug.detect_anomaly:
         return "off", "debug.detect_anomaly"
-    if run.staging.splits_backward and not elsewhere and () < read_torch_version() < (2, 13):
+    if run.staging.splits_backward and not remote and () < read_torch_version() < (2, 13):
         return "off", f"{run.staging.schedule} before torch 2.13"
     if run.memory.checkpointing == "budget" or run.parallelism.async_tensor:
         return "block", "memory=budget" if run.memory.checkpointing == "budget" else "parallelism.async_tensor"
-    if lacking := find_missing_compiler(run.machine, run.compile.backend, elsewhere):
+    if lacking := find_missing_compiler(run.machine, run.compile.backend, remote):
         return "off", lacking
     if run.machine.device == "cuda":
         return "block", "on a GPU"
     if keeps_scales(run):
         return "off", "Inductor has no kernels for MXFP8's scales on CPUs"
-    seconds, pays = eager_seconds(run), WORTH_SECONDS * max(1.0, run.layout.devices / _cores(run))
-    if seconds < pays:
-        return "off", f"estimated run time {_span(seconds)}; compiling pays above {_span(pays)}"
-    if why := why_blocks(run):
-        return "block", f"estimated run time {_span(seconds)}; {why}"
-    return "model", f"estimated run time {_span(seconds)} on one CPU device"
+    seconds, break_even = estimate_eager_seconds(run), WORTH_SECONDS * max(1.0, run.layout.devices / _count_cores(run))
+    if seconds < break_even:
+        return "off", f"estimated run time {_format_span(seconds)}; compiling pays above {_format_span(break_even)}"
+    if reason := find_block_reason(run):
+        return "block", f"estimated run time {_format_span(seconds)}; {reason}"
+    return "model", f"estimated run time {_format_span(seconds)} on one CPU device"
 
 
-def why_blocks(run: Run) -> str | None:
+def find_block_reason(run: Run) -> str | None:
     """Return why a CPU compiles blocks one by one; None where all from tokens to loss is compiled at once.
 
     At once, what is between blocks is fused, too. But where blocks are recomputed, or ranks communicate, what is around
@@ -85,23 +85,28 @@ def why_blocks(run: Run) -> str | None:
 
 def keeps_scales(run: Run) -> bool:
     """Return whether compiled blocks would save MXFP8's scales, for which Inductor (torch 2.13) has no CPU kernels."""
-    kept = run.memory.checkpointing == "selective" and run.precision.matmuls == "mxfp8"
-    return kept and run.machine.device == "cpu" and run.compile.backend == "inductor"
+    saves_scales = run.memory.checkpointing == "selective" and run.precision.matmuls == "mxfp8"
+    return saves_scales and run.machine.device == "cpu" and run.compile.backend == "inductor"
 
 
-def eager_seconds(run: Run) -> float:
+def estimate_eager_seconds(run: Run) -> float:
     """Return the estimated run time on a CPU, whose cores the ranks share, if nothing is compiled."""
-    how, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
-    pace = FAST_CORE_FLOPS if how.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
-    return flops * (EMULATION_FACTOR if how.eight_bit and how.emulate else 1) / pace / _cores(run)
+    precision, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
+    flops_per_second = FAST_CORE_FLOPS if precision.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
+    return (
+        flops
+        * (EMULATION_FACTOR if precision.eight_bit and precision.emulate else 1)
+        / flops_per_second
+        / _count_cores(run)
+    )
 
 
-def _cores(run: Run) -> int:
+def _count_cores(run: Run) -> int:
     """Return the cores of all nodes, assuming that they are like this one."""
     return run.machine.cores * run.cluster.nodes
 
 
-def _span(seconds: float) -> str:
+def _format_span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"

@@ -1,6 +1,6 @@
 """Hydra in, checked Run out.
 
-A command line becomes a run in two steps: Hydra composes `conf/` and the overrides; `freeze` turns the result into a
+A command line becomes a run in two steps: Hydra composes `conf/` and the overrides; `freeze_run` turns the result into a
 typed, frozen `Run` and checks it; errors are one sentence and exit code 2. Hydra's main would exit with 1, print
 several lines and create the run's directory before the checks: so titan calls Hydra itself, and leaves to its main what
 only prints (`--cfg`, `--info`, completion) and sweeps (`-m`), whose trials titan's launcher runs.
@@ -27,9 +27,9 @@ from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redacted
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_node, hydra_private
-from titan.run.axes import PLUGGABLE, move, present
+from titan.run.axes import PLUGGABLE, move_settings, translate_overrides
 from titan.run.hydra_errors import HydraErrors
-from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, without_hydra
+from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, drop_hydra_node
 from titan.run.paths import check_name
 from titan.run.resolve import resolve
 from titan.run.run import Run
@@ -38,9 +38,9 @@ from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, Sweep
 from titan.training.schema import LossTerm
 
 
-def register() -> None:
+def register_configs() -> None:
     """Register schemas, search path and launchers with Hydra; idempotent."""
-    store = hydra_private.shared_store()
+    store = hydra_private.share_store()
     if "run.yaml" not in store.repo.get("schema", {}):  # others may have stored theirs before
         _register_schemas(store)
     Plugins.instance().register(ExtraConfigs)
@@ -52,45 +52,47 @@ def _register_schemas(store: ConfigStore) -> None:
         for kind, cls in kinds.items():
             store.store(name=kind, group=f"schema/{axis}", node=settings.collect_defaults(cls))
     store.store(name="base", group="schema/loss_term", node=settings.collect_defaults(LossTerm))
-    fixed = settings.collect_defaults(Recipe)
-    chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
-    store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.collect_defaults(Sweep)})
+    fixed_nodes = settings.collect_defaults(Recipe)
+    choice_nodes = dict.fromkeys(PLUGGABLE, settings.MISSING)
+    store.store(
+        name="run", group="schema", node=fixed_nodes | choice_nodes | {"sweep": settings.collect_defaults(Sweep)}
+    )
     hydra_private.add_group(store, "hooks")
 
 
 def _register_launchers(store: ConfigStore) -> None:
     """Register titan's launchers and sweeper, in place of those of Hydra and of plugins."""
     hydra_private.clear_group(store, "hydra", "launcher")
-    for name, node in _launchers().items():
+    for name, node in _build_launcher_nodes().items():
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
     sweeper = {"_target_": GRID, "max_batch_size": None, "params": None}
     store.store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
 
 
 @cache
-def _launchers() -> dict[str, DictConfig]:
+def _build_launcher_nodes() -> dict[str, DictConfig]:
     """Return the node of each launcher, made once: composing begins with registering them."""
-    made = {
+    nodes = {
         n: {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.collect_defaults(s)} for n, (cls, s) in LAUNCHERS.items()
     }
-    return {name: OmegaConf.create(node) for name, node in made.items()}
+    return {name: OmegaConf.create(node) for name, node in nodes.items()}
 
 
-def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
-    """Return the checked Run of a list of overrides; see `freeze`; raises `ConfigError`."""
-    register()
-    overrides = present(overrides)
+def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
+    """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
+    register_configs()
+    overrides = translate_overrides(overrides)
     with HydraErrors(overrides), Session():
         trusted = modules.list_trusted_packages(overrides)
-        return freeze(compose_config(overrides), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
+        return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
 
 
-def freeze(
+def freeze_run(
     cfg: DictConfig,
     directory: str | None = None,
     ranks: int | None = None,
-    elsewhere: bool = False,
-    machine: Callable[[Cluster], Machine] | None = None,
+    remote: bool = False,
+    find_machine: Callable[[Cluster], Machine] | None = None,
     trusted: tuple[str, ...] = (),
 ) -> Run:
     """Return a typed and checked `Run` for what Hydra composed, its own node included.
@@ -99,8 +101,8 @@ def freeze(
         cfg: the composed configuration.
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve.resolve`.
-        elsewhere: the run is for the nodes that `cluster` describes, not for this machine.
-        machine: returns the machine of the run; None: detect it.
+        remote: the run is for the nodes that `cluster` describes, not for this machine.
+        find_machine: returns the machine of the run; None: detect it.
         trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
 
     Raises:
@@ -113,59 +115,62 @@ def freeze(
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
     hydra_node.set_output_dir(cfg, directory)
-    recipe = _typed(cfg, trusted)
-    if machine is None:
-        found = (
-            devices.describe_remote_node(recipe.cluster) if elsewhere else devices.detect_machine(recipe.cluster.device)
+    recipe = _build_recipe(cfg, trusted)
+    if find_machine is None:
+        machine = (
+            devices.describe_remote_node(recipe.cluster) if remote else devices.detect_machine(recipe.cluster.device)
         )
     else:
-        found = machine(recipe.cluster)
+        machine = find_machine(recipe.cluster)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     overrides = tuple(redact(str(override)) for override in typed)
     return resolve(
         recipe,
-        found,
+        machine,
         directory,
         ranks=ranks,
-        elsewhere=elsewhere,
+        remote=remote,
         choices=choices,
         overrides=overrides,
-        hydra=hydra_node.files(cfg),
-        options=hydra_node.options(cfg, str(CONF), CONFIG),
+        hydra=hydra_node.build_files(cfg),
+        options=hydra_node.build_options(cfg, str(CONF), CONFIG),
     )
 
 
-def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
+def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
-    own = without_hydra(cfg)
-    content: Any = OmegaConf.to_container(own, resolve=True)
+    own_config = drop_hydra_node(cfg)
+    content: Any = OmegaConf.to_container(own_config, resolve=True)
     if not isinstance(content, dict):
         raise ConfigError("the configuration is not a mapping.")
-    _warn_of_secrets(OmegaConf.to_container(own, resolve=False), redacted(content))
+    _warn_of_secrets(OmegaConf.to_container(own_config, resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
-        ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)
-        content["cluster"]["environment"] = {**ours, **theirs}  # type: ignore[dict-item]
-    content = move(content)
+        environment, hydra_environment = (
+            content["cluster"].get("environment") or {},
+            OmegaConf.to_container(cfg.hydra.job.env_set),
+        )
+        content["cluster"]["environment"] = {**environment, **hydra_environment}  # type: ignore[dict-item]
+    content = move_settings(content)
     modules.check_modules(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
     if settings.is_foreign(content):
-        _check_all_else(content)
-    built: Recipe = settings.build(Recipe, content, allowed=trusted)
-    return built
+        _check_before_import(content)
+    typed_recipe: Recipe = settings.build(Recipe, content, allowed=trusted)
+    return typed_recipe
 
 
-def _check_all_else(content: dict[str, Any]) -> None:
+def _check_before_import(content: dict[str, Any]) -> None:
     """Raise ConfigError for errors that need no third-party code to find, before that is imported."""
     check_name(str(content.get("name")))
-    own = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
-    built = settings.build_fields(Recipe, own)
+    own_settings = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
+    schemas = settings.build_fields(Recipe, own_settings)
     for axis in ("model", "training", "parallelism", "dataset", "cluster"):
-        if axis in built:
-            built[axis].check()
-    if {"schedule", "training"} <= built.keys():
-        built["schedule"].check(built["training"].steps)
+        if axis in schemas:
+            schemas[axis].check()
+    if {"schedule", "training"} <= schemas.keys():
+        schemas["schedule"].check(schemas["training"].steps)
 
 
 def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
@@ -188,7 +193,7 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 
 
-def recipe(arguments: Sequence[str]) -> Recipe:
+def compose_recipe(arguments: Sequence[str]) -> Recipe:
     """Return the typed recipe of a command line, whether or not this machine can run it.
 
     Args:
@@ -197,10 +202,12 @@ def recipe(arguments: Sequence[str]) -> Recipe:
     Raises:
         ConfigError: for an unknown choice or setting, and for options that only print something.
     """
-    register()
+    register_configs()
     args = command_line.parse(arguments)
     if command_line.asks_to_show(args):
         raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
     with HydraErrors(args.overrides), Session(args):
         command_line.check(args)
-        return _typed(compose_config(args.overrides, args.config_name), modules.list_trusted_packages(args.typed))
+        return _build_recipe(
+            compose_config(args.overrides, args.config_name), modules.list_trusted_packages(args.typed)
+        )

@@ -59,11 +59,11 @@ def read_attempts(directory: Path) -> list[dict[str, Any]]:
                 untrusted.read_regular_file(file).decode(errors="replace"), f"hydra.run.dir={directory}"
             )
         except OSError as error:
-            raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
-    others = foreign_files(p.name for p in directory.iterdir()) if directory.is_dir() else []
-    if others:
+            raise _build_read_error(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
+    foreign = foreign_files(p.name for p in directory.iterdir()) if directory.is_dir() else []
+    if foreign:
         raise ConfigError(
-            f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
+            f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(foreign[:3])}); "
             "choose another name or an empty directory."
         )
     return []
@@ -82,17 +82,17 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
     try:
         documents = [rename_keys(document) for document in untrusted.parse_yaml(text) if document]
     except ValueError as error:
-        raise _unreadable(label, " ".join(str(error).split())[:100]) from error
+        raise _build_read_error(label, " ".join(str(error).split())[:100]) from error
     if text and not text.endswith("\n"):
-        raise _unreadable(label, "its end is missing")
+        raise _build_read_error(label, "its end is missing")
     for number, document in enumerate(documents, 1):
         try:
             _check_document(document, documents[0])
         except KeyError as error:
-            raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
+            raise _build_read_error(label, f"its document {number} is not complete: it has no {error}") from error
         except ValueError as error:
-            raise _unreadable(label, f"its document {number} is not complete: {error}") from error
-    return [axes.present_document(document) for document in documents]
+            raise _build_read_error(label, f"its document {number} is not complete: {error}") from error
+    return [axes.translate_document(document) for document in documents]
 
 
 def _check_document(document: Any, first: Any) -> None:
@@ -117,8 +117,8 @@ def _check_document(document: Any, first: Any) -> None:
         raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
 
 
-def _unreadable(label: str, why: str) -> ConfigError:
-    return ConfigError(f"{label}: run.yaml can't be read ({why}); repair it, or choose another name to start again.")
+def _build_read_error(label: str, reason: str) -> ConfigError:
+    return ConfigError(f"{label}: run.yaml can't be read ({reason}); repair it, or choose another name to start again.")
 
 
 def is_finished(directory: Path, steps: int = 0) -> bool:
@@ -127,10 +127,12 @@ def is_finished(directory: Path, steps: int = 0) -> bool:
     return bool(result.get("finished")) and int(result["step"]) >= steps
 
 
-def ended_by(result: Mapping[str, Any]) -> str | None:
+def describe_hook_end(result: Mapping[str, Any]) -> str | None:
     """Return which hook ended the run of a `result.json` before its last step, and why; None where none did."""
-    found = result.get("ended_by") or {}
-    return f"hooks.{found.get('hook')}: {found.get('reason')}" if found and not result.get("finished") else None
+    hook_end = result.get("ended_by") or {}
+    return (
+        f"hooks.{hook_end.get('hook')}: {hook_end.get('reason')}" if hook_end and not result.get("finished") else None
+    )
 
 
 def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
@@ -141,15 +143,15 @@ def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[s
         sciences: the science ids that the run has had, if known: a result with another one is another run's.
     """
     try:
-        found = _parse_result(untrusted.read_regular_file(directory / RESULT))
+        content = _parse_result(untrusted.read_regular_file(directory / RESULT))
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, KeyError) as error:
         lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
         return {}, f"result.json is damaged and not used: {lacks}"
-    if sciences and found.get("science_id", "") not in {*sciences, ""}:
-        return {}, f"result.json is of another run ({untrusted.describe_value(found['science_id'])}) and not used"
-    return found, None
+    if sciences and content.get("science_id", "") not in {*sciences, ""}:
+        return {}, f"result.json is of another run ({untrusted.describe_value(content['science_id'])}) and not used"
+    return content, None
 
 
 def _parse_result(text: bytes) -> dict[str, Any]:
@@ -158,12 +160,12 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError, KeyError: when its values are of other types.
     """
-    found = rename_keys(untrusted.parse_object(text))
-    untrusted.check_type(found["finished"], bool, "finished")
-    untrusted.check_type(found["step"], int, "step")
-    for name, value in found.items():
+    content = rename_keys(untrusted.parse_object(text))
+    untrusted.check_type(content["finished"], bool, "finished")
+    untrusted.check_type(content["step"], int, "step")
+    for name, value in content.items():
         untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
-    return found
+    return content
 
 
 def read_last_step(directory: Path) -> dict[str, Any]:

@@ -15,11 +15,11 @@ OPTIONAL_GROUPS = ("recipe", "sweep")
 """Config groups that need no choice."""
 
 
-def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
+def check_optional(list_choices: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
     """Raise ConfigError for an unknown recipe or sweep, which Hydra ignores since these groups are optional.
 
     Args:
-        known: returns the choices of a group.
+        list_choices: returns the choices of a group.
         cfg: the composed configuration.
 
     Raises:
@@ -27,17 +27,17 @@ def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> No
     """
     for group in OPTIONAL_GROUPS:
         choice = cfg.hydra.runtime.choices.get(group)
-        if choice not in (None, "null") and choice not in (there := known(group)):
-            raise ConfigError(no_such_choice(group, str(choice), there))
+        if choice not in (None, "null") and choice not in (choices := list_choices(group)):
+            raise ConfigError(describe_unknown_choice(group, str(choice), choices))
 
 
-def no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
+def describe_unknown_choice(axis: str, choice: str, options: Sequence[str]) -> str:
     """Return the error message for an unknown choice, with the known ones."""
-    choices = f" Choices: {', '.join(known)}." if known else " There are none here."
-    return f"{axis}={choice}: there is no such choice{suggest_nearest(choice, known)}{choices}"
+    choices = f" Choices: {', '.join(options)}." if options else " There are none here."
+    return f"{axis}={choice}: there is no such choice{suggest_nearest(choice, options)}{choices}"
 
 
-def no_such_hook(name: str) -> str:
+def describe_unknown_hook(name: str) -> str:
     """Return the error message for a hook without a file."""
     return (
         f"hooks=[{name}]: there is no such choice; put a file hooks/{name}.yaml into a folder of $TITAN_CONF, or write "
@@ -45,7 +45,7 @@ def no_such_hook(name: str) -> str:
     )
 
 
-def value_error(error: ValueError, overrides: Sequence[str]) -> str:
+def describe_value_error(error: ValueError, overrides: Sequence[str]) -> str:
     """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group

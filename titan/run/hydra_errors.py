@@ -16,7 +16,7 @@ from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_choices, hydra_node
-from titan.run.hydra_choices import OPTIONAL_GROUPS, no_such_choice
+from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
 from titan.run.schema import Recipe
 
@@ -37,89 +37,89 @@ class HydraErrors:
         self.overrides = overrides
 
     def __enter__(self) -> None:
-        ExtraConfigs.asked = command_line.search_path(self.overrides)
+        ExtraConfigs.search_folders = command_line.parse_search_path(self.overrides)
         self.warnings = warnings.catch_warnings()
         self.warnings.__enter__()
         warnings.filterwarnings("error", ".* is not available", UserWarning)  # a folder to search that isn't there
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.warnings.__exit__(None, None, None)
-        ExtraConfigs.asked = ()
+        ExtraConfigs.search_folders = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
-            raise ConfigError(_wrapped_error(error) or self._sentence(error)) from error
+            raise ConfigError(_find_config_error(error) or self._describe_error(error)) from error
 
-    def _sentence(self, error: BaseException) -> str:
+    def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
-            return self._unknown_choice(error)
+            return self._describe_choice_error(error)
         if isinstance(error, OverrideParseException):
             return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
         if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
-            return hydra_choices.no_such_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
+            return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):
             path = str(error).partition("path=")[2].removesuffix(" is not available.")
             return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return self._interpolation(error)
+            return self._describe_interpolation(error)
         text = " ".join(str(error).partition("full_key:")[0].split())
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
-                return f"{self._meant(text)}: {advice}."
+                return f"{self._find_override(text)}: {advice}."
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         unknown = re.match(r"Could not override '([^']+)'", text)
         if unknown:
-            return self._unknown_setting(unknown[1])
+            return self._describe_setting_error(unknown[1])
         text = text.removeprefix("Error merging override ")
         if cause is None:
             return text.rstrip(".") + "."
         return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
 
-    def _interpolation(self, error: OmegaConfBaseException) -> str:
+    def _describe_interpolation(self, error: OmegaConfBaseException) -> str:
         reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
-        return f"{self._typed(str(error.full_key))}: {reason}; correct what stands in the braces."
+        return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
 
-    def _meant(self, text: str) -> str:
+    def _find_override(self, text: str) -> str:
         """The override that `text` quotes, or else the last one that names what it names."""
-        quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_key(o))}\b", text)]
+        quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_parse_key(o))}\b", text)]
         return max(quoted, key=len, default=text.rstrip("."))
 
-    def _typed(self, key: str) -> str:
-        return next((o for o in self.overrides if _key(o) == key), key)
+    def _find_typed_override(self, key: str) -> str:
+        return next((o for o in self.overrides if _parse_key(o) == key), key)
 
-    def _unknown_choice(self, error: MissingConfigException) -> str:
+    def _describe_choice_error(self, error: MissingConfigException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         if group == "hydra/launcher" and (advice := launcher_hints.describe_launcher(option)):
             return advice
-        return no_such_choice(group, option, error.options or ())
+        return describe_unknown_choice(group, option, error.options or ())
 
-    def _unknown_setting(self, key: str) -> str:
-        typed = self._typed(key)
+    def _describe_setting_error(self, key: str) -> str:
+        typed = self._find_typed_override(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
-            return no_such_choice(key, typed.partition("=")[2], ())
-        if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advice(key, typed):
+            return describe_unknown_choice(key, typed.partition("=")[2], ())
+        if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
             return advice
-        known = self._known()
-        elsewhere = any(name.endswith(f".{key}") for name in known)
-        hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."
-        hint = suggest_nearest(key, known) if hint == "." else hint
+        keys = self._list_keys()
+        is_nested = any(name.endswith(f".{key}") for name in keys)
+        hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
+        hint = suggest_nearest(key, keys) if hint == "." else hint
         return f"{typed}: there is no such setting{hint} See --help and --cfg job."
 
-    def _known(self) -> list[str]:
+    def _list_keys(self) -> list[str]:
         """Return every key that an override may have, for the choices on this command line."""
         parse = OverridesParser.create().parse_override
-        chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
+        choices = [o for o in self.overrides if _parse_key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
         try:
             with Session():
-                cfg = compose_config(chosen)
+                cfg = compose_config(choices)
         except (HydraException, OmegaConfBaseException):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)
-        names = _names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
+        names = _list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-def _wrapped_error(error: BaseException | None) -> str | None:
+def _find_config_error(error: BaseException | None) -> str | None:
     """Return the message of a ConfigError that Hydra has wrapped; None for other errors."""
     while error is not None:
         if isinstance(error, ConfigError):
@@ -128,14 +128,14 @@ def _wrapped_error(error: BaseException | None) -> str | None:
     return None
 
 
-def _key(override: str) -> str:
+def _parse_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _names(content: dict[Any, Any], path: str = "") -> list[str]:
+def _list_names(content: dict[Any, Any], path: str = "") -> list[str]:
     names = []
     for key, value in content.items():
         names.append(path + str(key))
         if isinstance(value, dict):
-            names += _names(value, f"{path}{key}.")
+            names += _list_names(value, f"{path}{key}.")
     return names

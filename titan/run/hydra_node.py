@@ -23,14 +23,14 @@ from titan.run.paths import FILES
 
 LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
-KEPT = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
+KEPT_OVERRIDES = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
 """Overrides of Hydra's node that all attempts of a run share."""
-HELP = ("hydra_help", "help")
+HELP_KEYS = ("hydra_help", "help")
 """Texts of --help, which Hydra leaves out of hydra.yaml."""
 ON_JOB = ("on_job_start", "on_job_end")
 
 
-def advice(key: str, typed: str) -> str | None:
+def advise_key(key: str, typed: str) -> str | None:
     """Return the error message for a key of `hydra.*` or `hooks.*` that there is not; None for other keys."""
     if re.fullmatch(r"hooks\.[^.]+", key):
         return f"{typed}: there is no such hook yet; write +{key}={{_target_:MODULE.CLASS,...}}, or hooks=[NAME,...]."
@@ -59,14 +59,14 @@ def check(cfg: DictConfig) -> None:
 
 def _check_logging(cfg: DictConfig) -> None:
     choice = cfg.hydra.runtime.choices.get("hydra/job_logging")
-    given = [o for o in cfg.hydra.overrides.hydra if o.lstrip("+~").startswith("hydra.job_logging")]
+    overrides = [o for o in cfg.hydra.overrides.hydra if o.lstrip("+~").startswith("hydra.job_logging")]
     if choice not in LOGGING:
-        given.append(f"hydra/job_logging={choice}")
-    if given:
-        raise ConfigError(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
+        overrides.append(f"hydra/job_logging={choice}")
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
 
 
-def files(cfg: DictConfig) -> dict[str, Any]:
+def build_files(cfg: DictConfig) -> dict[str, Any]:
     """Return what the files of `hydra.output_subdir` say, by path in the run's directory; none where that is null.
 
     They have what Hydra writes, with secrets redacted and interpolations unresolved; `hydra_private.dump_yaml` gives
@@ -76,18 +76,18 @@ def files(cfg: DictConfig) -> dict[str, Any]:
     if subdir is None:
         return {}
     content: Any = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
-    node = {key: value for key, value in content["hydra"].items() if key not in HELP}
-    own = {key: value for key, value in content.items() if key != "hydra"}
-    parts = {"config": own, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
+    node = {key: value for key, value in content["hydra"].items() if key not in HELP_KEYS}
+    own_config = {key: value for key, value in content.items() if key != "hydra"}
+    parts = {"config": own_config, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
     return {f"{subdir}/{name}.yaml": redacted(part) for name, part in parts.items()}
 
 
-def without_secrets(cfg: Any) -> Any:
+def redact_config(cfg: Any) -> Any:
     """Return a copy of a part of the configuration with secrets redacted and interpolations unresolved."""
     return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
 
 
-def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
+def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
     """Return the options of the command line beside overrides, for the command that resumes the run.
 
     Args:
@@ -98,7 +98,7 @@ def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
     words = [] if sources.get("main") == folder else ["--config-path", sources["main"]]
     words += [] if cfg.hydra.job.config_name == name else ["--config-name", str(cfg.hydra.job.config_name)]
     words += ["--config-dir", sources["command-line"]] if "command-line" in sources else []
-    return (*words, *(o for o in cfg.hydra.overrides.hydra if o.lstrip("+").startswith(KEPT)))
+    return (*words, *(o for o in cfg.hydra.overrides.hydra if o.lstrip("+").startswith(KEPT_OVERRIDES)))
 
 
 def set_output_dir(cfg: DictConfig, directory: str) -> None:
@@ -113,27 +113,27 @@ def log_composition(cfg: DictConfig, name: str, overrides: Sequence[str]) -> Non
         hydra_private.compose_mode(overrides, name, RunMode.RUN, log=True)
 
 
-class Calls:
+class HydraCallbacks:
     """The instantiated callbacks of a command line; `titan.config.modules.check_hydra` checks what they import."""
 
-    def __init__(self, cfg: DictConfig, elsewhere: bool = False, made: Any = None) -> None:
+    def __init__(self, cfg: DictConfig, remote: bool = False, instances: Any = None) -> None:
         """Instantiate them.
 
         Args:
             cfg: what Hydra composed.
-            elsewhere: the job does not run in a process of this command.
-            made: the instances that Hydra has made, if any.
+            remote: the job does not run in a process of this command.
+            instances: the instances that Hydra has made, if any.
 
         Raises:
             ConfigError: for a callback that can't be instantiated, or that would not be called.
         """
         self.config = cfg
         try:
-            self.callbacks = made or hydra_private.Callbacks(cfg)
+            self.callbacks = instances or hydra_private.Callbacks(cfg)
         except InstantiationException as error:
-            why = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
-            raise ConfigError(f"hydra.callbacks: {why}; correct the callback's settings.") from error
-        if elsewhere:
+            reason = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
+            raise ConfigError(f"hydra.callbacks: {reason}; correct the callback's settings.") from error
+        if remote:
             _check_called(self.callbacks.callbacks)
 
     def around_run(self, body: Callable[[], int], name: str) -> int:
@@ -141,47 +141,49 @@ class Calls:
         if not self.callbacks.callbacks:
             return body()
         self.callbacks.on_run_start(config=self.config, config_name=name)
-        returned = _returned(self.config)
+        job_return = _build_job_return(self.config)
         try:
-            return self.around_job(body, self.config, returned)
+            return self.around_job(body, self.config, job_return)
         finally:
-            self.callbacks.on_run_end(config=self.config, config_name=name, job_return=returned)
+            self.callbacks.on_run_end(config=self.config, config_name=name, job_return=job_return)
 
-    def around_job(self, body: Callable[[], int], cfg: DictConfig, returned: JobReturn | None = None) -> int:
+    def around_job(self, body: Callable[[], int], cfg: DictConfig, job_return: JobReturn | None = None) -> int:
         """Execute a job of this process with its callbacks; return its exit code."""
         if not self.callbacks.callbacks:
             return body()
-        returned = returned or _returned(cfg)
+        job_return = job_return or _build_job_return(cfg)
         with env_override(cfg.hydra.job.env_set):
             self.callbacks.on_job_start(config=cfg, task_function=lambda _: body())
             try:
                 code = body()
-                _ended(returned, None if code == 0 else RunError(f"the run ended with exit code {code}."), code)
+                _record_end(job_return, None if code == 0 else RunError(f"the run ended with exit code {code}."), code)
                 return code
             except BaseException as error:
-                _ended(returned, error, 1)
+                _record_end(job_return, error, 1)
                 raise
             finally:
-                self.callbacks.on_job_end(config=cfg, job_return=returned)
+                self.callbacks.on_job_end(config=cfg, job_return=job_return)
 
 
-def _returned(cfg: DictConfig) -> JobReturn:
+def _build_job_return(cfg: DictConfig) -> JobReturn:
     job = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     node = OmegaConf.masked_copy(cfg, ["hydra"])
     overrides = [str(o) for o in cfg.hydra.overrides.task]
     return JobReturn(overrides=overrides, cfg=job, hydra_cfg=node, working_dir=os.getcwd(), task_name="train")
 
 
-def _ended(returned: JobReturn, error: BaseException | None, code: int) -> None:
-    returned.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
-    returned.return_value = code if error is None else error
+def _record_end(job_return: JobReturn, error: BaseException | None, code: int) -> None:
+    job_return.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
+    job_return.return_value = code if error is None else error
 
 
 def _check_called(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
-        own = [name for name in ON_JOB if getattr(type(callback), name, None) not in (None, getattr(Callback, name))]
-        if own:
+        overridden = [
+            name for name in ON_JOB if getattr(type(callback), name, None) not in (None, getattr(Callback, name))
+        ]
+        if overridden:
             raise ConfigError(
-                f"hydra.callbacks: {type(callback).__name__}.{own[0]} would be called where no job runs; leave the "
+                f"hydra.callbacks: {type(callback).__name__}.{overridden[0]} would be called where no job runs; leave the "
                 "callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
             )

@@ -26,14 +26,14 @@ from omegaconf._utils import get_omega_conf_dumper
 __all__ = [
     "Callbacks",
     "ConfigLoaderImpl",
-    "basic_sweeper",
+    "build_option_parser",
     "clear_group",
     "compose_mode",
     "dump_yaml",
     "get_overrides_dirname",
     "hand_over",
-    "option_parser",
-    "shared_store",
+    "load_basic_sweeper",
+    "share_store",
 ]
 
 SUPPORTED = ">=1.3.2,<1.4"
@@ -62,7 +62,7 @@ USED: dict[str, tuple[str, ...]] = {
 """The private names, with the parameters that titan passes or overrides."""
 
 
-def option_parser() -> argparse.ArgumentParser:
+def build_option_parser() -> argparse.ArgumentParser:
     """Return the parser of Hydra's options."""
     return utils.get_args_parser()
 
@@ -88,17 +88,17 @@ def hand_over(args: argparse.Namespace, task: Callable[[DictConfig], Any], folde
     Raises:
         SystemExit: where Hydra exits.
     """
-    utils._run_hydra(args, option_parser(), task, folder, name)
+    utils._run_hydra(args, build_option_parser(), task, folder, name)
 
 
-def basic_sweeper() -> type[Any]:
+def load_basic_sweeper() -> type[Any]:
     """Return the class of Hydra's own sweeper: Hydra imports its plugins anew when it looks for them."""
     Plugins.instance()
     sweeper: type[Any] = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
     return sweeper
 
 
-def shared_store() -> ConfigStore:
+def share_store() -> ConfigStore:
     """Return Hydra's store of schemas, as one that copies of Hydra's repositories share.
 
     Hydra copies the repository for each composition, with all schemas in it, and never changes those: what it loads

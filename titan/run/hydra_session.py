@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from titan.errors import ConfigError
 from titan.run import hydra_private
-from titan.run.hydra_choices import check_optional, value_error
+from titan.run.hydra_choices import check_optional, describe_value_error
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (PACKAGE / "conf", PACKAGE.parent / "conf") if p.is_dir())
@@ -39,7 +39,7 @@ class ExtraConfigs(SearchPathPlugin):
     and not for the choices of a group.
     """
 
-    asked: ClassVar[tuple[str, ...]] = ()
+    search_folders: ClassVar[tuple[str, ...]] = ()
     """The folders of `hydra.searchpath`. A class variable, since Hydra makes the instance."""
     config_dir: ClassVar[str | None] = None
     """The folder of --config-dir, within a `Session`."""
@@ -53,7 +53,7 @@ class ExtraConfigs(SearchPathPlugin):
             if not os.path.isdir(folder):
                 raise ConfigError(f"TITAN_CONF={folder}: there is no such folder; correct the variable, or unset it.")
             search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
-        for path in self.asked:
+        for path in self.search_folders:
             search_path.append("hydra.searchpath in command-line", path)
         if self.config_dir:
             search_path.append("command-line", f"file://{os.path.abspath(self.config_dir)}")
@@ -91,12 +91,12 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
         else:
             cfg = hydra_private.compose_mode(overrides, name or CONFIG, mode)
     except ValueError as error:
-        raise ConfigError(value_error(error, overrides)) from error
+        raise ConfigError(describe_value_error(error, overrides)) from error
     loader = GlobalHydra.instance().config_loader()
     check_optional(lambda group: loader.get_group_options(group, ObjectType.CONFIG), cfg)
     return cfg
 
 
-def without_hydra(cfg: DictConfig) -> DictConfig:
+def drop_hydra_node(cfg: DictConfig) -> DictConfig:
     """Return the configuration without Hydra's own node."""
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])

@@ -47,53 +47,53 @@ class Ids:
     code: str
 
 
-def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
+def select_settings(run: Run, *, science: bool) -> dict[str, Any]:
     """Return the science (or else the execution) settings that differ from their defaults, by dotted name.
 
     Passwords and tokens in URLs are left out: a new one continues the same run.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     declared = typing.get_type_hints(type(run))
     for axis in run.axes():
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
-            found |= kinds.build_id_entry(axis, type(value))
-        found |= _differing(axis, value, default, science)
-    return found | _of_hooks(run.hooks or {}, science)
+            settings |= kinds.build_id_entry(axis, type(value))
+        settings |= _select_differing(axis, value, default, science)
+    return settings | _select_hook_settings(run.hooks or {}, science)
 
 
-def _differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
+def _select_differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
     """Return the science (or else the execution) settings of a schema that differ from their defaults.
 
     Args:
         path: the dotted name of the schema.
         value: its instance.
         default: whether its settings are science, where they don't say.
-        science: see `settings_of`.
+        science: see `select_settings`.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         mark = field.metadata.get("science")
         setting = getattr(value, field.name)
         if not field.metadata.get("in_ids", True):
             continue
         if (default if mark is None else mark) == science and setting != field.default:
-            found[renamed_settings.build_former_key(path, field)] = redacted(to_plain(setting))
-    return found
+            settings[renamed_settings.build_former_key(path, field)] = redacted(to_plain(setting))
+    return settings
 
 
-def _of_hooks(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
+def _select_hook_settings(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
     """Return the settings of hooks, with the class of each; of several that change what is learned, the order too."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, hook in hooks.items():
         if hook.science == science:
-            found[f"hooks.{name}"] = kinds.get_kind(type(hook))
-        found |= _differing(f"hooks.{name}", hook, hook.science, science)
+            settings[f"hooks.{name}"] = kinds.get_kind(type(hook))
+        settings |= _select_differing(f"hooks.{name}", hook, hook.science, science)
     changing = [name for name, hook in hooks.items() if hook.science]
-    return found | ({"hooks": changing} if science and len(changing) > 1 else {})
+    return settings | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
-def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
+def collect_science(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
     """Return all that decides what the run learns, which is compared before a run is resumed.
 
     Args:
@@ -102,67 +102,69 @@ def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]
         parent: the checkpoint that a fork starts from, as "science_id@step"; None for a run that is no fork.
     """
     data = {"data": data_digest} | ({"parent": parent} if parent else {})
-    return settings_of(run, science=True) | data
+    return select_settings(run, science=True) | data
 
 
-def ids(run: Run, science: Mapping[str, Any]) -> Ids:
-    """Return the ids of a run whose `science_of` is `science`."""
+def compute_ids(run: Run, science: Mapping[str, Any]) -> Ids:
+    """Return the ids of a run whose `collect_science` is `science`."""
     group = {k: v for k, v in science.items() if k != "training.seed"}
-    execution = settings_of(run, science=False) | run.layout.degrees()
-    return Ids(digest(science), digest(group), digest(execution), digest(code(run)))
+    execution = select_settings(run, science=False) | run.layout.degrees()
+    return Ids(
+        compute_digest(science), compute_digest(group), compute_digest(execution), compute_digest(describe_code(run))
+    )
 
 
-def trial_id(run: Run) -> str:
+def compute_trial_id(run: Run) -> str:
     """Return the id of a trial: a hash of all settings but those of the machines that it gets, and of its degrees.
 
     The data's digest is not in it: the data need not be prepared yet.
     """
-    return digest(_asked(run) | {"devices": run.layout.degrees()})
+    return compute_digest(_select_trial_settings(run) | {"devices": run.layout.degrees()})
 
 
-def portable_trial_id(run: Run) -> str:
+def compute_portable_trial_id(run: Run) -> str:
     """Return the id of a trial on any machines: as `point`, without the degrees that follow from the machines."""
-    return digest(_asked(run))
+    return compute_digest(_select_trial_settings(run))
 
 
-def _asked(run: Run) -> dict[str, Any]:
-    execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
+def _select_trial_settings(run: Run) -> dict[str, Any]:
+    execution = {k: v for k, v in select_settings(run, science=False).items() if not k.startswith("cluster.")}
     if run.compile_why:  # the setting is "auto", whatever follows from it on this machine
         execution.pop("compile.scope", None)
-    return settings_of(run, science=True) | execution | {"device": run.cluster.device}
+    return select_settings(run, science=True) | execution | {"device": run.cluster.device}
 
 
-def digest(value: Any) -> str:
+def compute_digest(value: Any) -> str:
     """Return 12 hex digits of a hash of a value's canonical JSON, under the schema's version."""
     text = json.dumps([SCHEMA, value], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def code(run: Run | None = None) -> dict[str, Any]:
+def describe_code(run: Run | None = None) -> dict[str, Any]:
     """Return the versions of titan and of the libraries that compute, the git commit and a digest of the diff to it.
 
     In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied. Of a run that
     imports a user's own packages there are their digests too.
     """
-    own = own_code.digests(run) if run is not None else {}
-    versions = {name: _version(name) for name in PACKAGES}
-    diff = git_diff()
+    own_digests = own_code.compute_digests(run) if run is not None else {}
+    versions = {name: _find_version(name) for name in PACKAGES}
+    diff = read_git_diff()
     return {
         "titan": titan.__version__,
-        "commit": _frozen("code", {}).get("commit") or git("rev-parse", "HEAD"),
+        "commit": _read_frozen("code", {}).get("commit") or run_git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
-        **({"own": own} if own else {}),
+        **({"own": own_digests} if own_digests else {}),
     }
 
 
-def git_diff() -> str | None:
+def read_git_diff() -> str | None:
     """Return the diff of the checkout's tracked files to the commit; None outside a checkout."""
-    diff: str | None = _frozen("diff", None) or git("diff", "HEAD")
+    diff: str | None = _read_frozen("diff", None) or run_git("diff", "HEAD")
     return diff
 
 
-def _frozen(key: str, default: Any) -> Any:
+def _read_frozen(key: str, default: Any) -> Any:
     """Return what a launcher wrote into its copy of the code; elsewhere the default."""
     try:
         return json.loads((ROOT / FROZEN).read_text())[key]
@@ -170,19 +172,19 @@ def _frozen(key: str, default: Any) -> Any:
         return default
 
 
-def git(*arguments: str) -> str | None:
+def run_git(*arguments: str) -> str | None:
     """Return git's output in titan's checkout; None where there is none."""
     if not (ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
+        process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

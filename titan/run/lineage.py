@@ -37,14 +37,14 @@ class Parent:
     weights: str | None = None
 
 
-def parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, own: bool) -> Parent:
+def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_checkpoint: bool) -> Parent:
     """Return what `run` starts from.
 
     Args:
         run: the run.
         attempts: the documents of its earlier attempts.
         mix: its rows.
-        own: whether the run itself has a checkpoint, and so no longer needs its parent.
+        has_checkpoint: whether the run itself has a checkpoint, and so no longer needs its parent.
 
     Raises:
         ConfigError: when it is missing, does not fit, or is another one than the first attempt's.
@@ -55,48 +55,50 @@ def parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, own: bool)
             f"checkpoint.weights={weights}: checkpoint.resume={resume} contains weights already; give one of the two."
         )
     recorded = attempts[0].get("parent") if attempts else None
-    if recorded and own and _unchanged(run, attempts[-1]):
+    if recorded and has_checkpoint and _is_unchanged(run, attempts[-1]):
         return Parent(str(recorded))
     if weights:
-        return _from_weights(run, weights, recorded)
+        return _find_weights(run, weights, recorded)
     if resume:
-        return _recorded_fork(run, resume, recorded) if recorded else _fork(run, resume, mix)
+        return _find_recorded_fork(run, resume, recorded) if recorded else _find_fork(run, resume, mix)
     return Parent()
 
 
-def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
+def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     """Return whether this attempt's command names the same source as the last one's."""
-    before = last["config"].get("checkpoint", {})
-    return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
+    last_settings = last["config"].get("checkpoint", {})
+    return all(
+        redacted(getattr(run.checkpoint, name)) == redacted(last_settings.get(name)) for name in ("resume", "weights")
+    )
 
 
-def _fork(run: Run, resume: str, mix: RowMixture) -> Parent:
-    found = select.load_named(resume)
-    check_resumable(found.manifest, resume)
-    _check_model(run, found)
-    rows_read(run, mix, found.manifest)
-    if found.manifest.step >= run.training.steps:
+def _find_fork(run: Run, resume: str, mix: RowMixture) -> Parent:
+    checkpoint = select.load_named(resume)
+    check_resumable(checkpoint.manifest, resume)
+    _check_model(run, checkpoint)
+    count_rows_read(run, mix, checkpoint.manifest)
+    if checkpoint.manifest.step >= run.training.steps:
         raise ConfigError(
-            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.manifest.step} steps "
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {checkpoint.manifest.step} steps "
             "already; give more steps."
         )
-    return Parent(found.id, found)
+    return Parent(checkpoint.id, checkpoint)
 
 
-def _recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
+def _find_recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
     """Return the checkpoint that a fork started from; its run may have continued since."""
     step = recorded.rpartition("@")[2]
     for source in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
         with contextlib.suppress(ConfigError):
-            if (found := select.load_named(source)).id == recorded:
-                return Parent(recorded, found)
+            if (checkpoint := select.load_named(source)).id == recorded:
+                return Parent(recorded, checkpoint)
     raise ConfigError(
         f"checkpoint.resume={resume}: step {step}, which the fork in {run.directory} started from, is not there; "
         "choose another name for a new fork."
     )
 
 
-def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
+def _find_weights(run: Run, path: str, recorded: str | None) -> Parent:
     """Return initial weights that fit the model and are those of the first attempt."""
     from titan.weights.formats import digest_of, open_weights
     from titan.weights.model_config import check_model
@@ -112,20 +114,21 @@ def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
     return Parent(identity, weights=weights.path)
 
 
-def _check_model(run: Run, found: CheckpointCandidate) -> None:
+def _check_model(run: Run, checkpoint: CheckpointCandidate) -> None:
     """Raise ConfigError for a checkpoint of another model; the message names what differs."""
-    here, there = as_model(run), found.manifest.model
-    differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+    model, saved_model = as_model(run), checkpoint.manifest.model
+    differ = sorted(k for k in model.keys() | saved_model.keys() if model.get(k) != saved_model.get(k))
     if differ:
-        what = "; ".join(
-            f"model.{k} is {format_value(there.get(k))} there and {format_value(here.get(k))} here" for k in differ
+        differences = "; ".join(
+            f"model.{k} is {format_value(saved_model.get(k))} there and {format_value(model.get(k))} here"
+            for k in differ
         )
         raise ConfigError(
-            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
+            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {differences}; give the same model."
         )
 
 
-def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
+def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     """Return how many rows a checkpoint has read, if this run would have read the same ones.
 
     Raises:

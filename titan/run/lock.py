@@ -17,7 +17,7 @@ from titan.run.paths import BEGUN
 
 
 @contextmanager
-def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
+def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
     """Lock a run's directory while the block runs, so that two jobs can't write to it; a kill frees the lock.
 
     Args:
@@ -28,25 +28,25 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
     Raises:
         ConfigError: when another job has locked it, or it can't be written to.
     """
-    new = [f for f in (directory, *directory.parents) if not f.exists()]
+    new_folders = [f for f in (directory, *directory.parents) if not f.exists()]
     fresh = not (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = locks.open_lock(directory / ".lock")
     except OSError as error:
-        _remove(new)
-        raise unwritable(directory, error) from error
+        _remove_folders(new_folders)
+        raise build_write_error(directory, error) from error
     try:
-        _acquire(lock, directory, patience)
+        _acquire_lock(lock, directory, patience)
         yield
     finally:
         if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
             (directory / ".lock").unlink(missing_ok=True)
-            _remove(new)
+            _remove_folders(new_folders)
         os.close(lock)
 
 
-def _acquire(lock: int, directory: Path, patience: float) -> None:
+def _acquire_lock(lock: int, directory: Path, patience: float) -> None:
     """Lock a run's directory, and write into the file which process has done so.
 
     Raises:
@@ -64,14 +64,14 @@ def _acquire(lock: int, directory: Path, patience: float) -> None:
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
-def unwritable(directory: Path, error: OSError) -> ConfigError:
+def build_write_error(directory: Path, error: OSError) -> ConfigError:
     """Return the error for a run's directory that can't be written to."""
     reason = error.strerror or str(error)
-    way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return ConfigError(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
+    advice = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return ConfigError(f"hydra.run.dir={directory}: can't be written to ({reason}); {advice}, or choose another place.")
 
 
-def _remove(folders: list[Path]) -> None:
+def _remove_folders(folders: list[Path]) -> None:
     """Remove folders, innermost first, that were made for a run that has not started."""
     for folder in folders:
         with contextlib.suppress(OSError):  # it is not there, or another run has come into it

@@ -52,19 +52,19 @@ def predict(run: Run) -> tuple[Prediction | None, str]:
     No error of the planner may stop a run.
     """
     try:
-        return _prediction(build_plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
+        return _build_prediction(build_plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
     except ConfigError:
         return None, ""
     except Exception as error:
         return None, f"step time and memory are not predicted: {type(error).__name__}: {error}"
 
 
-def _prediction(planned: Plan, device: str) -> Prediction:
+def _build_prediction(planned: Plan, device: str) -> Prediction:
     return Prediction(
         step_seconds=planned.step_seconds,
         memory_gib=planned.memory_gib_needed,
         rank0_memory_gib=planned.memory_gib_needed.scale(
-            measured_bytes(planned.memory[0], device) / planned.fullest.bytes
+            sum_measured_bytes(planned.memory[0], device) / planned.fullest.bytes
         ),
         step_parts=dict(planned.step.parts),
         memory_parts=list_memory_parts(planned),
@@ -72,13 +72,13 @@ def _prediction(planned: Plan, device: str) -> Prediction:
     )
 
 
-def measured_bytes(usage: Usage, device: str) -> float:
+def sum_measured_bytes(usage: Usage, device: str) -> float:
     """Return the part of a rank's memory that metrics.jsonl measures."""
-    unseen = NOT_MEASURED if device == "cuda" else ()
-    return sum(size for name, size in usage.parts.items() if name not in unseen)
+    uncounted = NOT_MEASURED if device == "cuda" else ()
+    return sum(size for name, size in usage.parts.items() if name not in uncounted)
 
 
-def as_document(prediction: Prediction) -> dict[str, Any]:
+def to_document(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as plain data, under the names that titan.plan writes."""
     return {
         "step_seconds": prediction.step_seconds._asdict(),
@@ -89,10 +89,10 @@ def as_document(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def of_document(document: Mapping[str, Any]) -> Prediction | None:
+def parse_document(document: Mapping[str, Any]) -> Prediction | None:
     """Return the prediction in a document of run.yaml; None where it has none, or a corrupt one."""
-    found = document.get(KEY)
-    content = found if isinstance(found, dict) else {}
+    recorded = document.get(KEY)
+    content = recorded if isinstance(recorded, dict) else {}
     try:
         for name, kind in _KINDS.items():
             untrusted.check_type(content[name], kind, name)

@@ -18,7 +18,7 @@ from titan.console.text import redacted
 from titan.files.atomic import write_atomic
 from titan.run import hydra_private, identity, own_code, prediction
 from titan.run.directory import RUN, read_attempts
-from titan.run.lock import unwritable
+from titan.run.lock import build_write_error
 from titan.run.run import Run, as_config
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
         for name, content in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, hydra_private.dump_yaml(content))
-        write_atomic(directory / "env.json", json.dumps(redacted(_environment(run)), indent=1))
+        write_atomic(directory / "env.json", json.dumps(redacted(_describe_environment(run)), indent=1))
         # last: what fails before it leaves the run as it was
-        write_attempts(directory, [*earlier, redacted(_document(run, attempt, science))])
+        write_attempts(directory, [*earlier, redacted(_build_document(run, attempt, science))])
     except OSError as error:
         if not earlier:
-            clear(run)
-        raise unwritable(directory, error) from error
+            clear_attempt(run)
+        raise build_write_error(directory, error) from error
 
 
-def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[str, Any]:
+def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attempt": attempt.number,
         "kind": attempt.kind,
@@ -62,16 +62,16 @@ def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[st
         "microbatches": run.microbatches,
         "config": as_config(run),
         "science": dict(science),
-        **({own_code.KEY: own} if (own := own_code.digests(run)) else {}),
-        **({prediction.KEY: prediction.as_document(attempt.prediction)} if attempt.prediction else {}),
+        **({own_code.KEY: digests} if (digests := own_code.compute_digests(run)) else {}),
+        **({prediction.KEY: prediction.to_document(attempt.prediction)} if attempt.prediction else {}),
         "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it
     }
 
 
-def _environment(run: Run) -> dict[str, Any]:
+def _describe_environment(run: Run) -> dict[str, Any]:
     return {
-        "code": identity.code(run),
-        "diff": identity.git_diff(),
+        "code": identity.describe_code(run),
+        "diff": identity.read_git_diff(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
@@ -90,7 +90,7 @@ def correct_start(directory: Path, attempt: Attempt) -> None:
     try:
         write_attempts(directory, [*earlier, document | changed])
     except OSError as error:
-        raise unwritable(directory, error) from error
+        raise build_write_error(directory, error) from error
 
 
 def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
@@ -99,7 +99,7 @@ def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
     write_atomic(directory / RUN, text, sync=True)
 
 
-def clear(run: Run) -> None:
+def clear_attempt(run: Run) -> None:
     """Remove what an attempt wrote that is not recorded."""
     directory = Path(run.directory)
     for name in (RUN, "env.json"):

@@ -15,7 +15,7 @@ from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
-from titan.run.branch import decaying
+from titan.run.branch import apply_decay
 from titan.run.compile_scope import choose_scope
 from titan.run.paths import check_length, check_name
 from titan.run.run import Run
@@ -31,7 +31,7 @@ def resolve(
     directory: str,
     *,
     ranks: int | None = None,
-    elsewhere: bool = False,
+    remote: bool = False,
     choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
     hydra: Mapping[str, Any] | None = None,
@@ -44,7 +44,7 @@ def resolve(
         machine: the devices here.
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
-        elsewhere: `machine` is a node that a scheduler will provide, not this one.
+        remote: `machine` is a node that a scheduler will provide, not this one.
         choices, overrides, hydra, options: see `Run`.
 
     Raises:
@@ -52,9 +52,9 @@ def resolve(
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
-    recipe = _on_machine(_checked(decaying(recipe)), machine, elsewhere)
-    layout = _layout(recipe, machine, ranks, elsewhere)
-    microbatches = _microbatches(recipe, layout, machine)
+    recipe = _apply_machine(_check_axes(apply_decay(recipe)), machine, remote)
+    layout = _choose_layout(recipe, machine, ranks, remote)
+    microbatches = _choose_microbatches(recipe, layout, machine)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
         machine=machine,
@@ -68,12 +68,12 @@ def resolve(
         options=options,
     )
     if run.compile.scope == "auto":
-        run = _scoped(run, elsewhere)
-    checks.check(run, started=ranks is not None or elsewhere, elsewhere=elsewhere)
+        run = _apply_scope(run, remote)
+    checks.check(run, started=ranks is not None or remote, remote=remote)
     return run
 
 
-def _checked(recipe: Recipe) -> Recipe:
+def _check_axes(recipe: Recipe) -> Recipe:
     """Return a recipe whose axes have each been checked by themselves."""
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
@@ -87,69 +87,69 @@ def _checked(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _on_machine(recipe: Recipe, machine: Machine, elsewhere: bool) -> Recipe:
+def _apply_machine(recipe: Recipe, machine: Machine, remote: bool) -> Recipe:
     """Return a recipe whose settings that are "auto" follow the machine's devices."""
     if recipe.precision.compute == "auto":
         precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
     recipe = dataclasses.replace(recipe, precision=recipe.precision.drop_unused_settings())
-    if _by_blocks(recipe, machine, elsewhere):
+    if _uses_flex_attention(recipe, machine, remote):
         recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
     return recipe
 
 
-def moved(run: Run, machine: Machine) -> Run:
+def adapt_to_machine(run: Run, machine: Machine) -> Run:
     """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine.
 
     Raises:
         ConfigError: when it does not fit.
     """
-    count = _microbatches(run, run.layout, machine)
+    count = _choose_microbatches(run, run.layout, machine)
     stages = plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-    here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
-    here = _scoped(here) if here.compile_why else here
-    checks.check(here, started=True)
-    return here
+    adapted = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
+    adapted = _apply_scope(adapted) if adapted.compile_why else adapted
+    checks.check(adapted, started=True)
+    return adapted
 
 
-def _scoped(run: Run, elsewhere: bool = False) -> Run:
+def _apply_scope(run: Run, remote: bool = False) -> Run:
     """Return the run with the scope of compilation that "auto" means for it."""
-    scope, why = choose_scope(run, elsewhere)
-    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=why)
+    scope, reason = choose_scope(run, remote)
+    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=reason)
 
 
-def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
+def _uses_flex_attention(recipe: Recipe, machine: Machine, remote: bool) -> bool:
     """Return whether `training.attention=auto` is FlexAttention: for masks, on GPUs, where Triton is installed."""
     masked = recipe.dataset.mask_documents or recipe.model.needs_mask(recipe.training.seq_len)
     if recipe.training.attention != "auto" or not masked or machine.device != "cuda":
         return False
-    return recipe.model.head_size >= FLEX_WIDTH and (elsewhere or importlib.util.find_spec("triton") is not None)
+    return recipe.model.head_size >= FLEX_WIDTH and (remote or importlib.util.find_spec("triton") is not None)
 
 
-def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool) -> Layout:
+def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
     node = max(2, machine.count if per_node == "auto" else int(per_node))
 
-    def on(devices: int) -> Layout:
+    def choose_for(devices: int) -> Layout:
         return fit.choose_layout(recipe, machine, devices, node)
 
     if ranks is not None:
         _check_ranks(cluster, ranks)
-        return on(ranks)
+        return choose_for(ranks)
     if cluster.devices != "auto":
-        return on(int(cluster.devices))
-    if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
-        return on(int(per_node) * cluster.nodes)
-    if machine.device == "cpu" or not _open(recipe.parallelism):
+        return choose_for(int(cluster.devices))
+    if per_node != "auto" and not (remote and not _has_open_degrees(recipe.parallelism)):
+        return choose_for(int(per_node) * cluster.nodes)
+    if machine.device == "cpu" or not _has_open_degrees(recipe.parallelism):
         return recipe.parallelism.resolve_layout(None, fit.find_largest_degrees(recipe, node))
-    return on(machine.count * cluster.nodes)
+    return choose_for(machine.count * cluster.nodes)
 
 
-def _open(parallelism: Parallelism) -> bool:
+def _has_open_degrees(parallelism: Parallelism) -> bool:
     return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
 
 
-def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
+def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
     return fit.choose_microbatches(recipe, layout, fit.compute_available_gib(recipe, layout, machine), machine.device)

@@ -34,7 +34,7 @@ class Run(Recipe):
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
-        hydra: what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.files`.
+        hydra: what Hydra's own files say, by path in the run's directory: `titan.run.hydra_node.build_files`.
         options: options of the command line that say where choices come from, such as --config-dir.
     """
 
@@ -50,7 +50,7 @@ class Run(Recipe):
     options: tuple[str, ...] = ()
 
     @property
-    def cut(self) -> WeightSharding:
+    def weight_sharding(self) -> WeightSharding:
         """How weights are sharded."""
         return find_weight_sharding(self.parallelism, self.layout)
 
@@ -72,11 +72,11 @@ class Run(Recipe):
 
 def as_config(run: Recipe) -> dict[str, Any]:
     """Return the recipe as plain containers without secrets, for run.yaml and for trackers."""
-    found = {f.name: redacted(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
-    return found | ({"hooks": _with_kinds(run.hooks)} if run.hooks else {})
+    config = {f.name: redacted(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
+    return config | ({"hooks": _describe_hooks(run.hooks)} if run.hooks else {})
 
 
-def _with_kinds(hooks: Mapping[str, Hook]) -> dict[str, Any]:
+def _describe_hooks(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
     return {name: {"_target_": get_kind(type(hook)), **redacted(to_plain(hook))} for name, hook in hooks.items()}
 

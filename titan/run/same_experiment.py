@@ -13,9 +13,9 @@ from titan.config.settings import format_value
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run import identity
-from titan.run.axes import present_key
+from titan.run.axes import translate_key
 from titan.run.directory import RUN
-from titan.run.lineage import rows_read
+from titan.run.lineage import count_rows_read
 from titan.run.run import Run, as_config
 
 _DEFAULT = object()
@@ -30,7 +30,7 @@ def check_same(
     later stage of the mixture, rows to skip, a larger batch.
     """
     old, new = dict(last["science"]), dict(science)
-    differ = sorted(k for k in old.keys() | new.keys() if _differ(k, old, new))
+    differ = sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new))
     if differ and not (saved and _concerns_later_rows(run, differ, mix, saved.manifest)):
         _reject_other(run, last, new, differ)
     _reject_fewer_steps(run, last)
@@ -38,9 +38,9 @@ def check_same(
 
 def check_same_without_data(run: Run, last: Mapping[str, Any]) -> None:
     """Raise ConfigError when settings that need neither data nor checkpoints show another experiment."""
-    new = {k: v for k, v in identity.settings_of(run, science=True).items() if not _needs_data(k)}
+    new = {k: v for k, v in identity.select_settings(run, science=True).items() if not _needs_data(k)}
     old = {k: v for k, v in last["science"].items() if not _needs_data(k)}
-    _reject_other(run, last, new, sorted(k for k in old.keys() | new.keys() if _differ(k, old, new)))
+    _reject_other(run, last, new, sorted(k for k in old.keys() | new.keys() if _is_different(k, old, new)))
     _reject_fewer_steps(run, last)
 
 
@@ -49,7 +49,7 @@ def _needs_data(key: str) -> bool:
     return key.split(".")[0] in ("dataset", "data", "parent") or key == "training.grow"
 
 
-def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _is_different(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return key != "training.steps" and old.get(key, _DEFAULT) != new.get(key, _DEFAULT)
 
 
@@ -59,7 +59,7 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
     if order_only != differ or "dataset.mask_documents" in differ:
         return False
     try:
-        return rows_read(run, mix, saved) > 0
+        return count_rows_read(run, mix, saved) > 0
     except ConfigError:
         return False
 
@@ -67,15 +67,19 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Raise ConfigError that names the settings that differ, if any do."""
     if differ:
-        before, now = _values(last["config"], last["science"]), _values(as_config(run), new)
-        names = [present_key(key) for key in differ]
-        what = "; ".join(f"{k} was {format_value(before.get(k))}, now {format_value(now.get(k))}" for k in names)
-        raise ConfigError(f"{_setting(run)}: holds another experiment ({what}); choose another name for this one.")
+        last_values, new_values = _collect_values(last["config"], last["science"]), _collect_values(as_config(run), new)
+        names = [translate_key(key) for key in differ]
+        differences = "; ".join(
+            f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in names
+        )
+        raise ConfigError(
+            f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one."
+        )
 
 
-def _values(config: Mapping[str, Any], science: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {present_key(key): value for key, value in FORMER_DEFAULTS.items()}
-    return defaults | flat(config) | {present_key(key): value for key, value in science.items()}
+def _collect_values(config: Mapping[str, Any], science: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {translate_key(key): value for key, value in FORMER_DEFAULTS.items()}
+    return defaults | flatten_config(config) | {translate_key(key): value for key, value in science.items()}
 
 
 def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:
@@ -87,16 +91,16 @@ def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:
         )
 
 
-def _setting(run: Run) -> str:
+def _name_setting(run: Run) -> str:
     """Return the setting that names where the run is, with its value."""
     if (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None:
         return f"hydra.run.dir={run.directory}"
     return f"checkpoint.path={run.checkpoint.path}"
 
 
-def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a nested configuration by dotted names."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return found
+        flattened |= flatten_config(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flattened

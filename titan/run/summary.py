@@ -13,7 +13,7 @@ from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
 from titan.estimate import fit
 from titan.run import branch
-from titan.run.directory import ended_by
+from titan.run.directory import describe_hook_end
 from titan.run.run import Run
 
 if TYPE_CHECKING:
@@ -23,58 +23,60 @@ if TYPE_CHECKING:
 
 def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
-    t, chosen = run.training, run.choices
+    training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
-            "run": f"{short(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
+            "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
-            "model": f"{chosen.get('model', '')}: {run.model.describe_size()}, "
+            "model": f"{choices.get('model', '')}: {run.model.describe_size()}, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",
-            **_data(run, mix),
-            "batch": f"{t.global_batch:,} tokens = {t.rows} rows; {run.rank_rows} per rank in "
-            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",
-            "steps": f"{t.steps:,}, {billions(t.tokens)} tokens; "
-            f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {chosen.get('schedule', '')}; seed {t.seed}",
-            "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
-            **_dimensions(run),
+            **_describe_data(run, mix),
+            "batch": f"{training.global_batch:,} tokens = {training.rows} rows; {run.rank_rows} per rank in "
+            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_describe_growth(run)}",
+            "steps": f"{training.steps:,}, {billions(training.tokens)} tokens; "
+            f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed {training.seed}",
+            "layout": f"{choices.get('parallelism', '')}: {run.layout}",
+            **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_predicted(attempt)}",
+            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_describe_prediction(attempt)}",
         }
     )
 
 
-def _predicted(attempt: Attempt) -> str:
+def _describe_prediction(attempt: Attempt) -> str:
     """Return the predicted time of a step; empty where the cluster's hardware is not described."""
-    found = attempt.prediction
-    return "" if found is None else f", predicted step {rounded(found.step_seconds.value)} s"
+    prediction = attempt.prediction
+    return "" if prediction is None else f", predicted step {rounded(prediction.step_seconds.value)} s"
 
 
-def _data(run: Run, mix: RowMixture) -> dict[str, str]:
+def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
     """Return the line about the data, or one line per source of a mixture."""
-    training, chosen = run.training, run.choices.get("dataset", "")
+    training, dataset_choice = run.training, run.choices.get("dataset", "")
     reads = mix.count_rows_read(training.count_rows_before(training.steps + 1))
     masked = "; attention within documents" if run.dataset.mask_documents else ""
-    of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{masked}"
+    heading = f"{dataset_choice}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{masked}"
     lines = {}
     for source, read in zip(mix.sources, reads, strict=True):
         corpus, rows = source.corpus, source.split.count_rows(training.seq_len)
-        there = "" if corpus.complete else f" so far ({corpus.shard_jobs[0]} of {corpus.shard_jobs[1]} shard jobs)"
+        shard_progress = (
+            "" if corpus.complete else f" so far ({corpus.shard_jobs[0]} of {corpus.shard_jobs[1]} shard jobs)"
+        )
         epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
-            f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{there}{epochs}, "
+            f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{shard_progress}{epochs}, "
             f"{billions(corpus.validation.tokens)} tokens for evaluation"
         )
     if len(lines) == 1:
-        return {"data": f"{chosen}: {next(iter(lines.values()))}; {of.partition('; ')[2]}"}
+        return {"data": f"{dataset_choice}: {next(iter(lines.values()))}; {heading.partition('; ')[2]}"}
     shares = {
         name: f"{read / max(1, sum(reads)):.1%} of the rows, of " for name, read in zip(lines, reads, strict=True)
     }
-    return {"data": of, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
+    return {"data": heading, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
 
 
-def _growth(run: Run) -> str:
+def _describe_growth(run: Run) -> str:
     """Return the later sizes of a batch that grows."""
     seq_len = run.training.seq_len
     later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
@@ -92,29 +94,29 @@ PURPOSES = {
 """What ranks along each dimension communicate."""
 
 
-def _dimensions(run: Run) -> dict[str, str]:
+def _describe_dimensions(run: Run) -> dict[str, str]:
     """Return one line per mesh dimension: its groups of ranks, and what they communicate."""
     lines = {}
     for name, degree in {**run.layout.degrees(), "expert": run.layout.expert}.items():
         if degree > 1:
-            groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.list_groups(name)]
-            lines[f"  {name} {degree}"] = f"ranks {' | '.join(_few(groups))} {PURPOSES[name]}"
+            groups = [" ".join(map(str, _abbreviate_list(list(group)))) for group in run.layout.list_groups(name)]
+            lines[f"  {name} {degree}"] = f"ranks {' | '.join(_abbreviate_list(groups))} {PURPOSES[name]}"
     if run.staging.count > 1:
-        lines["  stages"] = _stages(run)
+        lines["  stages"] = _describe_stages(run)
     return lines
 
 
-def _stages(run: Run) -> str:
+def _describe_stages(run: Run) -> str:
     """Return the layers of each stage, the schedule, and the share of a step in which ranks are idle."""
     layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
     schedule = run.staging.schedule.rpartition("/")[2]
     return (
-        f"layers {' | '.join(_few(layers))}; {schedule} with {run.microbatches} micro-batches, "
+        f"layers {' | '.join(_abbreviate_list(layers))}; {schedule} with {run.microbatches} micro-batches, "
         f"ranks idle {run.staging.idle:.0%} of a step"
     )
 
 
-def _few(items: list[Any]) -> list[Any]:
+def _abbreviate_list(items: list[Any]) -> list[Any]:
     """Return the items, or the first and the last of many."""
     return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
 
@@ -122,18 +124,18 @@ def _few(items: list[Any]) -> list[Any]:
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
     """Print the results of a run."""
     rows = {
-        "loss": _loss(result),
-        **_by_source(result),
-        "speed": _speed(result),
-        "checkpoint": short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
-        "metrics": short(f"{run.directory}/metrics.jsonl"),
-        "loss curve": short(result["plot"]) if result.get("plot") else "not drawn",
-        **_generate(run, result),
-        **_next(run, result),
+        "loss": _describe_loss(result),
+        **_describe_sources(result),
+        "speed": _describe_speed(result),
+        "checkpoint": shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+        "metrics": shorten_path(f"{run.directory}/metrics.jsonl"),
+        "loss curve": shorten_path(result["plot"]) if result.get("plot") else "not drawn",
+        **_describe_generate(run, result),
+        **_describe_next(run, result),
     }
-    why = f" ({hook})" if (hook := ended_by(result)) else ""
-    done = "Done" if result["finished"] else "Stopped"
-    print(f"\n{done} after step {result['step']:,} of {run.training.steps:,}{why}.")
+    hook_note = f" ({hook})" if (hook := describe_hook_end(result)) else ""
+    status = "Done" if result["finished"] else "Stopped"
+    print(f"\n{status} after step {result['step']:,} of {run.training.steps:,}{hook_note}.")
     table(rows)
     if result.get("sample"):
         print("\nSample of the trained model (prompt | continuation):")
@@ -141,23 +143,25 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
 
 
-def _next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+def _describe_next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     """Return the command that resumes or continues the run, if there is a checkpoint."""
     if not result.get("checkpoint"):
         return {}
-    return {"continue" if result["finished"] else "resume": next_command(run, result)}
+    return {"continue" if result["finished"] else "resume": build_next_command(run, result)}
 
 
-def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     """Return the command that generates text, if there is a checkpoint and a tokenizer."""
     if not result.get("checkpoint") or not result.get("sample"):
         return {}
     package = type(run.model).__module__.partition(".")[0]
-    own = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
-    return {"generate": f'{own}python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
+    modules_variable = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
+    return {
+        "generate": f'{modules_variable}python -m titan.generate from={shlex.quote(shorten_path(run.directory))} prompt="..."'
+    }
 
 
-def _loss(result: Mapping[str, Any]) -> str:
+def _describe_loss(result: Mapping[str, Any]) -> str:
     """Return the first and the last training loss, and the validation loss."""
     validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
     timed = result.get("tokens_per_second") or result.get("last_loss") is not None
@@ -172,19 +176,19 @@ def _loss(result: Mapping[str, Any]) -> str:
     )
 
 
-def validation(found: Mapping[str, Any]) -> str:
+def describe_evaluation(figures: Mapping[str, Any]) -> str:
     """Return what an evaluation found, for the terminal: the loss, and the first figure of each file and task."""
     named: dict[str, str] = {}
-    for key, value in found.items():
+    for key, value in figures.items():
         kind, _, rest = key.partition("/")
         if kind == "evaluation":
             name, _, figure = rest.rpartition("/")
             named.setdefault(name, f"{name} {figure} {value:.4f}")
-    loss = [f"validation loss {found['validation_loss']:.4f}"] if "validation_loss" in found else []
+    loss = [f"validation loss {figures['validation_loss']:.4f}"] if "validation_loss" in figures else []
     return ", ".join([*loss, *named.values()])
 
 
-def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
+def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the line with the validation loss of each source of a mixture."""
     parts = []
     for key, loss in result.items():
@@ -198,24 +202,26 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
 def show_finished(run: Run, finished: FinishedRun) -> None:
     """Print that a finished run has nothing to do, and its results."""
     result = finished.result
-    hook = ended_by(result)
+    hook = describe_hook_end(result)
     state = f"was ended by {hook}" if hook else "is finished"
-    more = "without the hook" if hook else f"with {' '.join(branch.continuing(run, result['step'] * 2))}"
-    print(f"{short(finished.directory)} {state}: {result['step']:,} steps; nothing to do.")
+    hint = "without the hook" if hook else f"with {' '.join(branch.build_continuation(run, result['step'] * 2))}"
+    print(f"{shorten_path(finished.directory)} {state}: {result['step']:,} steps; nothing to do.")
     rows = {
-        "loss": _loss(result),
-        "speed": _speed(result),
-        "checkpoint": str(short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
-        "continue": f"the same command {more}",
+        "loss": _describe_loss(result),
+        "speed": _describe_speed(result),
+        "checkpoint": str(shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
+        "continue": f"the same command {hint}",
     }
     table(rows)
 
 
-def next_command(run: Run, result: Mapping[str, Any]) -> str:
+def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
-    more = branch.continuing(run, run.training.steps * 2) if result["finished"] else []
-    more += [f"modules={format_value(run.modules)}"] if run.modules else []  # which the recorded command can't permit
-    return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
+    overrides = branch.build_continuation(run, run.training.steps * 2) if result["finished"] else []
+    overrides += (
+        [f"modules={format_value(run.modules)}"] if run.modules else []
+    )  # which the recorded command can't permit
+    return shlex.join(["python", "-m", "titan.train", f"resume={shorten_path(run.directory)}", *overrides])
 
 
 def _describe_attempt(attempt: Attempt) -> str:
@@ -225,7 +231,7 @@ def _describe_attempt(attempt: Attempt) -> str:
     return f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
 
 
-def _speed(result: Mapping[str, Any]) -> str:
+def _describe_speed(result: Mapping[str, Any]) -> str:
     rate, seconds = result.get("tokens_per_second"), result.get("seconds")
     if rate is None:
         return "not measured"
@@ -236,7 +242,7 @@ def _speed(result: Mapping[str, Any]) -> str:
     return f"{rate:,.0f} tokens/s{mfu}, {memory}, {duration(seconds or 0)} in total{stalled}"
 
 
-def short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """Return a path relative to the working directory, if it is below it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    working_directory = Path.cwd()
+    return str(Path(path).relative_to(working_directory)) if Path(path).is_relative_to(working_directory) else path

@@ -42,104 +42,104 @@ class JobExit:
     reason: str
 
 
-def last_exit(folder: Path, job: str) -> JobExit | None:
+def read_last_exit(folder: Path, job: str) -> JobExit | None:
     """Return how the last attempt of a job that has ended did so; None if none has."""
-    ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
-    return _exit(folder, job, max(ends), ends[max(ends)]) if ends else None
+    end_files = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
+    return _read_exit(folder, job, max(end_files), end_files[max(end_files)]) if end_files else None
 
 
-def latest_attempt(folder: Path, job: str) -> str:
+def find_latest_attempt(folder: Path, job: str) -> str:
     """Return the newest attempt of a job that has written anything, as `JOB.ATTEMPT`."""
     attempts = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
     return f"{job}.{max((int(attempt) for attempt in attempts if attempt.isdecimal()), default=0)}"
 
 
-def _exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
+def _read_exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
     try:
         content = untrusted.parse_object(untrusted.read_regular_file(file))
         for name, kind in (("code", int), ("again", bool | int), ("state", str)):
             untrusted.check_type(content[name], kind, name)
         untrusted.check_type(content.get("why", ""), str, "why")
-        code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
+        code, requeue, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
         return None
     stopped = code in (EXIT_REQUEUE, 130) or state not in ("", "RUNNING")
-    reason = _reason(folder, f"{job}.{attempt}", code, state, content.get("why", ""))
-    return JobExit(attempt, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
+    reason = _find_reason(folder, f"{job}.{attempt}", code, state, content.get("why", ""))
+    return JobExit(attempt, code, requeue, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
 
-def _reason(folder: Path, attempt: str, code: int, state: str, why: str) -> str:
-    if why:
-        return why
+def _find_reason(folder: Path, attempt: str, code: int, state: str, script_reason: str) -> str:
+    if script_reason:
+        return script_reason
     if state not in ("", "RUNNING"):
         return "cancelled"
-    return error(folder, attempt) or {EXIT_REQUEUE: "asked to save and end", 130: "stopped"}.get(
+    return find_error(folder, attempt) or {EXIT_REQUEUE: "asked to save and end", 130: "stopped"}.get(
         code, f"exited with code {code}"
     )
 
 
-def error(folder: Path, attempt: str) -> str | None:
+def find_error(folder: Path, attempt: str) -> str | None:
     """Return the error that ended an attempt of a job: of a rank that was killed, else of the rank that failed first.
 
     A rank that srun killed after another one had failed is the cause only if that one had merely lost it.
     """
-    before, after = _killed(folder / f"{attempt}.out")
-    first = rank_error.find_first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
-    if killed := before or (after if first is None or first.lost else None):
-        return killed
+    early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
+    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
+    if kill := early_kill or (late_kill if first is None or first.lost else None):
+        return kill
     if first is None:
-        return _last_line(folder, attempt)
+        return _read_last_line(folder, attempt)
     return f"rank {first.rank}{f' on {first.node}' if first.node else ''}: {first.last_line}"
 
 
-def failed_node(folder: Path, attempt: str) -> str | None:
+def find_failed_node(folder: Path, attempt: str) -> str | None:
     """Return the node that made an attempt of a job fail; None where it is not known, and for a ConfigError."""
-    first = rank_error.find_first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
+    first = rank_error.find_first_cause(map(rank_error.read, _list_rank_files(folder, attempt, "error")))
     if first is not None and not first.lost:
         return None if first.code == 2 else first.node or None
-    before, after = _killed(folder / f"{attempt}.out")
-    found = re.match(r"rank \d+ on ([^:]+):", before or after or "")
-    return found[1] if found else first.node or None if first is not None else None
+    early_kill, late_kill = _find_kills(folder / f"{attempt}.out")
+    match = re.match(r"rank \d+ on ([^:]+):", early_kill or late_kill or "")
+    return match[1] if match else first.node or None if first is not None else None
 
 
-def bad_nodes(folder: Path, times: int) -> list[str]:
+def find_bad_nodes(folder: Path, times: int) -> list[str]:
     """Return the nodes that made jobs fail so many times, by the exit records of all attempts."""
-    ends = sorted(folder.glob("*.*.end"))
-    jobs = [(file, *file.name.removesuffix(".end").rpartition(".")[::2]) for file in ends]
-    exits = ((f"{job}.{n}", _exit(folder, job, int(n), file)) for file, job, n in jobs if n.isdecimal())
-    failed = (failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
-    return sorted(node for node, count in Counter(filter(None, failed)).items() if count >= times)
+    end_files = sorted(folder.glob("*.*.end"))
+    jobs = [(file, *file.name.removesuffix(".end").rpartition(".")[::2]) for file in end_files]
+    exits = ((f"{job}.{n}", _read_exit(folder, job, int(n), file)) for file, job, n in jobs if n.isdecimal())
+    failed_nodes = (find_failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
+    return sorted(node for node, count in Counter(filter(None, failed_nodes)).items() if count >= times)
 
 
-def _of_ranks(folder: Path, attempt: str, kind: str) -> list[Path]:
+def _list_rank_files(folder: Path, attempt: str, kind: str) -> list[Path]:
     """Return the files of a kind that the ranks of an attempt of a job have written, by rank."""
-    found = [*folder.glob(f"{attempt}/*/*.{kind}"), *folder.glob(f"{attempt}.*.{kind}")]
-    ranks = ((file.stem.rpartition(".")[2], file) for file in found)
+    rank_files = [*folder.glob(f"{attempt}/*/*.{kind}"), *folder.glob(f"{attempt}.*.{kind}")]
+    ranks = ((file.stem.rpartition(".")[2], file) for file in rank_files)
     return [file for _, file in sorted((int(rank), file) for rank, file in ranks if rank.isdecimal())]
 
 
-def _killed(output: Path) -> tuple[str | None, str | None]:
+def _find_kills(output: Path) -> tuple[str | None, str | None]:
     """Return what srun reports of a task that a signal ended: before srun itself ended the others, and after."""
     try:
-        before, _, after = output.read_text(errors="replace").partition(TERMINATING)
+        early_text, _, late_text = output.read_text(errors="replace").partition(TERMINATING)
     except OSError:
         return None, None
-    return _signalled(before), _signalled(after)
+    return _parse_kill(early_text), _parse_kill(late_text)
 
 
-def _signalled(text: str) -> str | None:
-    found = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)
-    if not found:
+def _parse_kill(text: str) -> str | None:
+    match = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)
+    if not match:
         return None
-    node, rank, how = found.groups()
-    memory = " (out of memory?)" if how == "Killed" else ""
-    return f"rank {rank} on {node}: {how.lower()}{memory}"
+    node, rank, cause = match.groups()
+    memory = " (out of memory?)" if cause == "Killed" else ""
+    return f"rank {rank} on {node}: {cause.lower()}{memory}"
 
 
-def _last_line(folder: Path, attempt: str) -> str | None:
+def _read_last_line(folder: Path, attempt: str) -> str | None:
     """Return the last line that a task or the batch script printed, where no rank reported an error."""
     job = attempt.rpartition(".")[0]
-    for file in [*_of_ranks(folder, attempt, "out"), folder / f"{attempt}.out", folder / f"{job}.out"]:
+    for file in [*_list_rank_files(folder, attempt, "out"), folder / f"{attempt}.out", folder / f"{job}.out"]:
         try:
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:

@@ -27,15 +27,15 @@ import yaml
 
 from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
-from titan.run.axes import present_key
-from titan.run.directory import ended_by, is_finished, is_locked, read_result
+from titan.run.axes import translate_key
+from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
 from titan.sweep import job_exit
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
 LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
 """Names in a sweep's directory."""
-ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
+ENDED_STATES: tuple[State, ...] = ("finished", "stopped", "failed")
 UNCONFIRMED = "its submission is not confirmed yet"
 
 
@@ -74,7 +74,7 @@ class TrialState:
         jobs: all job numbers of its last submission: several where jobs are chained.
         steps, devices: of its run.
         lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
-        asked: see `titan.run.identity.portable_trial_id`; empty in a ledger that an older titan wrote.
+        asked: see `titan.run.identity.compute_portable_trial_id`; empty in a ledger that an older titan wrote.
     """
 
     id: str
@@ -110,14 +110,14 @@ def read(directory: Path) -> SweepState | None:
     """
     if not (directory / LEDGER).is_file():
         return None
-    trials = tuple(_with_state(directory, trial) for trial in trials_by_ledger(directory))
-    return SweepState(directory, read_spec(directory), trials, tuple(_wrong(directory)))
+    trials = tuple(_update_state(directory, trial) for trial in read_trials(directory))
+    return SweepState(directory, read_spec(directory), trials, tuple(_find_problems(directory)))
 
 
-def trials_by_ledger(directory: Path) -> list[TrialState]:
+def read_trials(directory: Path) -> list[TrialState]:
     """Return the trials by the ledger alone."""
     trials: dict[str, TrialState] = {}
-    for event in events(directory):
+    for event in read_events(directory):
         _apply_event(trials, event, directory)
     return list(trials.values())
 
@@ -125,12 +125,12 @@ def trials_by_ledger(directory: Path) -> list[TrialState]:
 def read_spec(directory: Path) -> SweepSpec:
     """Return the content of `sweep.yaml`; empty where there is none."""
     try:
-        return _asked(directory)
+        return _parse_spec(directory)
     except (OSError, ValueError):  # `read` notes it
         return SweepSpec()
 
 
-def _asked(directory: Path) -> SweepSpec:
+def _parse_spec(directory: Path) -> SweepSpec:
     """Return the content of `sweep.yaml`.
 
     Raises:
@@ -139,15 +139,15 @@ def _asked(directory: Path) -> SweepSpec:
     """
     content = next(iter(untrusted.parse_yaml(untrusted.read_regular_file(directory / SWEEP).decode())), None) or {}
     untrusted.check_type(content, dict[str, Any], "it")
-    for name, kind in _ASKED.items():
+    for name, kind in _SPEC_TYPES.items():
         untrusted.check_type(content.get(name), kind, name)
-    axes = {present_key(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
-    baseline = {present_key(k): str(v) for k, v in (content.get("baseline") or {}).items()}
+    axes = {translate_key(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
+    baseline = {translate_key(k): str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
     return SweepSpec(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
 
 
-_ASKED: dict[str, Any] = {
+_SPEC_TYPES: dict[str, Any] = {
     "question": str | None,
     "axes": dict[str, list[Any]] | None,
     "baseline": dict[str, Any] | None,
@@ -157,31 +157,31 @@ _ASKED: dict[str, Any] = {
 """The values of `sweep.yaml` by their types."""
 
 
-def write_spec(directory: Path, content: SweepSpec) -> None:
+def write_spec(directory: Path, spec: SweepSpec) -> None:
     """Write `sweep.yaml`."""
     plain = {
-        "question": content.question,
-        "axes": {k: list(v) for k, v in content.axes.items()},
-        "baseline": dict(content.baseline),
-        "margin": content.margin,
-        "target": content.target,
+        "question": spec.question,
+        "axes": {k: list(v) for k, v in spec.axes.items()},
+        "baseline": dict(spec.baseline),
+        "margin": spec.margin,
+        "target": spec.target,
     }
     write_atomic(directory / SWEEP, yaml.safe_dump(plain, sort_keys=False))
 
 
-def submitted_trials(directory: Path, token: str) -> list[str]:
+def list_submitted_trials(directory: Path, token: str) -> list[str]:
     """Return the ids of the trials of a submission, in the order of the job array."""
     return next(
         (
             list(event["points"])
-            for event in events(directory)
+            for event in read_events(directory)
             if event.get("event") == "sending" and event["token"] == token
         ),
         [],
     )
 
 
-def add(directory: Path, *lines: Mapping[str, Any]) -> None:
+def add_events(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Append events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
@@ -193,39 +193,39 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
         file.write(text.encode())
 
 
-def events(directory: Path) -> Iterator[dict[str, Any]]:
+def read_events(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the ledger's events in order, without lines that are corrupt or incomplete after a kill."""
-    return (event for event in _lines(directory) if event is not None)
+    return (event for event in _read_lines(directory) if event is not None)
 
 
-def _lines(directory: Path) -> Iterator[dict[str, Any] | None]:
+def _read_lines(directory: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the ledger's events in order; None for a line that is corrupt or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         for line in untrusted.read_regular_file(directory / LEDGER).decode(errors="replace").splitlines():
             try:
-                yield _event(directory, line)
+                yield _parse_event(directory, line)
             except (ValueError, KeyError):
                 yield None
 
 
-def _event(directory: Path, line: str) -> dict[str, Any]:
+def _parse_event(directory: Path, line: str) -> dict[str, Any]:
     """Return the event in a line of the ledger.
 
     Raises:
         ValueError, KeyError: when the line is none, or names a folder elsewhere.
     """
     event = untrusted.parse_object(line)
-    for name, kind in _EVENTS.get(str(event.get("event")), {}).items():
+    for name, kind in _EVENT_TYPES.get(str(event.get("event")), {}).items():
         untrusted.check_type(event[name] if kind != str | None else event.get(name), kind, name)
     if event.get("event") == "point":
         untrusted.resolve_inside(directory, event["directory"])
-    jobs = (job for of in event["jobs"].values() for job in of) if event.get("event") == "sent" else ()
+    jobs = (job for job_ids in event["jobs"].values() for job in job_ids) if event.get("event") == "sent" else ()
     if not all(re.fullmatch(r"\d{1,18}(_\d{1,18})?", job) for job in jobs):
         raise ValueError("it names no jobs")
     return event
 
 
-_EVENTS: dict[str, dict[str, Any]] = {
+_EVENT_TYPES: dict[str, dict[str, Any]] = {
     "point": {"id": str, "directory": str, "overrides": list[str], "steps": int, "devices": int},
     "sending": {"token": str, "points": list[str], "time": float},
     "sent": {"jobs": dict[str, list[str]]},
@@ -236,12 +236,12 @@ _EVENTS: dict[str, dict[str, Any]] = {
 """The values of each event by their types."""
 
 
-def _wrong(directory: Path) -> Iterator[str]:
+def _find_problems(directory: Path) -> Iterator[str]:
     """Yield one sentence for each thing that is wrong with a sweep's own files."""
-    if broken := sum(event is None for event in _lines(directory)):
+    if broken := sum(event is None for event in _read_lines(directory)):
         yield f"{LEDGER}: {broken} line{'s are' if broken > 1 else ' is'} damaged or cut short, and not used"
     try:
-        _asked(directory)
+        _parse_spec(directory)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -249,7 +249,7 @@ def _wrong(directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def exclusive_lock(directory: Path) -> Iterator[None]:
+def lock_sweep(directory: Path) -> Iterator[None]:
     """Lock a sweep while the block runs: one launcher at a time submits its trials, another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = locks.open_lock(directory / f".{LEDGER}.lock")
@@ -264,46 +264,50 @@ def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], direct
     """Apply one event to the trials."""
     kind = event.get("event")
     if kind == "point":
-        where = os.path.abspath(directory / event["directory"])
-        trial = trials.get(event["id"], TrialState(event["id"], where, tuple(event["overrides"]), "planned"))
-        about = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
-        trials[trial.id] = replace(trial, **about)
+        run_directory = os.path.abspath(directory / event["directory"])
+        trial = trials.get(event["id"], TrialState(event["id"], run_directory, tuple(event["overrides"]), "planned"))
+        trial_fields = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
+        trials[trial.id] = replace(trial, **trial_fields)
         return
-    for name in _trial_ids(event):
+    for name in _list_trial_ids(event):
         if name not in trials:
             continue
-        before = trials[name]
+        previous = trials[name]
         if kind == "sending":
-            sent = {"token": event["token"], "sent_at": float(event["time"]), "submissions": before.submissions + 1}
-            trials[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
+            submission = {
+                "token": event["token"],
+                "sent_at": float(event["time"]),
+                "submissions": previous.submissions + 1,
+            }
+            trials[name] = replace(previous, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **submission)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
             if not jobs:
                 continue
             lane = event.get("lane")
-            trials[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
+            trials[name] = replace(previous, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
         elif kind == "unsent":
-            trials[name] = replace(before, token=None, state="failed", reason=event["reason"])
+            trials[name] = replace(previous, token=None, state="failed", reason=event["reason"])
         elif kind == "started":
-            trials[name] = replace(before, state="running", job=None, jobs=(), submissions=before.submissions + 1)
+            trials[name] = replace(previous, state="running", job=None, jobs=(), submissions=previous.submissions + 1)
         elif kind == "ended":
             state = {0: "finished", 130: "stopped"}.get(event["code"], "failed")
-            trials[name] = replace(before, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
+            trials[name] = replace(previous, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
 
 
-def _trial_ids(event: Mapping[str, Any]) -> Iterable[str]:
+def _list_trial_ids(event: Mapping[str, Any]) -> Iterable[str]:
     return list(event.get("jobs", ())) or list(event.get("points", ())) or [str(event.get("id"))]
 
 
-def _with_state(directory: Path, trial: TrialState) -> TrialState:
+def _update_state(directory: Path, trial: TrialState) -> TrialState:
     """Return the trial with its state by its run's directory and its job's exit record."""
     run = Path(trial.directory)
     if is_finished(run, trial.steps):
         return replace(trial, state="finished", reason=None)
-    if trial.state == "finished" and (hook := ended_by(read_result(run)[0])):
+    if trial.state == "finished" and (hook := describe_hook_end(read_result(run)[0])):
         return replace(trial, state="stopped", reason=f"ended by {hook}")
     if trial.job is not None:
-        return _with_job_state(directory, trial)
+        return _update_job_state(directory, trial)
     if trial.state == "running" and not is_locked(run):
         return replace(trial, state="stopped", reason="its launcher was killed")
     if trial.state == "finished":
@@ -311,11 +315,11 @@ def _with_state(directory: Path, trial: TrialState) -> TrialState:
     return trial
 
 
-def _with_job_state(directory: Path, trial: TrialState) -> TrialState:
+def _update_job_state(directory: Path, trial: TrialState) -> TrialState:
     """Return a trial that is not finished with its state by its job: it runs, has ended, or is to be started again."""
-    job = last_job(directory, trial)
+    job = find_last_job(directory, trial)
     trial = replace(trial, job=job)
-    end = job_exit.last_exit(directory / SLURM, job)
+    end = job_exit.read_last_exit(directory / SLURM, job)
     if end is None or end.requeue:
         running = is_locked(Path(trial.directory))
         return replace(
@@ -324,7 +328,7 @@ def _with_job_state(directory: Path, trial: TrialState) -> TrialState:
     return replace(trial, state="stopped" if end.stopped else "failed", reason=end.reason)
 
 
-def last_job(directory: Path, trial: TrialState) -> str:
+def find_last_job(directory: Path, trial: TrialState) -> str:
     """Return the last job of a trial's chain that has an exit record, or else the first job."""
-    ended = [job for job in trial.jobs if job_exit.last_exit(directory / SLURM, job) is not None]
-    return ended[-1] if ended else str(trial.job)
+    ended_jobs = [job for job in trial.jobs if job_exit.read_last_exit(directory / SLURM, job) is not None]
+    return ended_jobs[-1] if ended_jobs else str(trial.job)

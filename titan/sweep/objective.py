@@ -20,15 +20,15 @@ def check(sweep: Sweep, runs: list[Run]) -> None:
     Raises:
         ConfigError: before any trial starts.
     """
-    validated = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
-    if validated and any(run.evaluation.tokens == 0 for run in runs):
+    needs_evaluation = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
+    if needs_evaluation and any(run.evaluation.tokens == 0 for run in runs):
         raise ConfigError(
             f"sweep.objective={sweep.objective}: evaluation.tokens=0 asks for no evaluation; give some tokens, "
             "or sweep.objective=last_loss."
         )
 
 
-def worst(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
+def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
     """Return the value of a trial that failed.
 
     Args:
@@ -38,20 +38,22 @@ def worst(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
     Raises:
         ConfigError: for directions that contradict each other, and for several objectives.
     """
-    own = sweeper.get("direction")
-    own = getattr(own, "name", own)  # Optuna's is an enumeration
-    if own is not None and str(own) not in ("minimize", "maximize"):
-        raise ConfigError(f"hydra.sweeper.direction={own}: a trial has one objective; give minimize or maximize.")
-    if own is not None and sweep.direction not in ("auto", str(own)):
+    sweeper_direction = sweeper.get("direction")
+    sweeper_direction = getattr(sweeper_direction, "name", sweeper_direction)  # Optuna's is an enumeration
+    if sweeper_direction is not None and str(sweeper_direction) not in ("minimize", "maximize"):
         raise ConfigError(
-            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={own}; leave one of them out."
+            f"hydra.sweeper.direction={sweeper_direction}: a trial has one objective; give minimize or maximize."
         )
-    direction = str(own or sweep.direction)
+    if sweeper_direction is not None and sweep.direction not in ("auto", str(sweeper_direction)):
+        raise ConfigError(
+            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={sweeper_direction}; leave one of them out."
+        )
+    direction = str(sweeper_direction or sweep.direction)
     return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf
 
 
-def value(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
-    """Return the objective of a trial that has ended with an exit code; `worst` where it failed or is not finite.
+def read_objective(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
+    """Return the objective of a trial that has ended with an exit code; `find_worst_value` where it failed or is not finite.
 
     Raises:
         ConfigError: when the result has no such number.
@@ -59,11 +61,11 @@ def value(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
     result = read_result(directory)[0] if code == 0 else {}
     if not result:
         return worst
-    found = result.get(sweep.objective)
+    objective = result.get(sweep.objective)
     names = [k for k, v in result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
     if sweep.objective not in result and not result.get("ended_by"):
         raise ConfigError(
             f"sweep.objective={sweep.objective}: {directory}/result.json has no such number"
             f"{suggest_nearest(sweep.objective, names)} It has {', '.join(names)}."
         )
-    return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else worst
+    return float(objective) if isinstance(objective, (int, float)) and math.isfinite(objective) else worst

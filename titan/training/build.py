@@ -190,7 +190,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
 
 def _select_float8_gathered(run: Run) -> tuple[str, ...]:
     """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
-    gathered = run.precision.select_gathered(run.model.linear_layers(), run.cut)
+    gathered = run.precision.select_gathered(run.model.linear_layers(), run.weight_sharding)
     return tuple(name for name in gathered if not is_in_group(name, run.parallelism.groups or {}))
 
 

@@ -18,8 +18,8 @@ from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
 from titan.run.directory import read_last_steps
+from titan.run.parent_sweep import find_parent_sweep
 from titan.run.run import Run, as_config
-from titan.run.sweep_of import sweep_of
 from titan.schedule.schema import Factors
 
 
@@ -38,7 +38,7 @@ def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix:
 
 def describe_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> RunDescription:
     """Return what trackers show of a run beside its records."""
-    code, sweep = identity.code(), sweep_of(run)
+    code, sweep = identity.describe_code(), find_parent_sweep(run)
     facts = {
         "choices": dict(run.choices),
         "kinds": {axis: get_kind(type(getattr(run, axis))) for axis in PLUGGABLE},

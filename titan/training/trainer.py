@@ -177,11 +177,13 @@ class Trainer:
         coordinator, complete = Coordinator.from_world(self.world), False
         if self.attempt.checkpoint:
             complete = restore_train_state(self.train_step, Path(self.attempt.checkpoint), coordinator)
-            self._add_note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
+            self._add_note(
+                f"weights, optimizer state and data position: from {summary.shorten_path(self.attempt.checkpoint)}"
+            )
             self.saving.resume_post_save()
         elif self.attempt.weights:
             start_from_weights(self.train_step, self.attempt.weights, coordinator)
-            self._add_note(f"weights: from {summary.short(self.attempt.weights)}")
+            self._add_note(f"weights: from {summary.shorten_path(self.attempt.weights)}")
         if self.average is not None and not complete:
             self.average.copy_weights()
 
@@ -475,7 +477,7 @@ class Trainer:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **hook_metrics})
         if self.progress:
-            self.progress.say(f"step {self.step:,}: {summary.validation(self.validation)}")
+            self.progress.say(f"step {self.step:,}: {summary.describe_evaluation(self.validation)}")
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""

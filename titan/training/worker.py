@@ -26,7 +26,7 @@ from titan.debug.rank_state import RankGroup, compact_ranks
 from titan.debug.switches import set_switches
 from titan.debug.verdict import HangError
 from titan.debug.watch import Watch
-from titan.errors import ConfigError, RunError, own_code_error
+from titan.errors import ConfigError, RunError, find_own_code_error
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import own_code
@@ -136,7 +136,7 @@ def to_user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exc
         hang_error = watch.find_hang_error() if watch is not None else None
         return hang_error or RunError(_explain_timeout(run, int(timeout_match[1]) / 1000))
     is_user_error = isinstance(error, (ConfigError, RunError, StopRequestedError))
-    own_error = None if is_user_error else own_code_error(error, own_code.packages(run))
+    own_error = None if is_user_error else find_own_code_error(error, own_code.find_packages(run))
     if own_error is not None:
         log.error("your code failed", exc_info=error)
         return RunError(f"your code failed: {own_error}; correct it. The log of the rank has the traceback.")

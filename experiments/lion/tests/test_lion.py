@@ -10,7 +10,7 @@ import torch
 
 from experiments.lion.update import SignedMomentum
 from tests.support.runs import TINY, steps, tiny, train
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 LION = [f"hydra.searchpath=[file://{CONF}]", "optimizer=lion", "precision=fp32"]
@@ -33,7 +33,7 @@ def test_three_updates() -> None:
 
 
 def test_its_settings_are_part_of_the_ids() -> None:
-    run = composed([*SMALL, *LION, "name=x"])
+    run = compose_run([*SMALL, *LION, "name=x"])
     assert type(run.optimizer).__name__ == "Lion" and run.optimizer.lr == 3e-4
     assert run.optimizer.state_bytes(10, 5) == 60
 

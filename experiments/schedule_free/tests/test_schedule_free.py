@@ -18,7 +18,7 @@ from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.metrics.lines import read_records
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.training.evaluation.averages import average_weights
 from titan.training.trainer import Trainer
@@ -59,11 +59,11 @@ def test_updates_are_the_published_ones() -> None:
 
 
 def test_its_settings() -> None:
-    run = composed([*TINY, *OWN, "name=x"])
+    run = compose_run([*TINY, *OWN, "name=x"])
     assert type(run.optimizer).__name__ == "ScheduleFree" and type(run.schedule).__name__ == "Constant"
     assert run.optimizer.state_bytes(10, 5) == 120
     with pytest.raises(ConfigError, match=r"precision\.weights=bf16: .* give precision\.weights=fp32"):
-        composed([*TINY, *OWN, "name=x", "precision=bf16_pure"])
+        compose_run([*TINY, *OWN, "name=x", "precision=bf16_pure"])
 
 
 def evaluated(trainer: Trainer) -> list[Tensor]:
@@ -84,7 +84,7 @@ def test_the_average_is_evaluated_sampled_exported_and_read(tmp_path: Path) -> N
     sizes = ["model.vocab=4096", "evaluation.tokens=64", "evaluation.every=2", "metrics.sample_tokens=3"]
     export = ["checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
     base = [setting for setting in SMALL if not setting.startswith(("dataset", "model.vocab"))]
-    run = composed([*base, *data, *OWN, *sizes, *export, f"hydra.run.dir={tmp_path / 'run'}"])
+    run = compose_run([*base, *data, *OWN, *sizes, *export, f"hydra.run.dir={tmp_path / 'run'}"])
     (seen,) = train(run, evaluated)
     state, kept = split(saved(run, 3))
     expected = averages(state)

@@ -17,7 +17,7 @@ from tests.support.tiers import full
 from titan.model import loss_terms
 from titan.model.layers import Head
 from titan.model.loss_terms import Term
-from titan.run.compose import composed
+from titan.run.compose import compose_run
 
 CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
 LARGE = (*MODEL, "recipe=max_z", "training.loss_terms.max_z.coefficient=0.5", "optimizer=sgd", "checkpoint=off")
@@ -52,7 +52,7 @@ def test_the_loss_and_its_gradients(chunk: int | None) -> None:
     ],
 )
 def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
-    run: Any = composed([CONF, "sweep=z_loss", f"recipe={recipe}", "name=x", "cluster=cpu"])
+    run: Any = compose_run([CONF, "sweep=z_loss", f"recipe={recipe}", "name=x", "cluster=cpu"])
     assert (run.training.z_loss, run.model.logit_cap, run.training.loss_terms) == wanted
     assert run.training.global_batch == 512
 

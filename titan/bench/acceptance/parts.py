@@ -106,7 +106,7 @@ def predicted(lab: Lab) -> Findings:
 
 def _prediction(folder: Path) -> prediction.Prediction | None:
     documents = [one for one in yaml.safe_load_all((folder / "run.yaml").read_text()) if one]
-    return next(filter(None, map(prediction.of_document, reversed(documents))), None)
+    return next(filter(None, map(prediction.parse_document, reversed(documents))), None)
 
 
 def experts(lab: Lab) -> Findings:

@@ -25,7 +25,7 @@ from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.directory import RUN
-from titan.run.lineage import parent, rows_read
+from titan.run.lineage import count_rows_read, find_parent
 from titan.run.run import Run
 from titan.training.evaluation.job import EvaluationJob
 from titan.training.replay.request import Compose, build_command, check_science, read_run_attempts
@@ -98,8 +98,8 @@ def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compo
     run = _disable_outputs(run, _choose_evaluation(settings, run.evaluation), scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.compute_data_digest(mix), lineage_parent.id)
+    lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
     check_science(name, document, science, user_overrides)
     copy_path = document["config"].get("checkpoint", {}).get("path")
@@ -108,9 +108,9 @@ def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compo
         settings, {step: (checkpoint.path, checkpoint.manifest) for step, checkpoint in saved.items()}
     )
     step, (path, manifest) = selected[-1]
-    ids = identity.ids(run, science)
+    ids = identity.compute_ids(run, science)
     attempt = Attempt(
-        1, "evaluate", ids, folders, path, step, rows_read(run, mix, manifest), "resume", lineage_parent.id, None
+        1, "evaluate", ids, folders, path, step, count_rows_read(run, mix, manifest), "resume", lineage_parent.id, None
     )
     return EvaluationJob(run, attempt, tuple((step, path) for step, (path, _) in selected) if len(selected) > 1 else ())
 
@@ -132,7 +132,7 @@ def _plan_weights(
     run = _disable_outputs(run, evaluation, scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    ids = identity.ids(run, identity.science_of(run, corpora.compute_data_digest(mix), None))
+    ids = identity.compute_ids(run, identity.collect_science(run, corpora.compute_data_digest(mix), None))
     attempt = Attempt(1, "evaluate", ids, folders, None, 0, 0, "start", None, weights.path)
     return EvaluationJob(run, attempt, (), tokenizer)
 

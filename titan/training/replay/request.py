@@ -23,9 +23,9 @@ from titan.evaluation.schema import Evaluation
 from titan.metrics.schema import Metrics
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.run.axes import present
+from titan.run.axes import translate_overrides
 from titan.run.directory import RUN, read_attempts
-from titan.run.lineage import parent, rows_read
+from titan.run.lineage import count_rows_read, find_parent
 from titan.run.run import Run
 
 CPU_RANKS = 16
@@ -118,8 +118,8 @@ def plan_replay(
     run = _disable_outputs(compose(overrides, command), scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    lineage_parent = parent(replace(run, directory=name), [], mix, own=False)
-    science = identity.science_of(run, corpora.compute_data_digest(mix), lineage_parent.id)
+    lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
+    science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     check_science(name, document, science, overrides)
     if settings.start == 0 or (settings.start is None and settings.step == 1):
         checkpoint = (
@@ -136,9 +136,9 @@ def plan_replay(
             {step: (saved_checkpoint.path, saved_checkpoint.manifest) for step, saved_checkpoint in saved.items()},
         )
     path, manifest = checkpoint or (None, None)
-    step, rows = (manifest.step, rows_read(run, mix, manifest)) if manifest else (0, 0)
+    step, rows = (manifest.step, count_rows_read(run, mix, manifest)) if manifest else (0, 0)
     weights = None if path else lineage_parent.weights
-    ids = identity.ids(run, science)
+    ids = identity.compute_ids(run, science)
     attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
     return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
 
@@ -154,7 +154,7 @@ def build_command(
         excluded: beginnings of the attempt's own overrides that are not repeated.
     """
     user_overrides = [o.lstrip("+") for o in overrides]
-    run_overrides = present(document.get("overrides") or (), warn=False)
+    run_overrides = translate_overrides(document.get("overrides") or (), warn=False)
     repeated = [o for o in run_overrides if not o.lstrip("+").startswith(excluded) or o.startswith(INCLUDED_OVERRIDES)]
     same_layout = _fits_machine(document) and not any(o.startswith(("parallelism=", "cluster")) for o in user_overrides)
     notes = []

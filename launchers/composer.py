@@ -26,40 +26,42 @@ class Composer:
 
     def __init__(self, loader: ConfigLoaderImpl, config: DictConfig) -> None:
         self.loader, self.config = loader, config
-        self.shared: list[str] = list(OmegaConf.to_container(config.hydra.overrides.hydra))  # type: ignore[arg-type]
-        self.name = config.hydra.job.config_name
-        self.parsed: dict[str, Override] = {}
+        self.hydra_overrides: list[str] = list(OmegaConf.to_container(config.hydra.overrides.hydra))  # type: ignore[arg-type]
+        self.config_name = config.hydra.job.config_name
+        self.parsed_overrides: dict[str, Override] = {}
         self.groups: dict[str, bool] = {}
         self.options: dict[str, list[str]] = {}
         self.bases: dict[tuple[str, ...], DictConfig] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed configuration of one trial."""
-        lines = [*self.shared, *overrides]
-        self._parse(lines)
-        parsed = [self.parsed[line] for line in lines]
-        chosen = tuple(o.input_line or "" for o in parsed if self._chooses(o))
-        values = [o for o in parsed if not self._chooses(o)]
-        cfg = self._base(chosen)
+        lines = [*self.hydra_overrides, *overrides]
+        self._parse_overrides(lines)
+        parsed = [self.parsed_overrides[line] for line in lines]
+        choices = tuple(o.input_line or "" for o in parsed if self._is_choice(o))
+        values = [o for o in parsed if not self._is_choice(o)]
+        cfg = self._copy_base(choices)
         try:
-            self._apply(cfg, values, parsed)
+            self._apply_values(cfg, values, parsed)
         except OmegaConfBaseException as error:
             raise ConfigCompositionException from error
         OmegaConf.copy_cache(from_config=self.config, to_config=cfg)
         return cfg
 
-    def known(self, group: str) -> list[str]:
+    def list_choices(self, group: str) -> list[str]:
         """Return the choices in a group."""
         if group not in self.options:
             self.options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
         return self.options[group]
 
-    def _parse(self, lines: Sequence[str]) -> None:
-        new = [line for line in dict.fromkeys(lines) if line not in self.parsed]
-        if new:
-            self.parsed |= dict(zip(new, OverridesParser.create().parse_overrides(new), strict=True))
+    def _parse_overrides(self, lines: Sequence[str]) -> None:
+        new_lines = [line for line in dict.fromkeys(lines) if line not in self.parsed_overrides]
+        if new_lines:
+            self.parsed_overrides |= dict(
+                zip(new_lines, OverridesParser.create().parse_overrides(new_lines), strict=True)
+            )
 
-    def _chooses(self, override: Override) -> bool:
+    def _is_choice(self, override: Override) -> bool:
         """Return whether an override decides what is merged, as Hydra sees it; so do overrides of Hydra itself."""
         key = override.key_or_group
         if key not in self.groups:
@@ -67,17 +69,19 @@ class Composer:
         group = self.groups[key] and not isinstance(override.value(), dict)
         return group or override.package is not None or override.is_hydra_override()
 
-    def _base(self, chosen: tuple[str, ...]) -> DictConfig:
+    def _copy_base(self, choices: tuple[str, ...]) -> DictConfig:
         """Return a new configuration with these choices and no other values."""
-        if chosen not in self.bases:
-            self.bases[chosen] = self.loader.load_configuration(self.name, list(chosen), RunMode.RUN)
-        return copy.deepcopy(self.bases[chosen])
+        if choices not in self.bases:
+            self.bases[choices] = self.loader.load_configuration(self.config_name, list(choices), RunMode.RUN)
+        return copy.deepcopy(self.bases[choices])
 
-    def _apply(self, cfg: DictConfig, values: list[Override], parsed: list[Override]) -> None:
+    def _apply_values(self, cfg: DictConfig, values: list[Override], parsed: list[Override]) -> None:
         """Set a trial's values, and what Hydra records of overrides."""
         self.loader.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=True)
         ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-        own = [o for o in parsed if not o.is_hydra_override()]
-        cfg.hydra.overrides.task = [o.input_line for o in own]
-        how = cfg.hydra.job.config.override_dirname
-        cfg.hydra.job.override_dirname = get_overrides_dirname(own, how.exclude_keys, how.item_sep, how.kv_sep)
+        task_overrides = [o for o in parsed if not o.is_hydra_override()]
+        cfg.hydra.overrides.task = [o.input_line for o in task_overrides]
+        dirname_settings = cfg.hydra.job.config.override_dirname
+        cfg.hydra.job.override_dirname = get_overrides_dirname(
+            task_overrides, dirname_settings.exclude_keys, dirname_settings.item_sep, dirname_settings.kv_sep
+        )

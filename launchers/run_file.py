@@ -17,13 +17,13 @@ from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
 from titan.run.run import Run
 
-_AGAIN = "repeat the command that started it, which writes the file again."
+_ADVICE = "repeat the command that started it, which writes the file again."
 
 
 def write(run: Run, file: Path) -> None:
     """Write a run into a file, which only this user may read: it may hold secrets."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, pickle.dumps((_settings(run), run)), mode=0o600)
+    write_atomic(file, pickle.dumps((_collect_settings(run), run)), mode=0o600)
 
 
 def read(file: Path) -> Run:
@@ -35,33 +35,35 @@ def read(file: Path) -> Run:
     try:
         content = pickle.loads(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{file}: can't be read ({error.strerror}); {_AGAIN}") from error
+        raise ConfigError(f"{file}: can't be read ({error.strerror}); {_ADVICE}") from error
     except Exception as error:  # unpickling raises whatever the classes that it names do
-        raise _other(file, f"{type(error).__name__}: {error}") from error
+        raise _build_version_error(file, f"{type(error).__name__}: {error}") from error
     settings, run = content if isinstance(content, tuple) and len(content) == 2 else ({}, None)
     if not isinstance(run, Run):
-        raise _other(file, "it has another format")
-    here = _settings(run)
-    if differ := sorted(name for name in here.keys() | settings.keys() if here.get(name) != settings.get(name)):
-        raise _other(file, f"{', '.join(differ)} had other settings")
+        raise _build_version_error(file, "it has another format")
+    current_settings = _collect_settings(run)
+    if differing_schemas := sorted(
+        name for name in current_settings.keys() | settings.keys() if current_settings.get(name) != settings.get(name)
+    ):
+        raise _build_version_error(file, f"{', '.join(differing_schemas)} had other settings")
     return run
 
 
-def _settings(value: Any) -> dict[str, tuple[str, ...]]:
+def _collect_settings(value: Any) -> dict[str, tuple[str, ...]]:
     """Return the names of the settings of each schema in a value."""
-    found, parts = {}, []
+    settings, parts = {}, []
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))
-        found[get_kind(type(value))] = names
+        settings[get_kind(type(value))] = names
         parts = [getattr(value, name, None) for name in names]
     elif isinstance(value, Mapping):
         parts = list(value.values())
     elif isinstance(value, (list, tuple)):
         parts = list(value)
     for part in parts:
-        found |= _settings(part)
-    return found
+        settings |= _collect_settings(part)
+    return settings
 
 
-def _other(file: Path, why: str) -> ConfigError:
-    return ConfigError(f"{file}: was written by another version of titan than this one ({why}); {_AGAIN}")
+def _build_version_error(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{file}: was written by another version of titan than this one ({reason}); {_ADVICE}")

@@ -16,12 +16,18 @@ def is_done(run: Run) -> bool:
     if is_finished(directory, run.training.steps):
         return True
     result = read_result(directory)[0]
-    return bool(result.get("ended_by")) and by_hook(run, read_attempts(directory)[-1], result)
+    return bool(result.get("ended_by")) and is_ended_by_hook(run, read_attempts(directory)[-1], result)
 
 
-def by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+def is_ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Return whether a hook that the run still has, with the same settings, ended it before its last step."""
     hook = result.get("ended_by", {}).get("hook")
-    before, now = last["config"], as_config(run)
-    same = result.get("attempt") == last["attempt"] and before["training"]["steps"] == run.training.steps
-    return same and hook in now.get("hooks", {}) and before.get("hooks", {}).get(hook) == now["hooks"][hook]
+    last_config, config = last["config"], as_config(run)
+    is_same_attempt = (
+        result.get("attempt") == last["attempt"] and last_config["training"]["steps"] == run.training.steps
+    )
+    return (
+        is_same_attempt
+        and hook in config.get("hooks", {})
+        and last_config.get("hooks", {}).get(hook) == config["hooks"][hook]
+    )

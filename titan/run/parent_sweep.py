@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan.files import untrusted
-from titan.run.axes import present_key
+from titan.run.axes import translate_key
 from titan.run.run import Run
 
 REPEATS = ("training.seed", "training.repeat")
 """Settings whose values make no other variant."""
 
 
-class SweepOf(NamedTuple):
+class ParentSweep(NamedTuple):
     """What a run is in its sweep.
 
     Attributes:
@@ -25,7 +25,7 @@ class SweepOf(NamedTuple):
     variant: str
 
 
-def sweep_of(run: Run) -> SweepOf | None:
+def find_parent_sweep(run: Run) -> ParentSweep | None:
     """Return the sweep that started a run; None for a run outside of a sweep."""
     folder = Path(run.directory).parent
     try:
@@ -36,6 +36,8 @@ def sweep_of(run: Run) -> SweepOf | None:
         untrusted.check_type(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
     except (OSError, ValueError):
         return None
-    names = {present_key(name) for name in varied} - set(REPEATS)
-    given = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
-    return SweepOf(folder.name, " ".join(f"{name}={given[name]}" for name in sorted(names & given.keys())))
+    names = {translate_key(name) for name in varied} - set(REPEATS)
+    override_values = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
+    return ParentSweep(
+        folder.name, " ".join(f"{name}={override_values[name]}" for name in sorted(names & override_values.keys()))
+    )

@@ -1,0 +1,432 @@
+"""Submit the trials of a sweep to Slurm through submitit, and wait for them or leave. Free of torch.
+
+Trials of the same shape are one job array, or several where the site limits their size; where `at_once` concerns more
+than one array, each trial is a separate job (`launchers.slurm.lanes`). Before a submission the ledger records its token
+and its trials, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launchers import trials as sweep_trials
+from launchers.slurm import queue, script, snapshot
+from launchers.slurm.lanes import Lanes
+from launchers.slurm.script import Submission
+from launchers.slurm.shape import JobShape, derive_job_shape
+from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
+from launchers.trials import Trial
+from titan.config.settings import format_value
+from titan.console.text import safe, safe_lines
+from titan.errors import ConfigError, RunError
+from titan.files.atomic import write_atomic, write_json
+from titan.run import own_code, summary
+from titan.run.completion import is_done
+from titan.sweep import job_exit, ledger
+from titan.sweep.ledger import SweepSpec, TrialState
+from titan.sweep.schema import SlurmLaunch
+
+CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
+"""Slurm's variables that name how to reach it; the others belong to a job."""
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+EXIT_CODES = {"finished": 0, "stopped": 130, "failed": 1}
+"""The exit code of a trial by its state."""
+OPEN_STATES = ("planned", "stopped", "failed")
+"""States of trials that are to be submitted."""
+MAX_UNANSWERED = 60
+"""How many times in a row Slurm may not answer while a launcher waits."""
+
+
+class SubmissionRejectedError(RunError):
+    """Slurm rejected a job."""
+
+
+class QueueFullError(SubmissionRejectedError):
+    """Slurm rejected a job, since its user has as many as the site allows."""
+
+
+@dataclass
+class SlurmSweep:
+    """A sweep that is submitted to Slurm.
+
+    Attributes:
+        root: the sweep's directory.
+        trials: what is to run.
+        settings: the launcher's settings.
+        spec: what the sweep is for.
+        describe: returns what a dry run prints about trials beside their scripts.
+        printed_states: the last state of each trial that was printed.
+        excluded_nodes: nodes that were printed as excluded.
+        shapes: the resources of each trial, by its id.
+    """
+
+    root: Path
+    trials: Sequence[Trial]
+    settings: SlurmLaunch
+    spec: SweepSpec
+    describe: Callable[[Sequence[Trial]], str] = lambda trials: ""
+    printed_states: dict[str, str] = field(default_factory=dict)
+    excluded_nodes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shapes = {trial.id: derive_job_shape(trial.run) for trial in self.trials}
+        self.folder = self.root / ledger.SLURM
+        self.code_folder = snapshot.ROOT
+
+    def launch(self) -> list[int]:
+        """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
+
+        Raises:
+            ConfigError: without Slurm or submitit.
+            RunError: when Slurm rejects a job or does not answer.
+            KeyboardInterrupt: for Ctrl-C while waiting; the jobs continue.
+        """
+        self._check_settings()
+        if self.settings.dry_run:
+            return self._show_plan()
+        with ledger.lock_sweep(self.root):
+            sweep_trials.register_trials(self.root, self.trials, self.spec)
+            adopt_jobs(self.root)
+            packages = sorted({package for trial in self.trials for package in own_code.find_packages(trial.run)})
+            self.code_folder = snapshot.copy_code(self.folder, packages) if self.settings.snapshot else snapshot.ROOT
+            unsubmitted = self._submit_first(self._select_todo())
+        if not self.settings.wait:
+            self._print_unsubmitted(unsubmitted)
+            return [0] * len(self.trials)
+        try:
+            return self._wait_for_trials(unsubmitted)
+        except KeyboardInterrupt:
+            print(f"\nThe jobs continue. {self._describe_next_commands()}", flush=True)
+            raise
+
+    def _check_settings(self) -> None:
+        """Raise ConfigError without submitit or Slurm, and with limits that no trial can keep."""
+        if importlib.util.find_spec("submitit") is None:
+            raise ConfigError("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
+        if not (self.settings.dry_run or queue.is_available()):
+            raise ConfigError(
+                "hydra/launcher=slurm: Slurm's commands are not installed here; run this where sbatch is, or give "
+                "hydra.launcher.dry_run=true."
+            )
+        if not self.settings.dry_run:
+            _check_controller()  # before anything is written
+        if "%" in str(self.root):
+            raise ConfigError(f"hydra.run.dir={self.root}: Slurm would interpret the % in it; choose another name.")
+        for job_shape in self.shapes.values():
+            script.choose_signal(job_shape.cluster)
+        longest_chain = max(job_shape.cluster.chain for job_shape in self.shapes.values())
+        if self.settings.max_jobs is not None and longest_chain > self.settings.max_jobs:
+            raise ConfigError(
+                f"hydra.launcher.max_jobs={self.settings.max_jobs}: is less than the cluster.chain={longest_chain} jobs of one "
+                "chain; give at least as many."
+            )
+
+    def _submit_first(self, todo: list[Trial]) -> list[Trial]:
+        """Submit as `_submit_trials` does; when a later job is rejected, print how to continue with those before."""
+        try:
+            return self._submit_trials(todo)
+        except RunError:
+            if any(state == "queued" for state in self.printed_states.values()):
+                print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
+            raise
+
+    def _select_todo(self) -> list[Trial]:
+        """Return the trials that are neither finished nor with Slurm."""
+        states = {id: trial.state for id, trial in self._read_trials().items()}
+        self.printed_states = {p.id: states.get(p.id, "planned") for p in self.trials}
+        for state in ("finished", "running", "queued"):
+            if count := list(self.printed_states.values()).count(state):
+                print(f"{count} of {len(self.trials)} trials: {state}, not submitted again", flush=True)
+        return [p for p in self.trials if self.printed_states[p.id] in OPEN_STATES and not is_done(p.run)]
+
+    def _read_trials(self) -> dict[str, TrialState]:
+        sweep = read_state(self.root)
+        return {trial.id: trial for trial in sweep.trials} if sweep else {}
+
+    def _submit_trials(self, todo: list[Trial]) -> list[Trial]:
+        """Submit as many trials as the queue has room for; returns the others."""
+        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        free_slots, pending_chunks = self._count_free_slots(), self._group_trials(todo, lanes)
+        unsubmitted: list[Trial] = []
+        while pending_chunks:
+            chunk = pending_chunks.pop(0)
+            chain_length = max(1, chunk[0].run.cluster.chain)
+            fits = len(chunk) if free_slots is None else min(len(chunk), free_slots // chain_length)
+            unsubmitted += chunk[fits:]
+            chunk = chunk[:fits]
+            if not chunk:
+                continue
+            try:
+                self._submit_chunk(chunk, lanes if fits == 1 else None)
+                free_slots = None if free_slots is None else free_slots - fits * chain_length
+            except QueueFullError:
+                if fits > 1:
+                    pending_chunks[:0] = [[p] for p in chunk] if lanes else [chunk[: fits // 2], chunk[fits // 2 :]]
+                else:
+                    unsubmitted, free_slots = unsubmitted + chunk, 0
+        return unsubmitted
+
+    def _count_free_slots(self) -> int | None:
+        """Return how many more jobs the user may have in the queue."""
+        return None if self.settings.max_jobs is None else max(0, self.settings.max_jobs - queue.count_jobs())
+
+    def _group_trials(self, todo: Sequence[Trial], lanes: Lanes | None) -> list[list[Trial]]:
+        """Group trials that are submitted together: as arrays, or one by one in lanes where no array can limit them."""
+        arrays = list(self._group_by_shape(todo))
+        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
+
+    def _group_by_shape(self, todo: Sequence[Trial]) -> Iterator[list[Trial]]:
+        """Yield trials of the same shape, as many as an array may have; those of chains one by one."""
+        groups: list[tuple[JobShape, list[Trial]]] = []
+        for trial in todo:
+            job_shape = self.shapes[trial.id]
+            group = next((trials for group_shape, trials in groups if group_shape == job_shape), None)
+            if group is None:
+                groups.append((job_shape, group := []))
+            group.append(trial)
+        for group_shape, group in groups:
+            max_size = (
+                1
+                if group_shape.cluster.chain
+                else min(self.settings.array_size or queue.read_array_limit(), queue.read_array_limit())
+            )
+            yield from (group[i : i + max_size] for i in range(0, len(group), max_size))
+
+    def _submit_chunk(self, chunk: list[Trial], lanes: Lanes | None) -> None:
+        """Submit one array, or one trial's job or chain of jobs, which take a lane where there are any."""
+        lane, dependency = lanes.take_lane() if lanes else (None, None)
+        token = f"titan-{uuid.uuid4().hex[:12]}"
+        job_shape = self.shapes[chunk[0].id]
+        files = [sweep_trials.pickle_run(trial, self.folder / "points") for trial in chunk]
+        trial_list = self.folder / f"{token}.json"
+        write_json(
+            trial_list,
+            {"points": list(map(str, files)), "tasks": job_shape.cluster.tasks, "ranks_per_node": job_shape.ranks},
+        )
+        write_atomic(trial_list.with_suffix(".runs"), "".join(f"{trial.run.directory}\n" for trial in chunk))
+        ids = [trial.id for trial in chunk]
+        ledger.add_events(self.root, {"event": "sending", "token": token, "points": ids})
+        jobs: list[str] = []
+        try:
+            for _ in range(max(1, job_shape.cluster.chain)):
+                jobs += self._run_sbatch(
+                    job_shape, self._build_submission(chunk, token, trial_list, jobs[-1] if jobs else dependency)
+                )
+        except SubmissionRejectedError as error:
+            if not jobs:
+                ledger.add_events(self.root, {"event": "unsent", "points": ids, "reason": str(error)})
+                raise
+        ledger.add_events(self.root, {"event": "sent", "token": token, "jobs": assign_jobs(ids, jobs), "lane": lane})
+        if lanes:
+            lanes.add_jobs(lane, jobs)
+        for trial, job in zip(chunk, jobs, strict=False):
+            self._print_state(trial, "queued", f"job {job}, {job_shape}")
+
+    def _build_submission(self, chunk: list[Trial], token: str, trial_list: Path, dependency: str | None) -> Submission:
+        cluster = self.shapes[chunk[0].id].cluster
+        bad_nodes = job_exit.find_bad_nodes(self.folder, cluster.exclude_bad) if cluster.exclude_bad else []
+        if new_nodes := [node for node in bad_nodes if node not in self.excluded_nodes]:
+            self.excluded_nodes += new_nodes
+            print(f"cluster.exclude_bad={cluster.exclude_bad}: without {', '.join(new_nodes)}", flush=True)
+        return Submission(
+            self.folder,
+            trial_list,
+            self.root.name,
+            token,
+            self.code_folder,
+            len(chunk),
+            self.settings.at_once,
+            dependency,
+            tuple(bad_nodes),
+        )
+
+    def _run_sbatch(self, job_shape: JobShape, submission: Submission) -> list[str]:
+        """Submit a script; returns the numbers of its jobs.
+
+        Raises:
+            QueueFullError: when the user has as many jobs in the queue as the site allows.
+            SubmissionRejectedError: when Slurm rejects the job, with its own message.
+            RunError: when it is unknown whether Slurm took the job.
+        """
+        import submitit
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        executor = submitit.SlurmExecutor(folder=submission.folder)
+        executor.update_parameters(**script.build_parameters(job_shape, submission))
+        if submission.count > 1:
+            executor.parameters["map_count"] = submission.count
+        try:
+            with _hide_job_variables():
+                job_id = executor._submit_command(script.build_command(job_shape, submission)).job_id
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise _build_submission_error(_find_sbatch_message(error), job_shape) from error
+        for file in submission.folder.glob(f"{job_id}_submission.sh"):
+            file.chmod(0o600)  # it may hold secrets, of cluster.environment
+        return [f"{job_id}_{i}" for i in range(submission.count)] if submission.count > 1 else [job_id]
+
+    def _wait_for_trials(self, unsubmitted: list[Trial]) -> list[int]:
+        """Print each change of state until all trials have ended, and submit those that had no room before."""
+        unanswered = 0
+        while True:
+            try:
+                trial_states = self._read_trials()
+                unsubmitted = self._submit_more(unsubmitted)
+                unanswered = 0
+            except RunError as error:
+                unanswered += 1
+                if unanswered == 1:
+                    print(f"{error} Retrying.", flush=True)
+                if unanswered == MAX_UNANSWERED:
+                    raise
+                time.sleep(self.settings.poll_seconds)
+                continue
+            waiting = {trial.id for trial in unsubmitted}
+            for trial in self.trials:
+                if trial.id not in waiting:
+                    self._print_state(trial, trial_states[trial.id].state, trial_states[trial.id].reason)
+            if not unsubmitted and all(trial_states[trial.id].state in EXIT_CODES for trial in self.trials):
+                self._print_unsubmitted([])
+                return [0 if is_done(trial.run) else EXIT_CODES[trial_states[trial.id].state] for trial in self.trials]
+            time.sleep(self.settings.poll_seconds)
+
+    def _submit_more(self, unsubmitted: list[Trial]) -> list[Trial]:
+        """Submit trials that had no room before and that no other launcher has submitted; returns the others."""
+        if not unsubmitted:
+            return []
+        with ledger.lock_sweep(self.root):
+            adopt_jobs(self.root)
+            trial_states = self._read_trials()
+            return self._submit_trials(
+                [
+                    trial
+                    for trial in unsubmitted
+                    if trial_states[trial.id].state in OPEN_STATES and not is_done(trial.run)
+                ]
+            )
+
+    def _print_state(self, trial: Trial, state: str, detail: str | None) -> None:
+        """Print the state of a trial if it has changed."""
+        if self.printed_states.get(trial.id) != state:
+            self.printed_states[trial.id] = state
+            suffix = f"  ({safe(detail)})" if detail else ""
+            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {trial.label}{suffix}", flush=True)
+
+    def _print_unsubmitted(self, unsubmitted: list[Trial]) -> None:
+        if unsubmitted:
+            print(
+                f"{len(unsubmitted)} trials were not submitted (hydra.launcher.max_jobs={self.settings.max_jobs}): give the "
+                "same command again when jobs have ended."
+            )
+        print(self._describe_next_commands(), flush=True)
+
+    def _describe_next_commands(self) -> str:
+        """Return the commands that a user may want next."""
+        directory = summary.shorten_path(str(self.root))
+        jobs = sorted(
+            {
+                job.partition("_")[0]
+                for p in self._read_trials().values()
+                if p.state in ("queued", "running")
+                for job in p.jobs
+            }
+        )
+        cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
+        if not jobs and len(self.trials) > 1:
+            cancel = f"; python -m titan.compare {directory} compares them"
+        return f"python -m titan.status {directory} shows their state{cancel}."
+
+    def _show_plan(self) -> list[int]:
+        """Print the scripts that would be submitted now, the trials' plan, and the device-hours that they may use."""
+        hours: float | None = 0.0
+        todo = self._select_todo()
+        lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
+        for chunk in self._group_trials(todo, lanes):
+            job_shape = self.shapes[chunk[0].id]
+            lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
+            print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
+            print(
+                safe_lines(
+                    script.build_script(
+                        job_shape, self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
+                    )
+                )
+            )
+            if lanes and lane is not None:
+                lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
+            hours = (
+                None
+                if hours is None or job_shape.compute_device_hours() is None
+                else hours + len(chunk) * float(job_shape.compute_device_hours() or 0)
+            )
+        if todo:
+            print(self.describe(todo))
+        cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
+        print(
+            f"{len(todo)} trials; device-hours: {cost} for each attempt of a job. Nothing was submitted.",
+            flush=True,
+        )
+        return [0] * len(self.trials)
+
+
+@contextmanager
+def _hide_job_variables() -> Iterator[None]:
+    """Remove the variables of a surrounding job or of torchrun while the block runs: jobs would inherit them."""
+    saved_variables = dict(os.environ)
+    for name in saved_variables:
+        if (name.startswith("SLURM_") and name not in CLIENT_VARIABLES) or name in RANK_VARIABLES:
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(saved_variables)
+
+
+def _find_sbatch_message(error: Exception) -> str:
+    """Return sbatch's own message in the error that submitit raised."""
+    lines = [line for line in str(error).splitlines() if "sbatch: error:" in line]
+    return (lines[-1] if lines else str(error).strip().splitlines()[-1]).partition("sbatch: error:")[2].strip() or str(
+        error
+    )
+
+
+def _describe_request(shape: JobShape) -> str:
+    """Return what a job requests of its nodes, for a user who has to request less."""
+    names = ("partition", "constraint", "exclude", "gres", "exclusive", "cpus_per_rank", "node_memory_gib")
+    requests = {name: getattr(shape.cluster, name) for name in (*names, "rank_memory_gib")}
+    assignments = [f"cluster.{name}={format_value(value)}" for name, value in requests.items() if value]
+    return f"The job requested {' '.join([str(shape), *assignments])}; request what the nodes have."
+
+
+def _build_submission_error(message: str, shape: JobShape) -> RunError:
+    """Return the error for a message of sbatch."""
+    text = f"sbatch: {message.rstrip('.')}."
+    if re.search(r"configuration is not available|CPU count|memory specification", message, re.IGNORECASE):
+        return SubmissionRejectedError(f"{text} {_describe_request(shape)}")
+    if re.search(r"MaxSubmit|job submit limit", message, re.IGNORECASE):
+        return QueueFullError(text)
+    unsure = re.search(r"timed out|connection|zero bytes|communication", message, re.IGNORECASE)
+    return (
+        RunError(f"{text} It is unknown whether it took the job; give the same command again.")
+        if unsure
+        else SubmissionRejectedError(text)
+    )
+
+
+def _check_controller() -> None:
+    """Raise ConfigError where no Slurm controller answers."""
+    try:
+        queue.run_command("scontrol", "ping")
+    except RunError as error:
+        reason = str(error).rpartition("fatal: ")[2]
+        raise ConfigError(
+            f"hydra/launcher=slurm: no Slurm controller answers here ({reason}); run this on a login node of a "
+            "cluster, or give hydra.launcher.dry_run=true."
+        ) from error
