@@ -28,7 +28,7 @@ from titan.cluster.environment import divide_cores, prepare_environment, use_loo
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOP_MESSAGE, handle_signals, is_repeat
 from titan.console import output
-from titan.console.text import safe_lines
+from titan.console.text import sanitize_lines
 from titan.debug.verdict import Messages
 
 GRACE_SECONDS = 10.0
@@ -166,7 +166,7 @@ def _build_environment(size: int) -> dict[str, str]:
 
 def log_line(directory: Path, line: str) -> None:
     """Print a line on stderr, and append it with the time to the run's `log/launcher.log`."""
-    line = safe_lines(line)
+    line = sanitize_lines(line)
     print(f"titan: {line}", file=sys.stderr)
     with contextlib.suppress(OSError), (directory / "log" / "launcher.log").open("a") as log:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
@@ -206,7 +206,7 @@ def _report_error(folder: Path, codes: list[int | None], first_failed: int, dire
         log_line(directory, cause.text if cause.plain else f"rank {cause.rank} failed:\n{cause.text.rstrip()}")
         return cause.code
     code = codes[first_failed]
-    if code in (130, output.PIPE):
+    if code in (130, output.SIGPIPE_CODE):
         return int(code)
     log_line(directory, f"rank {first_failed} exited with code {code} without reporting an error")
     return 1

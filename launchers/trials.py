@@ -22,7 +22,7 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.console.progress import progress_line
-from titan.console.text import redact, safe
+from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
 from titan.run import compose, identity
 from titan.run.hydra_choices import check_optional
@@ -59,7 +59,7 @@ class Trial:
     @property
     def label(self) -> str:
         """Its name in messages."""
-        return safe(" ".join(self.varied) or self.run.name)
+        return sanitize_line(" ".join(self.varied) or self.run.name)
 
 
 def expand_trials(

@@ -18,7 +18,7 @@ import yaml
 from tests.support.runs import TINY
 from titan import api
 from titan import plan as plan_command
-from titan.console.numbers import rounded
+from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,7 +239,7 @@ def test_a_plan_is_that_of_the_command(
     given = ["model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic", "cluster.price=2"]
     found = api.plan(*given)
     assert plan_command.main(given) == 0
-    assert f"step         {rounded(found.step_seconds.value)} s" in capsys.readouterr().out
+    assert f"step         {format_rounded(found.step_seconds.value)} s" in capsys.readouterr().out
     assert found.cost is not None and found.cost.value == pytest.approx(2 * found.device_hours.value)
     with pytest.raises(ConfigError, match=r"-m: a sweep takes the command titan\.plan"):
         api.plan("-m", *given, "training.seed=1,2")

@@ -116,10 +116,10 @@ def _measure_figures(machine: devices.Machine, ranks: int) -> dict[str, float]:
     torch.set_num_threads(machine.cores)
     figures = calibration.measure(torch.device(machine.device), machine.bf16_fast)
     if ranks > 1:
-        figures |= calibration.link_figures(ranks, machine.device)
+        figures |= calibration.measure_links(ranks, machine.device)
     if machine.device == "cpu":
-        figures |= step_figures.step_figures(figures, machine.cores, min(ranks, machine.cores))
-        figures |= step_figures.layout_figures(figures) if ranks > 1 else {}
+        figures |= step_figures.measure_step_figures(figures, machine.cores, min(ranks, machine.cores))
+        figures |= step_figures.measure_layout_figures(figures) if ranks > 1 else {}
     return figures
 
 

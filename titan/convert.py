@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.progress import table
+from titan.console.progress import print_table
 from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError, exit_code
 
@@ -93,10 +93,10 @@ def _run_conversion(words: list[str]) -> int:
 
 def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
-    from titan.weights.formats import open_weights, verify
+    from titan.weights.formats import open_weights, verify_checksums
 
     weights = open_weights(settings.from_, "from")
-    verify(weights, "from")
+    verify_checksums(weights, "from")
     _check_apart(Path(weights.path), target, settings)
     names, size, write = _plan_files(weights, settings, target)
     _check_space(target, size)
@@ -120,7 +120,7 @@ def _plan_files(
 
     limit, dtype = int(settings.shard_gb * 10**9), settings.dtype
     if settings.format == "titan":
-        groups = save.files_of(weights, dtype, limit)
+        groups = save.list_files(weights, dtype, limit)
         size = sum(sum(group.values()) for group in groups.values())
         return (
             list(groups),
@@ -129,11 +129,11 @@ def _plan_files(
         )
     options: Any = {"format": settings.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": settings.meta_ranks}
     export.check_export(weights.model, settings.format, settings.meta_ranks)
-    files = export.files_of(weights, **options)
+    files = export.list_files(weights, **options)
 
     def write(show: Callable[[int], None]) -> None:
-        export.export(weights, target, **options, progress=show)
-        export.finish(weights, target, **options)
+        export.export_files(weights, target, **options, progress=show)
+        export.finish_export(weights, target, **options)
 
     return [file.name for file in files], sum(file.bytes for file in files), write
 
@@ -209,7 +209,7 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
     size = sum(file.stat().st_size for file in files)
     model = weights.model
     print("converted:")
-    table(
+    print_table(
         {
             "from": f"{settings.from_}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan.console import output
-from titan.console.text import one_line, safe
+from titan.console.text import format_message, sanitize_line
 
 
 class _UserError(Exception):
     """One sentence for the user; names and URLs that it quotes are redacted and escaped."""
 
     def __init__(self, sentence: str = "") -> None:
-        super().__init__(safe(sentence))
+        super().__init__(sanitize_line(sentence))
 
 
 class ConfigError(_UserError):
@@ -72,7 +72,7 @@ def find_own_code_error(error: BaseException, packages: Sequence[str] | None = N
     ]
     if not own_frames:
         return None
-    description = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    description = f"{type(error).__name__}: {format_message(str(error))}".rstrip(": ")
     function = f" in {own_frames[-1].name}" if own_frames[-1].name.isidentifier() else ""
     return f"{os.path.relpath(own_frames[-1].filename)}:{own_frames[-1].lineno}{function} ({description})"
 
@@ -90,15 +90,15 @@ def exit_code(body: Callable[[], int]) -> int:
     try:
         return body()
     except ConfigError as error:
-        print(f"titan: {one_line(str(error))}", file=sys.stderr)
+        print(f"titan: {format_message(str(error))}", file=sys.stderr)
         return 2
     except RunError as error:
         print(f"titan: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except output.Lost as lost:  # the reader of stdout has exited: `... | head`
-        if lost.code != output.PIPE:
+    except output.OutputClosedError as lost:  # the reader of stdout has exited: `... | head`
+        if lost.code != output.SIGPIPE_CODE:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
     except Exception as error:
@@ -107,5 +107,5 @@ def exit_code(body: Callable[[], int]) -> int:
             return 1
         if (location := find_own_code_error(error)) is None:
             raise
-        print(f"titan: your code failed: {safe(location)}; correct it.", file=sys.stderr)
+        print(f"titan: your code failed: {sanitize_line(location)}; correct it.", file=sys.stderr)
         return 2

@@ -51,11 +51,11 @@ def _run_generation(words: list[str]) -> int:
     machine = devices.detect_machine(settings.device)
 
     from titan.generation.request import build_job
-    from titan.weights.formats import open_weights, verify  # only now: errors need not wait for torch
+    from titan.weights.formats import open_weights, verify_checksums  # only now: errors need not wait for torch
 
     weights = open_weights(settings.from_, "from")
     job = build_job(settings, layout, texts, weights, machine)
-    verify(weights, "from")
+    verify_checksums(weights, "from")
     if layout.devices == 1:
         from titan.cluster.rank_info import RankInfo
         from titan.generation.worker import work

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from titan.config.arguments import show_help
 from titan.console import output
-from titan.console.progress import progress_line, table
-from titan.console.text import safe
+from titan.console.progress import print_table, progress_line
+from titan.console.text import sanitize_line
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.prepare import prepare, survey_dataset
 from titan.dataset.schema import Dataset, Prepared
@@ -52,7 +52,7 @@ def _run_preparation(arguments: list[str]) -> int:
     recipe.dataset.check()
     for name, dataset in recipe.dataset.corpora().items():
         if isinstance(dataset, Prepared):
-            print(f"{name}: already prepared, in {safe(dataset.path)}")
+            print(f"{name}: already prepared, in {sanitize_line(dataset.path)}")
             continue
         _prepare_corpus(name, dataset, verify="--verify" in flags, dry="--dry-run" in flags)
     return 0
@@ -62,7 +62,7 @@ def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> 
     summary = survey_dataset(dataset)
     completion = "complete" if summary.complete else f"{summary.finished:,} of them done"
     print(f"{name}:")
-    table(
+    print_table(
         {
             "source": f"{summary.source}: {summary.parts:,} part{'s' * (summary.parts != 1)}, {report.format_bytes(summary.bytes)}",
             "shards": f"{summary.shards:,}, {completion}",
@@ -79,7 +79,7 @@ def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> 
     if verify:
         print("verified: all checksums match")
     print("prepared:")
-    table(report.format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
+    print_table(report.format_rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
 def cli() -> None:

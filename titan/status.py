@@ -20,8 +20,8 @@ from launchers.slurm.state import read_state
 from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.numbers import rounded
-from titan.console.text import safe
+from titan.console.numbers import format_rounded
+from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError, exit_code
 from titan.metrics.schema import WARM
@@ -133,7 +133,7 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
         *([""] * bool(reasons)),
         *reasons,
     ]
-    return [safe(line) for line in text_lines]
+    return [sanitize_line(line) for line in text_lines]
 
 
 def _format_row(trial: TrialState) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _format_step_times(directory: Path) -> tuple[str, str]:
     records = islice(read_last_steps(directory), RECENT)
     attempt_records = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
     times = [r["step_seconds"] for r in attempt_records if r.get("step_seconds")]
-    return f"{rounded(median(times))} s" if times else "", f"{rounded(predicted)} s"
+    return f"{format_rounded(median(times))} s" if times else "", f"{format_rounded(predicted)} s"
 
 
 @lru_cache(4096)
@@ -189,7 +189,7 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
 
 
 def _name_trial(trial: TrialState) -> str:
-    return safe(" ".join(trial.overrides) or Path(trial.directory).name)
+    return sanitize_line(" ".join(trial.overrides) or Path(trial.directory).name)
 
 
 def _fit_cell(cell: str, width: int) -> str:

@@ -61,7 +61,7 @@ def cli() -> None:
     """The console script `titan-train`."""
     if rank_info.from_environment(os.environ) is None:
         output.run(main)
-    output.best_effort()
+    output.protect_streams()
     try:
         code = main()
     except Exception:

@@ -16,7 +16,7 @@ from launchers import trials as sweep_trials
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
-from titan.console.text import safe
+from titan.console.text import sanitize_line
 from titan.errors import exit_code
 from titan.run import summary
 from titan.run.completion import is_done
@@ -160,5 +160,5 @@ def _read_last_message(directory: Path) -> str | None:
         except OSError:
             continue
         if printed := [line.strip() for line in lines if line.strip()]:
-            return safe(job_exit.strip_timestamp(printed[-1].removeprefix("titan: ")))
+            return sanitize_line(job_exit.strip_timestamp(printed[-1].removeprefix("titan: ")))
     return None

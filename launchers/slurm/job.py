@@ -178,7 +178,7 @@ def _report_kill(attempt: Path, rank: int, return_code: int) -> None:
 
 def run_and_exit(arguments: list[str]) -> NoReturn:
     """Carry out `main` and exit."""
-    output.best_effort()
+    output.protect_streams()
     exit_now(main(arguments))
 
 

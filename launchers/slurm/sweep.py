@@ -25,7 +25,7 @@ from launchers.slurm.shape import JobShape, derive_job_shape
 from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.settings import format_value
-from titan.console.text import safe, safe_lines
+from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
 from titan.run import own_code, summary
@@ -316,7 +316,7 @@ class SlurmSweep:
         """Print the state of a trial if it has changed."""
         if self.printed_states.get(trial.id) != state:
             self.printed_states[trial.id] = state
-            suffix = f"  ({safe(detail)})" if detail else ""
+            suffix = f"  ({sanitize_line(detail)})" if detail else ""
             print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {trial.label}{suffix}", flush=True)
 
     def _print_unsubmitted(self, unsubmitted: list[Trial]) -> None:
@@ -353,7 +353,7 @@ class SlurmSweep:
             lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
             print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
             print(
-                safe_lines(
+                sanitize_lines(
                     script.build_script(
                         job_shape, self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
                     )

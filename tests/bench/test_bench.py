@@ -16,7 +16,7 @@ from tests.support.machines import detector
 from tests.support.tiers import table
 from titan.bench import activation_modes, command, speed
 from titan.bench.speed import SideResult
-from titan.bench.suites import Case, cpu_cases, gpu_cases
+from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster import devices
 from titan.run import checks, compile_scope
 from titan.run.run import Run
@@ -70,16 +70,16 @@ QUICK = (
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in gpu_cases()], QUICK))
-def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
-    run = command.compose.compose_run([*command.LONG, *command._base("gpu"), *case.overrides])
+@pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in list_gpu_cases()], QUICK))
+def test_an_h200_has_room_for_each_of_its_cases(case: SpeedCase) -> None:
+    run = command.compose.compose_run([*command.LONG, *command._choose_overrides("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
     assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
     assert (run.microbatches, run.precision.emulate) == (1, False)
 
 
 def test_gpu_cases() -> None:
-    titles = [case.title for case in gpu_cases()]
+    titles = [case.title for case in list_gpu_cases()]
     assert len(titles) == len(set(titles))
     large = {f"llama8b, {p}, compile block, memory {m}" for p in ("bf16", "float8") for m in ("selective", "full")}
     assert {"llama1b, bf16, compile model", "llama8b, bf16_pure, compile block, memory none", *large} <= set(titles)
@@ -94,7 +94,7 @@ def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pyt
 
     monkeypatch.setattr(speed, "_run_process", started)
     monkeypatch.setattr(command.compose, "compose_run", lambda overrides: None)
-    found = command._host_syncs(gpu_cases(), [])
+    found = command._find_host_syncs(list_gpu_cases(), [])
     assert len(asked) == len(found) == 8
     assert (
         sum("compile=block" in each for each in asked) == 5 and sum("precision=float8" in each for each in asked) == 2
@@ -115,7 +115,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("text", "line"), ENDS)
 def test_error_line_of_a_process(text: str, line: str) -> None:
-    assert speed.error_line(text, -9).startswith(line)
+    assert speed.find_error_line(text, -9).startswith(line)
 
 
 @pytest.mark.parametrize("suite", ["tiny", "modes"])
@@ -131,16 +131,16 @@ def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = command.compose.compose_run([*chunk, *command.QUIET, *SMALL])
     with speed.open_trainer(run) as (_, bare_loop):
-        bare = bare_loop(Case("", ()))
+        bare = bare_loop(SpeedCase("", ()))
     assert bare.model.head.fused.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
-    bare.steps(1)
+    bare.train_steps(1)
     assert not torch.equal(before, bare.model.head.weight)
 
 
 def test_a_cpu_is_asked_for_a_bare_loop_compiled_as_a_whole() -> None:
-    cases = {case.title: case for case in cpu_cases()}
-    assert len(cases) == len(cpu_cases())
+    cases = {case.title: case for case in list_cpu_cases()}
+    assert len(cases) == len(list_cpu_cases())
     for precision in ("fp32", "bf16"):
         assert cases[f"{precision}, compile model"].bare == ""
         case = cases[f"{precision}, compile block, bare: model"]
@@ -155,14 +155,14 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     run = command.compose.compose_run([*overrides, *command.QUIET, *SMALL])
     with speed.open_trainer(run) as (_, bare_loop):
         compiled.clear()
-        bare_loop(Case("", ()))
+        bare_loop(SpeedCase("", ()))
         assert len(compiled) == run.model.layers + 1 and "summed" not in compiled
         compiled.clear()
-        bare_loop(Case("", (), bare="model"))
+        bare_loop(SpeedCase("", (), bare="model"))
         assert compiled == ["summed"]
     asked: dict[str, Any] = {}
     monkeypatch.setattr(speed, "_run_process", lambda side, how, overrides: asked.update({side: overrides}) or {})
-    speed.measure_separately(run, Case("", ("compile=block",), bare="model"), [], 1, 1)
+    speed.measure_separately(run, SpeedCase("", ("compile=block",), bare="model"), [], 1, 1)
     assert asked == {"bare": ["compile=block", "compile=model"], "titan": ["compile=block"]}
 
 
@@ -174,12 +174,12 @@ def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
 def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
     monkeypatch.setattr(speed, "measure_separately", one_fails)
-    overrides = [*command.LONG, *command._base("gpu")]
-    assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for
-    found = speed.measure(gpu_cases()[0], overrides, CEILINGS, 3, 1)
+    overrides = [*command.LONG, *command._choose_overrides("gpu")]
+    assert "compile=off" in list_gpu_cases()[0].overrides  # so that no compiler is looked for
+    found = speed.measure_case(list_gpu_cases()[0], overrides, CEILINGS, 3, 1)
     assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
     assert found.mfu is not None and 0.3 < found.mfu < 0.6  # of an H100
-    text = found.rows()
+    text = found.format_rows()
     assert "bare: CUDA out of memory" in text and "titan 30.0 GiB" in text and "roofline" in text
 
 
@@ -195,8 +195,8 @@ def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    cases = [Case("none", ("training.sleep=1",))]
-    assert list(command._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
+    cases = [SpeedCase("none", ("training.sleep=1",))]
+    assert list(command._measure_speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
     assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
@@ -212,7 +212,7 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     run = command.compose.compose_run([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
-    assert speed.sync_location(run, steps=1) == ""
+    assert speed.locate_host_sync(run, steps=1) == ""
 
     def failing(self: Trainer, before: Any = None) -> Any:
         if modes[-1] == "error":
@@ -221,10 +221,12 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
 
     step, message = Trainer._step, "called a synchronizing CUDA operation\nand where"
     monkeypatch.setattr(Trainer, "_step", failing)
-    assert re.fullmatch(r"bench/test_bench\.py:\d+: raise RuntimeError\(message\)", speed.sync_location(run, steps=1))
+    assert re.fullmatch(
+        r"bench/test_bench\.py:\d+: raise RuntimeError\(message\)", speed.locate_host_sync(run, steps=1)
+    )
     message = "CUDA out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
-        speed.sync_location(run, steps=1)
+        speed.locate_host_sync(run, steps=1)
     assert modes == ["error", "default"] * 3
 
 
@@ -247,7 +249,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_modes() -> None:
     run = command.compose.compose_run(["cluster.device=cpu"])
-    titles = [mode.title for mode in activation_modes.modes(run)]
+    titles = [mode.title for mode in activation_modes.list_modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles

@@ -10,7 +10,7 @@ import pytest
 from tests.support.composing import composed
 from tests.support.runs import train
 from titan.bench import command
-from titan.bench.checkpoint import EVERY, summarise, write_plain_file
+from titan.bench.checkpoint import EVERY, summarise_run, write_plain_file
 
 SMALL = [
     "cluster.device=cpu", "model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",
@@ -21,7 +21,7 @@ SMALL = [
 @pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs forked from here: their start would take most of the time."""
-    monkeypatch.setattr(command, "_train", lambda overrides, folder: train(composed(overrides))[0].code)
+    monkeypatch.setattr(command, "_run_training", lambda overrides, folder: train(composed(overrides))[0].code)
     out = tmp_path / "figures.json"
     assert command.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
     found = json.loads(out.read_text())
@@ -43,7 +43,7 @@ def test_metrics_are_summarised() -> None:
         {"step": s, "checkpoint_step": s, "checkpoint_stall_seconds": w, "checkpoint_seconds": t, "checkpoint_gib": 1.0}
         for s, w, t in saves
     ]
-    found = summarise("async", lines, 15)
+    found = summarise_run("async", lines, 15)
     assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
     assert found.memory == pytest.approx(1.15)
     assert "50.0%" in found.row()

@@ -13,9 +13,9 @@ from titan.bench import command, experts
 from titan.model import grouped
 
 
-@pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.PRODUCTS[:2]])
-def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.Product) -> None:
-    x, weight, grad, ends = experts._tensors(product, "cpu")
+@pytest.mark.parametrize("product", [pytest.param(each, id=each.title) for each in experts.MATMULS[:2]])
+def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.GroupedMatmul) -> None:
+    x, weight, grad, ends = experts._make_tensors(product, "cpu")
     torch.testing.assert_close(grouped.multiply_with_kernel(x, weight, ends), grouped.multiply_in_loop(x, weight, ends))
     both = (grouped.compute_weight_grad_with_kernel(x, grad, ends), grouped.compute_weight_grad_in_loop(x, grad, ends))
     torch.testing.assert_close(*both)
@@ -23,7 +23,7 @@ def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.Product) ->
 
 
 def test_sides_of_steps_differ_in_the_experts() -> None:
-    dense, moe = (composed([*side, "name=x"]) for side in experts.steps_of().pop("step, experts / dense"))
+    dense, moe = (composed([*side, "name=x"]) for side in experts.list_step_pairs().pop("step, experts / dense"))
     routers = moe.model.layers * moe.model.dim * moe.model.experts
     assert moe.model.active_parameters() - routers == dense.model.parameters()
     assert (moe.training, moe.layout) == (dense.training, dense.layout)
@@ -31,7 +31,7 @@ def test_sides_of_steps_differ_in_the_experts() -> None:
 
 @pytest.mark.full
 def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
-    found = {title: sides for title, sides in experts.steps_of().items() if "ranks" in title}
+    found = {title: sides for title, sides in experts.list_step_pairs().items() if "ranks" in title}
     for (ranks, degree), sides in zip(experts.DEGREES, found.values(), strict=True):
         first, second = (composed([*side, "name=x"]) for side in sides)
         assert (first.layout.expert, second.layout.expert) == (1, degree)
@@ -41,7 +41,7 @@ def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
 
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    case = experts.PRODUCTS[0].title
+    case = experts.MATMULS[0].title
     options = ["--suite", "experts", "--rounds", "3", "--steps", "1", "--json", str(out), "--case", case]
     assert command.main([*options, "cluster.device=cpu"]) == 0
     (found,) = json.loads(out.read_text())

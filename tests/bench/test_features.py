@@ -29,7 +29,7 @@ def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
     def work(side: int) -> None:
         turns = features.Turns(f"{tmp_path}/turns", 2, side)
         for turn in range(4):
-            turns.take(lambda turn=turn: seen.append((turn, side)), ends=True)  # type: ignore[misc]
+            turns.take_turn(lambda turn=turn: seen.append((turn, side)), ends_turn=True)  # type: ignore[misc]
 
     threads = [Thread(target=work, args=(side,)) for side in (0, 1)]
     for thread in threads:

@@ -20,19 +20,19 @@ def _percent(value: float, digits: int = 1) -> str:
 
 
 def _figures(found: Sequence[float]) -> tuple[str, str]:
-    return _percent(fit_costs.median_error(found)), _percent(max(map(abs, found)))
+    return _percent(fit_costs.compute_median_error(found)), _percent(max(map(abs, found)))
 
 
 def test_no_unseen_run_is_fitted() -> None:
     ignored = ("source", "url", "date", "notes", "dp_shard", "dp_repl", "zero")
 
     def runs(file: Path) -> list[tuple[str, ...]]:
-        return [tuple(v for name, v in row.items() if name not in ignored) for row in fit_costs.rows(file)]
+        return [tuple(v for name, v in row.items() if name not in ignored) for row in fit_costs.read_runs(file)]
 
     unseen = runs(fit_costs.UNSEEN)
     assert len(unseen) == len(set(unseen)) == 62
     assert not set(unseen) & set(runs(fit_costs.PUBLISHED))
-    assert all(row["url"].startswith("https://") for row in fit_costs.rows(fit_costs.UNSEEN))
+    assert all(row["url"].startswith("https://") for row in fit_costs.read_runs(fit_costs.UNSEEN))
 
 
 @pytest.mark.parametrize("name", [*fit_costs.FITTED, "fragments"])
@@ -49,21 +49,29 @@ def test_the_page_states_the_intervals() -> None:
 
 @pytest.mark.full
 def test_the_page_states_the_errors_of_the_fit() -> None:
-    published = fit_costs.rows()
-    median, largest = _figures(fit_costs.errors(published, load_constants()))
+    published = fit_costs.read_runs()
+    median, largest = _figures(fit_costs.compute_errors(published, load_constants()))
     assert f"The median error on these runs is {median}, the largest {largest}" in ACCURACY
-    left_out = [_figures(found) for _, found in fit_costs.left_out(published)]
+    left_out = [_figures(found) for _, found in fit_costs.cross_validate_sources(published)]
     assert re.findall(r"\| ([\d.]+ %) \| ([\d.]+ %) \|", ACCURACY)[:3] == left_out
 
 
 @pytest.mark.full
 def test_the_page_states_the_errors_on_unseen_runs() -> None:
-    found = fit_costs.errors(fit_costs.rows(fit_costs.UNSEEN), load_constants())
-    near, inside = _percent(fit_costs.within(found), 0), _percent(fit_costs.in_interval(found, load_constants()), 0)
+    found = fit_costs.compute_errors(fit_costs.read_runs(fit_costs.UNSEEN), load_constants())
+    near, inside = (
+        _percent(fit_costs.compute_share_within(found), 0),
+        _percent(fit_costs.compute_coverage(found, load_constants()), 0),
+    )
     stated = f"the median error is {_figures(found)[0]}; {near} of them lie within 20 %, and {inside} in the interval"
     assert stated in ACCURACY
-    ratios = [_figures(each)[0] for each in fit_costs.ratio_errors(fit_costs.rows(fit_costs.UNSEEN), found).values()]
+    ratios = [
+        _figures(each)[0]
+        for each in fit_costs.compute_ratio_errors(fit_costs.read_runs(fit_costs.UNSEEN), found).values()
+    ]
     assert re.findall(r"only have a median error of ([\d.]+ %).*?stages\) ([\d.]+ %)", ACCURACY) == [tuple(ratios)]
-    peaks = fit_costs.memory_errors(fit_costs.memory_of(fit_costs.rows(fit_costs.UNSEEN)), load_constants())
+    peaks = fit_costs.compute_memory_errors(
+        fit_costs.collect_memory_pairs(fit_costs.read_runs(fit_costs.UNSEEN)), load_constants()
+    )
     lowest = f"its median error is {_figures(peaks)[0]}; the lowest estimate is {_percent(-min(peaks))} too low"
     assert lowest in ACCURACY

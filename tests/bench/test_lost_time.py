@@ -26,7 +26,7 @@ def test_passes_go_on_until_the_other_thread_ends(training: TrainingThread, monk
             enough.set()
 
     monkeypatch.setattr(training, "_run_pass", run_pass)
-    assert training.time_lost_beside(lambda: enough.wait(60)) >= 0
+    assert training.measure_lost_time(lambda: enough.wait(60)) >= 0
     assert len(passes) >= 3
 
 
@@ -39,9 +39,9 @@ def test_it_is_what_each_pass_takes_longer(
 
     training.seconds = 0.1
     monkeypatch.setattr(training, "_repeat", repeat)
-    assert training.time_lost_beside(lambda: None) == pytest.approx(lost)
+    assert training.measure_lost_time(lambda: None) == pytest.approx(lost)
 
 
 def test_an_error_of_the_other_thread_is_raised(training: TrainingThread) -> None:
     with pytest.raises(ZeroDivisionError):
-        training.time_lost_beside(lambda: 1 / 0)
+        training.measure_lost_time(lambda: 1 / 0)

@@ -8,20 +8,22 @@ import pytest
 
 from tests.bench.test_step_figures import FIGURES, PRICES
 from titan.bench import predicted
-from titan.bench.predicted import Case, Figures, Row
+from titan.bench.predicted import Figures, PredictionCase, PredictionRow
 
 
-def row(layout: str, said: float, took: float, length: int = 128) -> Row:
-    case = Case("narrow", length, layout, "none")
-    return Row(case, Figures(said, 1.0, 1e9), Figures(took, 1.0, 1e9))
+def row(layout: str, said: float, took: float, length: int = 128) -> PredictionRow:
+    case = PredictionCase("narrow", length, layout, "none")
+    return PredictionRow(case, Figures(said, 1.0, 1e9), Figures(took, 1.0, 1e9))
 
 
 def test_the_matrix_has_every_layout_and_mode_once() -> None:
-    cases = list(predicted.matrix())
+    cases = list(predicted.list_cases())
     dense = [case for case in cases if case.model in predicted.DENSE]
     assert len(cases) == len(set(cases)) == 84
     assert {(c.layout, c.mode) for c in dense} == {
-        (layout, mode) for layout in (*predicted.TWO, *predicted.FOUR) for mode in ("none", *predicted.MODES)
+        (layout, mode)
+        for layout in (*predicted.TWO_RANK_LAYOUTS, *predicted.FOUR_RANK_LAYOUTS)
+        for mode in ("none", *predicted.MODES)
     }
     assert {(c.model, c.layout) for c in cases if c not in dense} == set(predicted.WITH_EXPERTS)
     assert {c.model for c in cases if c.mode != "none"} == {"narrow", "wide"}
@@ -29,14 +31,14 @@ def test_the_matrix_has_every_layout_and_mode_once() -> None:
 
 def test_only_layouts_of_one_model_and_length_that_differ_are_compared() -> None:
     rows = [row("single", 1.0, 1.0), row("ddp", 0.9, 1.1), row("fsdp", 1.2, 2.0), row("tp", 0.1, 9.0, 256)]
-    found = [(one.case.layout, other.case.layout) for one, other in predicted.pairs(rows)]
+    found = [(one.case.layout, other.case.layout) for one, other in predicted.find_distinct_pairs(rows)]
     assert found == [("single", "fsdp"), ("ddp", "fsdp")]
-    assert predicted.summary(rows)[-1].startswith("faster of two layouts: 2 of 2 pairs")
+    assert predicted.summarise_rows(rows)[-1].startswith("faster of two layouts: 2 of 2 pairs")
 
 
 def test_errors_are_relative_to_the_measurement() -> None:
     rows = [row("single", 1.1, 1.0), row("ddp", 0.5, 1.0), row("fsdp", 1.0, 1.0)]
-    assert predicted.summary(rows)[0] == "step time: median error 10.0%, largest 50.0%"
+    assert predicted.summarise_rows(rows)[0] == "step time: median error 10.0%, largest 50.0%"
 
 
 @pytest.mark.parametrize("text", ["", "device: cpu", "hardware: [1", None])

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.support.process_groups import fake_rank
 from titan.bench import command, scale
-from titan.bench.simulated_save import SimulatedSave, parameters
+from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.assignment import describe_items
 from titan.checkpoint.plans import create_write_items
@@ -29,49 +29,49 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_measurement_is_of_cpu_time_and_of_memory_that_grows() -> None:
-    def work(ranks: int, meter: scale.Meter) -> None:
+    def work(ranks: int, meter: scale.CostMeter) -> None:
         with meter:
             mmap.mmap(-1, ranks * 2**22).write(bytes(2**22) * ranks)
 
-    seconds, mebibytes = scale._measure(work, 16)
+    seconds, mebibytes = scale._measure_cost(work, 16)
     assert 0 < seconds < 5 and 120 < mebibytes < 140
 
 
 def test_a_measurement_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunError, match="a simulated rank of 16 ended with exit code 1"):
-        scale._measure(lambda ranks, meter: [][ranks], 16)
+        scale._measure_cost(lambda ranks, meter: [][ranks], 16)
     assert "IndexError" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("times", "growth"), [((1, 1, 8), 1.0), ((5, 2, 2), 0.0), ((1, 3, 192), 2.0), ((1,), None)])
 def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float | None) -> None:
-    row = scale.Row([scale.Cost("0", "x", 8**i, seconds, 1) for i, seconds in enumerate(times)])
-    assert row.growth() == (growth if growth is None else pytest.approx(growth))
+    row = scale.CostRow([scale.RankCost("0", "x", 8**i, seconds, 1) for i, seconds in enumerate(times)])
+    assert row.compute_growth() == (growth if growth is None else pytest.approx(growth))
     assert ("-" if growth is None else f"{growth:.1f}") in row.row()
 
 
 def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
-    run = scale.compose(16)
-    save, last = SimulatedSave(run, parameters(run)), run.layout.sharded * run.layout.tensor - 1
+    run = scale.compose_scale_run(16)
+    save, last = SimulatedSave(run, compute_parameter_sizes(run)), run.layout.sharded * run.layout.tensor - 1
     with fake_rank(last, 16):
-        items = create_write_items(save.tensors())
+        items = create_write_items(save.make_tensors())
     names = [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in items]
     assert names == [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in save.templates[-1][0]]
-    of_last = save.holdings(run.layout.devices - 1)
+    of_last = save.make_holdings(run.layout.devices - 1)
     assert run.layout.compute_coordinates(run.layout.devices - 1)["shard"] == run.layout.shard - 1
     assert describe_items(items).boxes == of_last.boxes
 
 
 def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
-    run = scale.compose(16)
-    sizes = parameters(run)
+    run = scale.compose_scale_run(16)
+    sizes = compute_parameter_sizes(run)
     save = SimulatedSave(run, sizes)
     contents = []
     for first in (True, False):
         save.send_holdings(first)
-        save.settle(first)
+        save.make_global_plan(first)
         save.send_positions(first)
-        save.conclude(first, tmp_path)
+        save.finish_save(first, tmp_path)
         contents.append((tmp_path / reader.METADATA).read_bytes())
     assert run.layout.pipeline == run.layout.tensor == 2 and run.layout.shard == 4
     metadata = reader.parse_metadata(contents[0])

@@ -114,7 +114,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
 
 
 def copying(tokenizer: str | None) -> Callable[[Path], manager.TokenizerFiles]:
-    return partial(tokenizer_files.copy_listed, tokenizer)
+    return partial(tokenizer_files.copy_and_list, tokenizer)
 
 
 @pytest.mark.full

@@ -62,7 +62,7 @@ def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_suite", lambda args, overrides: 0)
+    monkeypatch.setattr(command, "_run_suite", lambda args, overrides: 0)
     assert command.main([]) == 0
 
 

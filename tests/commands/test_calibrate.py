@@ -28,9 +28,9 @@ def test_what_is_measured_can_be_planned_with(
     monkeypatch.setattr(calibration, "REPEATS", 1)
     monkeypatch.setattr(calibration, "ATTENTION", {"cpu": ((1, 2, 128, 32),)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(trials, "step_seconds", lambda runs: [0.1] * len(runs))
-    monkeypatch.setattr(trials, "crowded_step_seconds", lambda runs, ranks: [0.2] * len(runs))
-    monkeypatch.setattr(trials, "process_gib", lambda run: 0.3)
+    monkeypatch.setattr(trials, "measure_step_seconds", lambda runs: [0.1] * len(runs))
+    monkeypatch.setattr(trials, "measure_crowded_steps", lambda runs, ranks: [0.2] * len(runs))
+    monkeypatch.setattr(trials, "measure_process_gib", lambda run: 0.3)
     file = tmp_path / "mine" / "cluster" / "here.yaml"
     assert calibrate.main([f"to={file}"]) == 0
     assert {"link_gb_per_second", "process_gib", "shard_block_microseconds"} <= yaml.safe_load(file.read_text())[
@@ -59,9 +59,9 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
         m, n, k = work
         return 2 * m * n * (k + 64) / 1e12
 
-    monkeypatch.setattr(calibration, "_matmul", lambda m, n, k, *_: (m, n, k))
-    monkeypatch.setattr(calibration, "_best", times)
-    rate, prologue = calibration.matmul_figures(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(calibration, "_build_matmul", lambda m, n, k, *_: (m, n, k))
+    monkeypatch.setattr(calibration, "_time_best", times)
+    rate, prologue = calibration.measure_matmul(torch.device("cpu"), torch.float32)
     assert prologue == 64 and rate == pytest.approx(1e12)
 
 
@@ -117,6 +117,6 @@ def test_attention_of_short_rows_and_narrow_heads_is_explained(monkeypatch: pyte
         there, back = (compute_slowdown(t, d, short, 0.75) for short in (128, 1024))
         return 2 * b * h * t * t * d * there / 2e12, 5 * b * h * t * t * d * back / 1e12
 
-    monkeypatch.setattr(calibration, "_attention_seconds", times)
-    found = calibration.attention_figures(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(calibration, "_time_attention", times)
+    found = calibration.measure_attention(torch.device("cpu"), torch.float32)
     assert list(found.values()) == pytest.approx([2.0, 1.0, 128, 1024, 0.75])

@@ -138,8 +138,8 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
         return tensor
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "cast", interrupted)
-        patch.setattr("titan.weights.save.cast", interrupted)
+        patch.setattr(export, "cast_tensor", interrupted)
+        patch.setattr("titan.weights.save.cast_tensor", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
     (tmp_path / "b" / ".__0_0.distcp.1.tmp").touch()  # as a killed conversion leaves
@@ -157,7 +157,7 @@ def test_a_full_disk_is_a_failure(
         raise OSError(28, "No space left on device")
 
     native(tmp_path / "a", LLAMA)
-    monkeypatch.setattr(export, "finish", full)
+    monkeypatch.setattr(export, "finish_export", full)
     assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b"]) == 1
     assert "can't be written (No space left on device)" in capsys.readouterr().err
     assert (tmp_path / "b" / convert.MARK).exists()

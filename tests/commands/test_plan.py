@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.tiers import full, table
 from titan import plan
-from titan.console.numbers import rounded
+from titan.console.numbers import format_rounded
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]
 
@@ -165,9 +165,9 @@ def test_a_trace_agrees_with_the_model_and_is_in_every_output(
     assert trace["ranks"][0]["live_gib"] == pytest.approx(live, rel=0.05)
     assert trace["ranks"][0]["live_gib"] < trace["ranks"][0]["reserved_gib"] < trace["memory_gib"]
     assert sum(trace["parts"]["step_seconds"].values()) == pytest.approx(trace["step_seconds"])
-    assert f"step       {rounded(trace['step_seconds'])} s, of which" in out
+    assert f"step       {format_rounded(trace['step_seconds'])} s, of which" in out
     assert "Memory over the traced step" in page
-    assert f"peak {rounded(trace['ranks'][0]['live_gib'])} GiB: backward of the head" in page
+    assert f"peak {format_rounded(trace['ranks'][0]['live_gib'])} GiB: backward of the head" in page
 
 
 @pytest.mark.full

@@ -33,8 +33,8 @@ from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
 from titan.run.hydra_session import CONF
 from titan.run.run import as_model
-from titan.weights.formats import digest_of, open_weights
-from titan.weights.origin import model_of
+from titan.weights.formats import compute_digest, open_weights
+from titan.weights.origin import build_model
 
 DATA = Path(__file__).parents[1] / "data"
 IDS: list[dict[str, str]] = yaml.safe_load((DATA / "ids.yaml").read_text())
@@ -143,14 +143,14 @@ def before(directory: Path) -> dict[str, Any]:
 def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) -> None:
     directory = runs / "qwen3-muon"
     found = manifest.inspect(directory / "checkpoints" / "step-3")
-    assert found and type(model_of(found, "it")) is Qwen3
+    assert found and type(build_model(found, "it")) is Qwen3
     assert type(speed.build_model(collect_runs([directory]).runs[0])) is Qwen3
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_digest_of_old_weights_is_what_it_was(name: str, where: str, runs: Path) -> None:
     weights = open_weights(str(runs / name / "checkpoints" / "step-3"))
-    assert digest_of(weights) == DIGESTS[name]
+    assert compute_digest(weights) == DIGESTS[name]
 
 
 def test_old_runs_are_compared_and_shown(where: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tests.support.runs import TINY
 from tests.support.tiers import full, table
 from titan import status
 from titan.cluster import devices
-from titan.console.text import escape, is_redacted, redact, redacted
+from titan.console.text import escape, is_redacted, redact, redact_nested
 from titan.dataset import corpora, remote
 from titan.errors import ConfigError, RunError
 from titan.report import collect
@@ -101,7 +101,7 @@ def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFix
 
 
 def test_nested_settings_are_redacted() -> None:
-    found = redacted({"a": [f"https://u:{SECRET}@h"], "HF_TOKEN": SECRET, "n": 1, "t": (None,)})
+    found = redact_nested({"a": [f"https://u:{SECRET}@h"], "HF_TOKEN": SECRET, "n": 1, "t": (None,)})
     assert found == {"a": ["https://***@h"], "HF_TOKEN": "***", "n": 1, "t": [None]}
 
 
@@ -149,7 +149,9 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
     assert identity.compute_trial_id(one) == identity.compute_trial_id(other)
     assert identity.select_settings(one, science=False) == identity.select_settings(other, science=False)
-    before: dict[str, Any] = {"config": {"checkpoint": redacted({"resume": one.checkpoint.resume, "weights": None})}}
+    before: dict[str, Any] = {
+        "config": {"checkpoint": redact_nested({"resume": one.checkpoint.resume, "weights": None})}
+    }
     assert lineage._is_unchanged(other, before)
 
 

@@ -147,7 +147,7 @@ def test_a_power_limit_slows_a_device() -> None:
     assert speeds(watts=900, reference_watts=700).matmul == speeds().matmul
 
 
-ROWS = fit_costs.rows()
+ROWS = fit_costs.read_runs()
 
 
 def published() -> list[Any]:
@@ -161,7 +161,7 @@ def published() -> list[Any]:
 @pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
     """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
-    (error,) = fit_costs.errors([row], load_constants())
+    (error,) = fit_costs.compute_errors([row], load_constants())
     assert abs(error) < math.log(1.1)
 
 

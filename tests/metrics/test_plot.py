@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiers import full
-from titan.console.numbers import short
+from titan.console.numbers import format_tokens
 from titan.metrics.lines import read_records
 from titan.metrics.plot import extract_curve, plot_losses, smooth_values
 
@@ -89,4 +89,4 @@ def test_smoothing_averages() -> None:
     ("count", "text"), [(0, "0"), (820, "820"), (16384, "16.4k"), (2_500_000, "2.5M"), (1.2e9, "1.2B"), (15e12, "15T")]
 )
 def test_short(count: float, text: str) -> None:
-    assert short(count) == text
+    assert format_tokens(count) == text

@@ -16,7 +16,7 @@ from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.weights.hf_config import FURTHER_FIELDS
-from titan.weights.interface import fused_part, stored_parts
+from titan.weights.interface import list_stored_parts, parse_fused_part
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,8 +169,8 @@ def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def as_ours(name: str, weight: Tensor, theirs: Mapping[str, Tensor]) -> Tensor:
     """One of our tensors from theirs."""
-    parts = [theirs[part] for part, _ in stored_parts(name, weight.shape)]
-    if (part := fused_part(name)) is not None:
+    parts = [theirs[part] for part, _ in list_stored_parts(name, weight.shape)]
+    if (part := parse_fused_part(name)) is not None:
         return parts[0].chunk(part[1], -1)[part[0]].mT
     return torch.stack(parts) if "{}" in name else parts[0]
 
@@ -181,7 +181,7 @@ def ours(config: Decoder, theirs: torch.nn.Module) -> Any:
     biases = {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
     weights = named(dict(theirs.named_parameters())) | biases
     names, shapes = model.hf_names(), {name: weight.shape for name, weight in model.named_weights()}
-    assert {part for name in names for part, _ in stored_parts(names[name], shapes[name])} == set(weights)
+    assert {part for name in names for part, _ in list_stored_parts(names[name], shapes[name])} == set(weights)
     with torch.no_grad():
         for name, weight in model.named_weights():
             weight.copy_(as_ours(names[name], weight, weights))

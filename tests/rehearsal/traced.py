@@ -27,24 +27,24 @@ def runs() -> Iterator[tuple[str, list[str], float | None]]:
     from titan.bench import fit_costs
 
     yield "bench_8b_8, not compiled", ["recipe=bench_8b_8", "compile=off"], None
-    rows = [*fit_costs.rows(fit_costs.PUBLISHED), *fit_costs.rows(fit_costs.UNSEEN)]
+    rows = [*fit_costs.read_runs(fit_costs.PUBLISHED), *fit_costs.read_runs(fit_costs.UNSEEN)]
     for row in rows:
-        if row["mem_GiB"] and fit_costs.kernel(row) == "flash":
+        if row["mem_GiB"] and fit_costs.choose_kernel(row) == "flash":
             layout = " ".join(f"{name} {row[name]}" for name in ("tp", "pp", "cp") if (row[name] or "1") != "1")
             compiled = "" if row["compile"] == "0" else ", compiled"
             name = f"{row['model']}, {row['precision']}, {row['n_gpus']} x {int(row['seq']):,} {layout}".strip()
-            yield name + compiled, fit_costs.overrides(row), float(row["mem_GiB"])
+            yield name + compiled, fit_costs.build_overrides(row), float(row["mem_GiB"])
 
 
 def trace(overrides: Sequence[str]) -> dict[str, float]:
     """Return GiB of live tensors and what is reserved, of the rank that needs most."""
-    from titan.bench.fit_costs import _run
+    from titan.bench.fit_costs import _compose_run
     from titan.estimate.operations import derive_speeds
     from titan.estimate.plan import resolve_hardware
     from titan.estimate.rank_sizes import GIB
     from titan.training.trace.ranks import trace_run
 
-    run = _run(tuple(overrides))
+    run = _compose_run(tuple(overrides))
     fullest = trace_run(
         run, derive_speeds(resolve_hardware(run.cluster, run.machine), 8, dtype="bf16", kernel="flash")
     ).fullest

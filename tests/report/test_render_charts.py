@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import shown_report
-from titan.console.numbers import tick
+from titan.console.numbers import format_tick
 from titan.report.findings import Comparison
 from titan.report.render import bars, charts, curves, svg
 from titan.report.render import pareto as front
@@ -45,7 +45,7 @@ def test_round_values_lie_within_and_are_even(low: float, length: float, wanted:
 def test_ticks() -> None:
     assert Scale(0, 1.7e6, 0, 1).compute_ticks(4) == [0, 5e5, 1e6, 1.5e6]
     assert Scale(1e-7, 1, 0, 1, log=True).compute_ticks(4) == pytest.approx([1e-7, 1e-5, 1e-3, 1e-1])
-    assert [tick(value) for value in (3.5966, 30_000, 0.1)] == ["3.5966", "30,000", "0.1"]
+    assert [format_tick(value) for value in (3.5966, 30_000, 0.1)] == ["3.5966", "30,000", "0.1"]
 
 
 @given(wanted=st.lists(st.floats(0, 300), min_size=1, max_size=8), height=st.floats(5, 30))

@@ -12,7 +12,7 @@ import pytest
 from tests.support.composing import composed
 from tests.support.page_reader import Reader
 from tests.support.tiers import table
-from titan.console.numbers import rounded
+from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, build_plan
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
@@ -159,7 +159,7 @@ def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     (peak,) = re.findall(r'<circle class="peak"[^>]* cy="([\d.]+)"', html)
     (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
     assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
-    assert f"peak {rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
+    assert f"peak {format_rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
     areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
     tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
     assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6

@@ -22,7 +22,7 @@ from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config import launcher_hints
 from titan.config.modules import HYDRA_PACKAGES
-from titan.console.text import one_line
+from titan.console.text import format_message
 from titan.errors import exit_code
 from titan.run import attempts, summary
 from titan.run.command_line import quote_value
@@ -268,7 +268,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_message_is_one_line() -> None:
-    assert one_line("a\n" + "x" * 1000 + " b\0") == "a\\n" + "x" * 97 + "…" + "x" * 40 + " b\\x00"
+    assert format_message("a\n" + "x" * 1000 + " b\0") == "a\\n" + "x" * 97 + "…" + "x" * 40 + " b\\x00"
 
 
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.machines import detector
 from tests.support.runs import TINY
 from titan.cluster import devices
-from titan.console.numbers import billions
+from titan.console.numbers import format_count
 from titan.dataset import corpora
 from titan.run import attempts, identity, summary
 from titan.run.compose import compose_run
@@ -41,7 +41,7 @@ def test_the_model_and_the_layout(
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
     summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
     shown = " ".join(capsys.readouterr().out.split())
-    counts = map(billions, (run.model.parameters(), run.model.active_parameters()))
+    counts = map(format_count, (run.model.parameters(), run.model.active_parameters()))
     assert model.format(*counts) in shown
     assert all(part in shown for part in layout)
     assert ("expert" in shown.partition("layout")[2]) == ("parallelism.expert=2" in settings)

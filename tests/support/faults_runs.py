@@ -200,7 +200,7 @@ RUNS = (
     fault(
         "ids: secrets are in them",
         "titan/run/identity.py",
-        "= redacted(to_plain(setting))",
+        "= redact_nested(to_plain(setting))",
         "= to_plain(setting)",
         "console/test_text.py::test_another_password_goes_on_with_the_same_run",
     ),

@@ -146,7 +146,7 @@ def test_a_rank_under_torchrun_leaves_without_tidying_up(
     monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
     monkeypatch.setattr(training, "main", lambda: 1 // 0)
     monkeypatch.setattr(training, "exit_now", left.append)
-    monkeypatch.setattr(training.output, "best_effort", lambda: None)  # this process keeps its own
+    monkeypatch.setattr(training.output, "protect_streams", lambda: None)  # this process keeps its own
     training.cli()
     assert left == [1]
     assert "ZeroDivisionError" in capsys.readouterr().err

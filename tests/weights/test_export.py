@@ -42,9 +42,9 @@ from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files
-from titan.weights.export import check_export, export, files_of, finish
+from titan.weights.export import check_export, export_files, finish_export, list_files
 from titan.weights.formats import open_weights
-from titan.weights.meta_params import feed_forward, params_of
+from titan.weights.meta_params import build_params, find_ffn_multiplier
 from titan.weights.save import save_weights
 
 TIED = Llama(**SMALL, tied=True)
@@ -65,8 +65,8 @@ def out(source: Path, folder: Path, **how: Any) -> Path:
     """Export everything in one process."""
     weights = open_weights(source)
     folder.mkdir()
-    export(weights, folder, **how)
-    finish(weights, folder, **how)
+    export_files(weights, folder, **how)
+    finish_export(weights, folder, **how)
     return folder
 
 
@@ -193,10 +193,10 @@ def test_the_work_can_be_shared(format: Any, tmp_path: Path) -> None:
     weights, told = open_weights(tmp_path / "a"), list[int]()
     for rank in (2, 0, 1):
         with pytest.raises(ConfigError, match="is missing; restart the conversion"):
-            finish(weights, tmp_path / "shared", **how)
-        export(weights, tmp_path / "shared", **how, part=(rank, 3), progress=told.append)
-    finish(weights, tmp_path / "shared", **how)
-    assert sum(told) == sum(file.bytes for file in files_of(weights, **how))
+            finish_export(weights, tmp_path / "shared", **how)
+        export_files(weights, tmp_path / "shared", **how, part=(rank, 3), progress=told.append)
+    finish_export(weights, tmp_path / "shared", **how)
+    assert sum(told) == sum(file.bytes for file in list_files(weights, **how))
     files = sorted(file.name for file in alone.iterdir())
     assert files == sorted(file.name for file in (tmp_path / "shared").iterdir())
     for name in files:
@@ -222,11 +222,11 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     weights: Any = Broken(open_weights(tmp_path / "a"))
     for how in ({"format": "hf", "shard_bytes": 100_000}, {"format": "meta", "meta_ranks": 1}):
         with pytest.raises(KeyboardInterrupt):
-            export(weights, tmp_path / "b", **how)  # type: ignore[arg-type]
+            export_files(weights, tmp_path / "b", **how)  # type: ignore[arg-type]
     names = {file.name for file in (tmp_path / "b").iterdir()}
     assert names == {"model-00001-of-00002.safetensors"}  # neither a half-written file nor a temporary one
     with pytest.raises(ConfigError, match="is missing; restart the conversion"):
-        finish(weights, tmp_path / "b", format="hf", shard_bytes=100_000)
+        finish_export(weights, tmp_path / "b", format="hf", shard_bytes=100_000)
     with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
 
@@ -297,14 +297,14 @@ def test_a_family_of_ones_own_is_refused() -> None:
 
 @given(dim=st.integers(2, 20_000), ffn=st.integers(1, 70_000))
 def test_metas_formula_makes_the_width(dim: int, ffn: int) -> None:
-    multiple, multiplier = feed_forward(dim, ffn)
+    multiple, multiplier = find_ffn_multiplier(dim, ffn)
     width = int(multiplier * int(2 * (4 * dim) / 3))
     assert multiple * ((width + multiple - 1) // multiple) == ffn
 
 
 def test_the_stretch_of_32_is_said() -> None:
-    assert "rope_scaling_factor" not in params_of(Llama(**SMALL, rope_factor=8.0), 1)
-    assert params_of(Llama(**SMALL, rope_factor=32.0), 1)["rope_scaling_factor"] == 32.0
+    assert "rope_scaling_factor" not in build_params(Llama(**SMALL, rope_factor=8.0), 1)
+    assert build_params(Llama(**SMALL, rope_factor=32.0), 1)["rope_scaling_factor"] == 32.0
 
 
 TEXTS = [
@@ -338,7 +338,7 @@ def json_of(tokenizer: RankTokenizer, cache: list[Any] = []) -> Any:  # noqa: B0
     if not cache:
         import tokenizers
 
-        cache.append(tokenizers.Tokenizer.from_str(tokenizer_files.as_json(tokenizer)))
+        cache.append(tokenizers.Tokenizer.from_str(tokenizer_files.build_tokenizer_json(tokenizer)))
         cache[0].encode_special_tokens = True  # text that spells a special token is text to titan
     return cache[0]
 

@@ -29,9 +29,9 @@ from tests.support.made_weights import (
 )
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.weights.formats import digest_of, open_weights
-from titan.weights.hf_config import config_of, schema_of
-from titan.weights.origin import find
+from titan.weights.formats import compute_digest, open_weights
+from titan.weights.hf_config import build_config, build_schema
+from titan.weights.origin import find_weights
 
 MODELS = [
     pytest.param(LLAMA, id="llama"),
@@ -58,11 +58,11 @@ def test_logits_equal_those_of_transformers(model: Decoder, shard: str, tmp_path
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_config_goes_out_and_in(model: Decoder) -> None:
-    config = json.loads(json.dumps(config_of(model, "bfloat16")))
-    again = schema_of(config, "x")
-    assert config_of(again, "bfloat16") == config
-    v5 = schema_of({key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}, "x")
-    v4 = schema_of({key: value for key, value in config.items() if key != "rope_parameters"}, "x")
+    config = json.loads(json.dumps(build_config(model, "bfloat16")))
+    again = build_schema(config, "x")
+    assert build_config(again, "bfloat16") == config
+    v5 = build_schema({key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}, "x")
+    v4 = build_schema({key: value for key, value in config.items() if key != "rope_parameters"}, "x")
     assert v4 == v5 == again
 
 
@@ -87,11 +87,11 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_deepseek_that_titan_has_not_is_refused(changes: dict[str, Any], words: str) -> None:
-    config = config_of(DEEPSEEK_V3, "bfloat16")
+    config = build_config(DEEPSEEK_V3, "bfloat16")
     if changes.get("rope_parameters") == {"mscale": 2.0}:
         changes = {"rope_parameters": {**config["rope_parameters"], "mscale": 2.0, "mscale_all_dim": 0}}
     with pytest.raises(ConfigError) as refused:
-        schema_of({**config, **changes, "rope_scaling": None}, "from=x")
+        build_schema({**config, **changes, "rope_scaling": None}, "from=x")
     assert words in str(refused.value)
 
 
@@ -108,15 +108,15 @@ def test_deepseek_that_titan_has_not_is_refused(changes: dict[str, Any], words: 
 )
 def test_deepseek_that_hugging_face_has_not_is_refused(model: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config_of(replace(model, **changes), "bfloat16")
+        build_config(replace(model, **changes), "bfloat16")
     assert words in str(refused.value)
 
 
 def test_what_an_old_config_leaves_out_is_as_in_transformers() -> None:
-    config = config_of(Llama(**SMALL | {"kv_heads": 4}, rope_theta=1e4, norm_eps=1e-6), "float32")
+    config = build_config(Llama(**SMALL | {"kv_heads": 4}, rope_theta=1e4, norm_eps=1e-6), "float32")
     for key in ("rope_theta", "rope_parameters", "rope_scaling", "num_key_value_heads", "head_dim", "rms_norm_eps"):
         del config[key]
-    model = schema_of(config, "x")
+    model = build_schema(config, "x")
     assert (model.rope_theta, model.kv_heads, model.head_size, model.norm_eps) == (1e4, 4, 16, 1e-6)
 
 
@@ -164,7 +164,7 @@ def test_the_text_model_of_one_with_vision_is_read(tmp_path: Path) -> None:
 )
 def test_layers_of_llama4_without_a_pattern_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^x: its config.json has {words}"):
-        schema_of(config_of(LLAMA4, "bfloat16") | changes, "x")
+        build_schema(build_config(LLAMA4, "bfloat16") | changes, "x")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_layers_of_llama4_without_a_pattern_are_refused(changes: dict[str, Any],
 )
 def test_what_llama4_of_transformers_lacks_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^format=hf: .* {words}; give format=titan\.$"):
-        config_of(replace(LLAMA4, **changes), "bfloat16")
+        build_config(replace(LLAMA4, **changes), "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -306,10 +306,10 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.chdir(tmp_path)
-        assert find(f"someone/tiny@{COMMIT}").model() == LLAMA
+        assert find_weights(f"someone/tiny@{COMMIT}").read_model() == LLAMA
         weights = open_weights(f"someone/tiny@{COMMIT}")
         assert not any("consolidated" in asked or ".bin" in asked for asked in hub.asked)
         with pytest.raises(ConfigError, match="no such repository on the hub"):
             open_weights("someone/else")
     assert apart(loaded(weights), theirs, LLAMA.vocab) <= 1e-5
-    assert digest_of(weights) == digest_of(open_weights(tmp_path / "made"))
+    assert compute_digest(weights) == compute_digest(open_weights(tmp_path / "made"))

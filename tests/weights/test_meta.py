@@ -17,7 +17,7 @@ from titan.errors import ConfigError
 from titan.model import layers
 from titan.model.schema import Decoder, Llama
 from titan.weights.formats import open_weights
-from titan.weights.meta import halves, neighbours
+from titan.weights.meta import map_to_meta_rows, map_to_titan_rows
 
 WIDE = Llama(**SMALL | {"heads": 8, "kv_heads": 4})
 
@@ -85,8 +85,8 @@ def test_scores_are_those_of_metas_own_rotation(tmp_path: Path) -> None:
 
 def test_orders_of_rows_are_inverse() -> None:
     weight = torch.arange(32.0)[:, None]
-    assert torch.equal(interleaved(weight, 8)[neighbours(0, 32, 8)], weight)
-    assert torch.equal(weight[neighbours(0, 32, 8)][halves(0, 32, 8)], weight)
+    assert torch.equal(interleaved(weight, 8)[map_to_meta_rows(0, 32, 8)], weight)
+    assert torch.equal(weight[map_to_meta_rows(0, 32, 8)][map_to_titan_rows(0, 32, 8)], weight)
 
 
 @pytest.mark.parametrize(

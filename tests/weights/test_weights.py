@@ -17,7 +17,7 @@ from tests.support.made_weights import LLAMA, QWEN3, SMALL, edit, equal, hf, met
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
-from titan.weights.formats import digest_of, open_weights
+from titan.weights.formats import compute_digest, open_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,8 +133,8 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_digest_tells_weights_wherever_they_lie(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
     write(tmp_path / "a", LLAMA)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    first = digest_of(open_weights(tmp_path / "a"))
-    assert first == digest_of(open_weights(tmp_path / "b"))
+    first = compute_digest(open_weights(tmp_path / "a"))
+    assert first == compute_digest(open_weights(tmp_path / "b"))
     assert len(first) == 16
 
 
@@ -142,7 +142,7 @@ def test_a_digest_tells_weights_wherever_they_lie(write: Callable[[Path, Decoder
 def test_a_digest_tells_weights_of_other_shape_apart(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
     write(tmp_path / "a", LLAMA)
     write(tmp_path / "b", Llama(**SMALL | {"rope_theta": 1e4}))
-    assert digest_of(open_weights(tmp_path / "a")) != digest_of(open_weights(tmp_path / "b"))
+    assert compute_digest(open_weights(tmp_path / "a")) != compute_digest(open_weights(tmp_path / "b"))
 
 
 def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
         file = tmp_path / name / "consolidated.00.pth"
         content = torch.load(file, weights_only=True)
         torch.save({key: value + change for key, value in content.items()}, file)
-    assert digest_of(open_weights(tmp_path / "a")) != digest_of(open_weights(tmp_path / "b"))
+    assert compute_digest(open_weights(tmp_path / "a")) != compute_digest(open_weights(tmp_path / "b"))
 
 
 PEEK = """

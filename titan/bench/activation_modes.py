@@ -1,4 +1,4 @@
-"""Measure each kind of activation checkpointing with each scope of compilation: `python -m titan.bench --suite modes`.
+"""Measure each kind of activation checkpointing with each scope of compilation: `python -m titan.bench --suite list_modes`.
 
 Each is a short separate run, so that each has its own peak memory.
 """
@@ -28,7 +28,7 @@ Train = Callable[[list[str], Path], int]
 
 
 @dataclass(frozen=True)
-class Mode:
+class ActivationMode:
     """One row of the table: a title and overrides."""
 
     title: str
@@ -52,21 +52,23 @@ class ModeResult:
 HEADER = f"{'memory, compile':<36} {'s/step':>10} {'tokens/s':>12} {'GiB':>10}"
 
 
-def modes(run: Run) -> Iterator[Mode]:
+def list_modes(run: Run) -> Iterator[ActivationMode]:
     """Yield the modes to measure: in every kind of layout on a CPU; on one device, and with long rows, on a GPU."""
     layouts = LAYOUTS if run.machine.device == "cpu" else ("single",)
     for layout, memory, scope in itertools.product(layouts, MEMORY, COMPILE):
         if memory == "budget" and scope == "off":
             continue
         settings = (f"parallelism={layout}", f"memory={memory}", f"compile={scope}")
-        yield Mode(f"{layout}: {memory}, {scope}", settings)
+        yield ActivationMode(f"{layout}: {memory}, {scope}", settings)
     if run.machine.device != "cpu":
         for length in LONG:
             rows = (f"training.seq_len={length}", f"training.global_batch={length}")
-            yield Mode(f"single: full, block, rows of {length:,}", (*rows, "memory=full", "compile=block"))
+            yield ActivationMode(f"single: full, block, rows of {length:,}", (*rows, "memory=full", "compile=block"))
 
 
-def measure(mode: Mode, base: list[str], folder: Path, train: Train, steps: int = 13) -> ModeResult | None:
+def measure_mode(
+    mode: ActivationMode, base: list[str], folder: Path, train: Train, steps: int = 13
+) -> ModeResult | None:
     """Train a mode for some steps; return None if the run fails."""
     overrides = [*base, *mode.overrides, f"training.steps={steps}", f"hydra.run.dir={folder}"]
     if train(overrides, folder):

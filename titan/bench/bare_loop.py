@@ -43,25 +43,29 @@ class BareLoop:
             set_compute_dtype(self.model, run.precision, run.precision.select_layers(run.model.matmuls()).quantized)
         loss_terms.set_head_loss(self.model.head, chunk=run.training.loss_chunk, cap=run.model.logit_cap)
         checkpoint_blocks(self.model.blocks(), run.memory)
-        self.loss = self._compiled(run.compile)
+        self.loss = self._compile_loss(run.compile)
         init_weights.materialise_model(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.named_parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
 
-    def _compiled(self, settings: Compile) -> Callable[[Tensor, Tensor], Any]:
+    def _compile_loss(self, settings: Compile) -> Callable[[Tensor, Tensor], Any]:
         """Return the summed loss of tokens and targets, compiled: blocks and head, all as one graph, or not at all."""
 
-        def summed(x: Tensor, y: Tensor) -> Any:
+        def compute_loss(x: Tensor, y: Tensor) -> Any:
             return self.model.head(self.model(x), y)
 
         if settings.scope == "block":
             for module in (*self.model.blocks(), self.model.head):
                 module.compile(backend=settings.backend, fullgraph=True)
-        return torch.compile(summed, backend=settings.backend, fullgraph=True) if settings.scope == "model" else summed
+        return (
+            torch.compile(compute_loss, backend=settings.backend, fullgraph=True)
+            if settings.scope == "model"
+            else compute_loss
+        )
 
-    def steps(self, count: int) -> None:
+    def train_steps(self, count: int) -> None:
         """Train `count` steps."""
         for _ in range(count):
             tokens, targets = self.batches[self.step % len(self.batches)]
@@ -83,7 +87,7 @@ def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> lis
     return [(tokens, targets) for tokens, targets in batches]
 
 
-def seconds(work: Callable[[], None], device: torch.device) -> float:
+def time_work(work: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of `work`, device included."""
     _synchronize(device)
     start = time.perf_counter()
@@ -92,32 +96,34 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
     """Return the best speed of a square matmul of that size in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
-    best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
+    best = min(time_work(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
     return 3 * 2 * size**3 / best / 1e12
 
 
-def float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+def measure_float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
     """Return the best speed of a square float8 matmul with per-tensor scaling in TFLOP/s; CUDA only."""
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
+    unit_scale = torch.ones((), device=device)
 
     def matmul() -> None:
-        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        torch._scaled_mm(
+            a, b.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     matmul()
-    best = min(seconds(lambda: _repeat(matmul, 3), device) for _ in range(repeats))
+    best = min(time_work(lambda: _repeat(matmul, 3), device) for _ in range(repeats))
     return 3 * 2 * size**3 / best / 1e12
 
 
-def copy_gb_per_second(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
+def measure_copy_speed(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
     """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
     source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = min(seconds(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
+    best = min(time_work(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
     return 3 * 2 * source.numel() / best / 1e9
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.console.numbers import billions
+from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.metrics.lines import read_records
 from titan.run.run import Run
@@ -66,7 +66,7 @@ class SaveResult:
         share = f"{self.stall / self.step:.1%}" if self.stall is not None else "-"
         rate = f"{self.gib / self.save:.2f}" if self.gib and self.save else "-"
         cells = (self.step, self.beside, self.stall, share, self.first, self.save, rate, self.memory)
-        return f"{self.mode:<8}" + "".join(f"{_cell(value):>14}" for value in cells)
+        return f"{self.mode:<8}" + "".join(f"{_format_cell(value):>14}" for value in cells)
 
 
 TITLES = ("s/step", "after a save", "stall, s", "stall/step", "first, s", "save, s", "GiB/s", "peak, GiB")
@@ -86,39 +86,39 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
     Returns:
         All figures, for JSON.
     """
-    steps, plain, found = EVERY * (saves + 1) + EVERY // 2, [], []
+    steps, plain, results = EVERY * (saves + 1) + EVERY // 2, [], []
     size = run.model.parameters() * 12  # weights and AdamW's two moments, in fp32
-    print(f"{billions(run.model.parameters())} parameters, a save every {EVERY} steps\n\n{HEADER}")
+    print(f"{format_count(run.model.parameters())} parameters, a save every {EVERY} steps\n\n{HEADER}")
     for mode in MODES:
         plain.append(size / 2**30 / write_plain_file(folder / "plain", size))
         settings = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
         directory = folder / mode
         if train([*overrides, *settings, f"training.steps={steps}", f"hydra.run.dir={directory}"], directory):
             raise ConfigError(f"checkpoint={mode}: the measured run failed; try it with python -m titan.train.")
-        found.append(summarise(mode, read_records(directory / "metrics.jsonl"), steps))
+        results.append(summarise_run(mode, read_records(directory / "metrics.jsonl"), steps))
         shutil.rmtree(directory)
-        print(found[-1].row(), flush=True)
+        print(results[-1].row(), flush=True)
     print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")
-    print(f"peak memory relative to no saving: {', '.join(_added(found))}")
-    return {"plain_gib_per_second": plain, "saving": [asdict(saving) for saving in found]}
+    print(f"peak memory relative to no saving: {', '.join(_format_added_memory(results))}")
+    return {"plain_gib_per_second": plain, "saving": [asdict(saving) for saving in results]}
 
 
-def _added(found: Sequence[SaveResult]) -> list[str]:
-    without, *others = found
-    return [f"{result.mode} {result.memory - without.memory:+.2f} GiB" for result in others]
+def _format_added_memory(results: Sequence[SaveResult]) -> list[str]:
+    baseline, *saving_results = results
+    return [f"{result.mode} {result.memory - baseline.memory:+.2f} GiB" for result in saving_results]
 
 
-def summarise(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> SaveResult:
+def summarise_run(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> SaveResult:
     """Return the measurement of a run from its metrics, without the save at its end, which always blocks."""
     timed = [line for line in lines if "step_seconds" in line and line["step"] > WARM]
-    after = [line["step_seconds"] for line in timed if line["step"] % EVERY == 1]
-    others = [line["step_seconds"] for line in timed if line["step"] % EVERY != 1]
+    after_saves = [line["step_seconds"] for line in timed if line["step"] % EVERY == 1]
+    other_steps = [line["step_seconds"] for line in timed if line["step"] % EVERY != 1]
     saves = [line for line in lines if line.get("checkpoint_step", steps) < steps]
     stalls = [line["checkpoint_stall_seconds"] for line in saves]
     return SaveResult(
         mode=mode,
-        step=statistics.median(others),
-        beside=statistics.median(after) if mode != "off" else None,
+        step=statistics.median(other_steps),
+        beside=statistics.median(after_saves) if mode != "off" else None,
         first=stalls[0] if stalls else None,
         stall=statistics.median(stalls[1:]) if stalls[1:] else None,
         save=statistics.median(line["checkpoint_seconds"] for line in saves[1:]) if saves[1:] else None,
@@ -129,17 +129,17 @@ def summarise(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> Save
 
 def write_plain_file(file: Path, size: int) -> float:
     """Return the seconds to write and sync one file of `size` incompressible bytes."""
-    chunk, began = os.urandom(_CHUNK), time.perf_counter()
+    chunk, start_time = os.urandom(_CHUNK), time.perf_counter()
     with file.open("wb", buffering=0) as out:
         for start in range(0, size, _CHUNK):
             out.write(chunk[: size - start])
         os.fsync(out.fileno())
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     file.unlink()
     return seconds
 
 
-def _cell(value: float | str | None) -> str:
+def _format_cell(value: float | str | None) -> str:
     if isinstance(value, str):
         return value
     return "-" if value is None else f"{value:.3f}"

@@ -75,64 +75,66 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
         if text in title:
             sides = [
                 compose_run([*base, *OFF]),
-                compose_run([*base, *OFF, *(each.format(steps=steps) for each in settings)]),
+                compose_run([*base, *OFF, *(setting.format(steps=steps) for setting in settings)]),
             ]
-            yield measure(title, sides, rounds, steps)
+            yield measure_overhead(title, sides, rounds, steps)
 
 
-def measure(title: str, sides: Sequence[Run], rounds: int, steps: int) -> Overhead:
+def measure_overhead(title: str, sides: Sequence[Run], rounds: int, steps: int) -> Overhead:
     """Return the cost of the second run's settings, relative to the first run."""
     from titan.bench.ranks import run_together
-    from titan.bench.trials import prepared
+    from titan.bench.trials import prepare_trial
 
     with tempfile.TemporaryDirectory(prefix="titan-features-") as folder:
-        trials = [prepared(replace(run, directory=f"{folder}/{name}")) for name, run in enumerate(sides)]
+        trials = [prepare_trial(replace(run, directory=f"{folder}/{name}")) for name, run in enumerate(sides)]
         devices = sides[0].layout.devices
-        work = partial(_side, trials, rounds, steps, folder, devices)
+        work = partial(_run_side, trials, rounds, steps, folder, devices)
         run_together(work, 2 * devices, SECONDS, busy=devices)
         first, second = (json.loads(Path(folder, f"{name}.json").read_text()) for name in (0, 1))
     ratios = tuple(b / a for a, b in zip(first, second, strict=True))
     return Overhead(title, statistics.median(first) / steps, ratios)
 
 
-def _side(
-    trials: Sequence[Trial], rounds: int, steps: int, folder: str, devices: int, rank: int, ranks: int, meeting: str
+def _run_side(
+    trials: Sequence[Trial], rounds: int, steps: int, folder: str, devices: int, rank: int, ranks: int, init_method: str
 ) -> dict[str, float]:
     """Be a rank of one of the two sides: the first half of the ranks trains the first run."""
-    from titan.bench.trials import connect, trainer
+    from titan.bench.trials import build_trainer, connect_rank
 
-    side, own = divmod(rank, devices)
+    side, side_rank = divmod(rank, devices)
     turns = Turns(f"{folder}/turns", ranks, side)
-    world = connect(trials[side][0], own, devices, f"{meeting}-{side}" if devices > 1 else "")
-    with _recorded(trainer(trials[side], world), trials[side]) as one:
-        one.run_steps(steps)
-        times = [turns.take(partial(_turn, one, steps), own == 0) for _ in range(rounds)]
-    if own == 0:
+    world = connect_rank(trials[side][0], side_rank, devices, f"{init_method}-{side}" if devices > 1 else "")
+    with _start_recording(build_trainer(trials[side], world), trials[side]) as side_trainer:
+        side_trainer.run_steps(steps)
+        times = [turns.take_turn(partial(_time_turn, side_trainer, steps), side_rank == 0) for _ in range(rounds)]
+    if side_rank == 0:
         Path(folder, f"{side}.json").write_text(json.dumps(times))
-    turns.take(lambda: None, own == 0)  # no process of the other side is disturbed by the end of these
+    turns.take_turn(lambda: None, side_rank == 0)  # no process of the other side is disturbed by the end of these
     return {}
 
 
-def _turn(one: Trainer, steps: int) -> float:
+def _time_turn(trainer: Trainer, steps: int) -> float:
     """Return the seconds of some steps, without what is written between two turns."""
-    one.step_times.steps.clear()
-    one.run_steps(steps)
-    return sum(seconds for seconds, _, _ in one.step_times.steps)
+    trainer.step_times.steps.clear()
+    trainer.run_steps(steps)
+    return sum(seconds for seconds, _, _ in trainer.step_times.steps)
 
 
 @contextmanager
-def _recorded(one: Trainer, trial: Trial) -> Iterator[Trainer]:
+def _start_recording(trainer: Trainer, trial: Trial) -> Iterator[Trainer]:
     """Let a trainer record, and be watched, as in a run."""
     from titan.debug.watch import Watch
     from titan.training import metrics_setup
 
     run, attempt = trial
     with ExitStack() as stack:
-        stack.callback(one.close)
-        stack.enter_context(Watch(Path(run.directory), one.world.rank_info, 1, one.activity, run.debug.hang_seconds))
-        if one.world.is_rank0:
-            one.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
-        yield one
+        stack.callback(trainer.close)
+        stack.enter_context(
+            Watch(Path(run.directory), trainer.world.rank_info, 1, trainer.activity, run.debug.hang_seconds)
+        )
+        if trainer.world.is_rank0:
+            trainer.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
+        yield trainer
 
 
 class Turns:
@@ -146,16 +148,16 @@ class Turns:
         self.store.set_timeout(timedelta(seconds=SECONDS))
         self.side, self.number = side, 0
 
-    def take(self, work: Callable[[], T], ends: bool) -> T:
-        """Wait for this side's next turn, and work; with `ends` the turn is over then.
+    def take_turn(self, work: Callable[[], T], ends_turn: bool) -> T:
+        """Wait for this side's next turn, and work; with `ends_turn` the turn is over then.
 
         The order of a pair of turns changes each time: a machine that becomes slower favours no side.
         """
-        place = 2 * self.number + (self.side if self.number % 2 else 1 - self.side)
+        turn = 2 * self.number + (self.side if self.number % 2 else 1 - self.side)
         self.number += 1
-        if place:
-            self.store.wait([str(place - 1)])
-        done = work()
-        if ends:
-            self.store.set(str(place), "")
-        return done
+        if turn:
+            self.store.wait([str(turn - 1)])
+        result = work()
+        if ends_turn:
+            self.store.set(str(turn), "")
+        return result

@@ -29,7 +29,7 @@ from titan.run.run import Run
 
 PUBLISHED = Path(constants.__file__).with_name("published.csv")
 UNSEEN = PUBLISHED.with_name("unseen.csv")
-WITHIN = 0.2
+TOLERANCE = 0.2
 """Relative error, of which the fraction of unseen runs within it is stated."""
 FITTED = {
     "matmul": (0.72, 0.1), "matmul_8bit": (0.65, 0.05), "casts": (1.0, 0.7), "memory": (0.75, 0.2), "eager": (2.6, 0.3),
@@ -60,13 +60,13 @@ DEVICES_ONLY, TECHNIQUES = {"n_gpus", "gbs", "dp_shard", "dp_repl"}, {"precision
 MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": "selective", "full": "full"}
 
 
-def rows(file: Path = PUBLISHED) -> list[dict[str, str]]:
+def read_runs(file: Path = PUBLISHED) -> list[dict[str, str]]:
     """Return the published runs."""
     with file.open(newline="", encoding="utf-8") as text:
         return list(csv.DictReader(text))
 
 
-def overrides(row: Mapping[str, str]) -> list[str]:
+def build_overrides(row: Mapping[str, str]) -> list[str]:
     """Return the command line of a published run.
 
     Megatron's distributed optimizer keeps whole weights and gradients during a step: here FSDP that reshards never and
@@ -80,7 +80,7 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     megatron = not local
     stages = pipeline * int(row["vp"] or 1)
     count = max(1, batch // data // micro) if megatron else stages if pipeline > 1 else 1
-    given = [
+    overrides = [
         f"model={MODELS[row['model']]}", *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]],
         f"cluster.devices={devices}", f"cluster.nodes={max(1, devices // 8)}", 
         "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6",
@@ -92,192 +92,198 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     ]  # fmt: skip
     if pipeline > 1:
         schedule = "Interleaved1F1B" if stages > pipeline else "1F1B"
-        given += [f"parallelism.schedule={schedule}", f"parallelism.stages={stages}", "parallelism.idle=0.9"]
-        given += ["parallelism.split=layers"] if megatron else []
+        overrides += [f"parallelism.schedule={schedule}", f"parallelism.stages={stages}", "parallelism.idle=0.9"]
+        overrides += ["parallelism.split=layers"] if megatron else []
     if megatron:
-        given += ["parallelism.reshard=never", "parallelism.accumulate=whole", "parallelism.context_method=ring"]
+        overrides += ["parallelism.reshard=never", "parallelism.accumulate=whole", "parallelism.context_method=ring"]
     if tensor > 1:
-        given.append(f"parallelism.async_tensor={str(row['asynctp'] == '1' or megatron).lower()}")
-    return given
+        overrides.append(f"parallelism.async_tensor={str(row['asynctp'] == '1' or megatron).lower()}")
+    return overrides
 
 
 @cache
-def _run(given: tuple[str, ...]) -> Run:
-    return compose_run(list(given), remote=True)
+def _compose_run(overrides: tuple[str, ...]) -> Run:
+    return compose_run(list(overrides), remote=True)
 
 
-def kernel(row: Mapping[str, str]) -> str:
+def choose_kernel(row: Mapping[str, str]) -> str:
     """Return the attention kernel of a published run."""
     return "cudnn" if row["compile"] in (FUSED_KERNELS, "") else "flash"
 
 
-def measured(row: Mapping[str, str]) -> float:
+def compute_measured_seconds(row: Mapping[str, str]) -> float:
     """Return the published step time in seconds."""
     if row["step_s"]:
         return float(row["step_s"])
-    run = _run(tuple(overrides(row)))
+    run = _compose_run(tuple(build_overrides(row)))
     return run.training.global_batch / float(row["tok_s_gpu"]) / int(row["n_gpus"])
 
 
-def predicted(row: Mapping[str, str], known: Constants) -> Any:
+def predict_step(row: Mapping[str, str], fitted: Constants) -> Any:
     """Return the predicted step time of a published run."""
-    run = _run(tuple(overrides(row)))
+    run = _compose_run(tuple(build_overrides(row)))
     dtype: Literal["bf16", "fp32"] = "bf16" if run.precision.compute == "bf16" else "fp32"
     hardware = resolve_hardware(run.cluster, run.machine)
-    speeds = operations.derive_speeds(hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
-    return estimate_step(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
+    speeds = operations.derive_speeds(hardware, 8, dtype=dtype, kernel=choose_kernel(row), constants=fitted)
+    return estimate_step(run, run.layout, run.microbatches, speeds, merged=choose_kernel(row) == "cudnn")
 
 
-def errors(published: Sequence[Mapping[str, str]], known: Constants) -> list[float]:
+def compute_errors(published: Sequence[Mapping[str, str]], fitted: Constants) -> list[float]:
     """Return the logarithm of predicted over published step time of each run."""
-    return [math.log(predicted(row, known).seconds / measured(row)) for row in published]
+    return [math.log(predict_step(row, fitted).seconds / compute_measured_seconds(row)) for row in published]
 
 
-def fit(published: Sequence[Mapping[str, str]], first: Constants | None = None) -> Constants:
+def fit_constants(published: Sequence[Mapping[str, str]], initial: Constants | None = None) -> Constants:
     """Return the constants with the least squared errors."""
     from scipy.optimize import least_squares
 
-    start = first or Constants()
-    published = _ends(published)
-    weights = _weights(published)
+    start = initial or Constants()
+    published = _select_extremes(published)
+    weights = _compute_weights(published)
 
     def residuals(values: Sequence[float]) -> list[float]:
-        known = dataclasses.replace(start, **dict(zip(FITTED, map(float, values), strict=True)))
+        candidate = dataclasses.replace(start, **dict(zip(FITTED, map(float, values), strict=True)))
         prior = [math.log(v / expected) / spread for v, (expected, spread) in zip(values, FITTED.values(), strict=True)]
-        return [w * e / NOISE for w, e in zip(weights, errors(published, known), strict=True)] + prior
+        return [w * e / NOISE for w, e in zip(weights, compute_errors(published, candidate), strict=True)] + prior
 
-    found = least_squares(
+    solution = least_squares(
         residuals, [expected for expected, _ in FITTED.values()], bounds=(1e-5, [1, 1, 9, 1, 9, 1, 0.1, 1]),
         x_scale=[expected for expected, _ in FITTED.values()], diff_step=1e-3, xtol=1e-4, ftol=1e-4,
     )  # fmt: skip
-    return dataclasses.replace(start, **dict(zip(FITTED, map(float, found.x), strict=True)))
+    return dataclasses.replace(start, **dict(zip(FITTED, map(float, solution.x), strict=True)))
 
 
-def _alike(row: Mapping[str, str]) -> tuple[str, ...]:
+def _make_group_key(row: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("source", "model", "precision", "seq", "tp", "pp", "compile", "ac", "asynctp"))
 
 
-def _ends(published: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def _select_extremes(published: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """Return, of runs that differ in the number of devices only, those on fewest and on most devices."""
     groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
     for row in published:
-        groups.setdefault(_alike(row), []).append(row)
+        groups.setdefault(_make_group_key(row), []).append(row)
     return [row for group in groups.values() for row in (group[:1] if len(group) == 1 else [group[0], group[-1]])]
 
 
-def _weights(published: Sequence[Mapping[str, str]]) -> list[float]:
+def _compute_weights(published: Sequence[Mapping[str, str]]) -> list[float]:
     """Return weights with which runs that differ in the number of devices only count like one."""
-    groups = [_alike(row) for row in published]
+    groups = [_make_group_key(row) for row in published]
     return [1 / math.sqrt(groups.count(group)) for group in groups]
 
 
-def left_out(published: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[float]]]:
+def cross_validate_sources(published: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[float]]]:
     """Yield each source, with the errors of its runs when the other sources alone determine the constants."""
     for source in dict.fromkeys(row["source"] for row in published):
-        others = [row for row in published if row["source"] != source]
-        yield source, errors([row for row in published if row["source"] == source], fit(others))
+        other_rows = [row for row in published if row["source"] != source]
+        yield source, compute_errors([row for row in published if row["source"] == source], fit_constants(other_rows))
 
 
 def main() -> None:
     """Fit, print the errors, and write `constants.json`."""
-    published = rows()
-    known = fit(published)
-    for row, error in zip(published, errors(published, known), strict=True):
+    published = read_runs()
+    fitted = fit_constants(published)
+    for row, error in zip(published, compute_errors(published, fitted), strict=True):
         print(f"{error:+7.1%} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['source'][:40]}")
-    print(_summary("all", errors(published, known)))
-    outside = dict(left_out(published))
-    for source, found in outside.items():
-        print(_summary(f"left out: {source}", found))
-    peaks = memory_of(published)
-    unfitted = memory_errors(peaks, Constants())
-    known = dataclasses.replace(known, fragments=fit_fragments(peaks))
-    print(_summary("memory", memory_errors(peaks, known)))
-    print(_summary("memory, left out", unfitted))
-    worst = max(map(_ninety, [*outside.values(), errors(rows(UNSEEN), known)]))
-    known = dataclasses.replace(known, error=worst, memory_error=_ninety(unfitted))
-    print(known)
-    print_unseen(known)
-    constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
+    print(_format_summary("all", compute_errors(published, fitted)))
+    errors_by_source = dict(cross_validate_sources(published))
+    for source, source_errors in errors_by_source.items():
+        print(_format_summary(f"left out: {source}", source_errors))
+    peaks = collect_memory_pairs(published)
+    unfitted = compute_memory_errors(peaks, Constants())
+    fitted = dataclasses.replace(fitted, fragments=fit_fragments(peaks))
+    print(_format_summary("memory", compute_memory_errors(peaks, fitted)))
+    print(_format_summary("memory, left out", unfitted))
+    worst = max(map(_compute_error_bound, [*errors_by_source.values(), compute_errors(read_runs(UNSEEN), fitted)]))
+    fitted = dataclasses.replace(fitted, error=worst, memory_error=_compute_error_bound(unfitted))
+    print(fitted)
+    print_unseen(fitted)
+    constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(fitted)}, indent=1) + "\n")
 
 
-def print_unseen(known: Constants) -> None:
+def print_unseen(fitted: Constants) -> None:
     """Print the errors of the runs that the fit has not seen, by source and of all."""
-    unseen = rows(UNSEEN)
-    found = errors(unseen, known)
+    unseen = read_runs(UNSEEN)
+    errors = compute_errors(unseen, fitted)
     for source in dict.fromkeys(row["source"] for row in unseen):
         print(
-            _summary(f"unseen: {source}", [e for row, e in zip(unseen, found, strict=True) if row["source"] == source])
+            _format_summary(
+                f"unseen: {source}", [e for row, e in zip(unseen, errors, strict=True) if row["source"] == source]
+            )
         )
-    near, inside = within(found), in_interval(found, known)
+    share_within, coverage = compute_share_within(errors), compute_coverage(errors, fitted)
     print(
-        f"{_summary(f'unseen: all {len(found)}', found)}, {near:.0%} within {WITHIN:.0%}, {inside:.0%} in the interval"
+        f"{_format_summary(f'unseen: all {len(errors)}', errors)}, {share_within:.0%} within {TOLERANCE:.0%}, {coverage:.0%} in the interval"
     )
-    for name, differences in ratio_errors(unseen, found).items():
-        print(f"unseen: ratios of two runs that differ in {name}: {_summary(str(len(differences)), differences)}")
-    peaks = memory_errors(memory_of(unseen), known)
-    print(f"{_summary(f'unseen: memory of {len(peaks)}', peaks)}, lowest {min(peaks):+.1%}")
+    for name, differences in compute_ratio_errors(unseen, errors).items():
+        print(
+            f"unseen: ratios of two runs that differ in {name}: {_format_summary(str(len(differences)), differences)}"
+        )
+    peaks = compute_memory_errors(collect_memory_pairs(unseen), fitted)
+    print(f"{_format_summary(f'unseen: memory of {len(peaks)}', peaks)}, lowest {min(peaks):+.1%}")
 
 
-def ratio_errors(published: Sequence[Mapping[str, str]], found: Sequence[float]) -> dict[str, list[float]]:
+def compute_ratio_errors(published: Sequence[Mapping[str, str]], errors: Sequence[float]) -> dict[str, list[float]]:
     """Return the errors of ratios between runs of a source that differ in devices only, or in one technique only.
 
     Args:
         published: the runs.
-        found: the error of each.
+        errors: the error of each.
     """
     ratios: dict[str, list[float]] = {"devices": [], "one technique": []}
-    for (one, error), (other, another) in itertools.combinations(zip(published, found, strict=True), 2):
-        differ = {name for name in one if name not in RESULTS and one[name] != other[name]}
-        if differ and differ <= DEVICES_ONLY:
-            ratios["devices"].append(error - another)
-        elif len(differ) == 1 and differ <= TECHNIQUES:
-            ratios["one technique"].append(error - another)
+    for (first_row, first_error), (second_row, second_error) in itertools.combinations(
+        zip(published, errors, strict=True), 2
+    ):
+        differing = {name for name in first_row if name not in RESULTS and first_row[name] != second_row[name]}
+        if differing and differing <= DEVICES_ONLY:
+            ratios["devices"].append(first_error - second_error)
+        elif len(differing) == 1 and differing <= TECHNIQUES:
+            ratios["one technique"].append(first_error - second_error)
     return ratios
 
 
-def within(found: Sequence[float]) -> float:
-    """Return the fraction of runs whose predicted time differs from the published one by at most `WITHIN` of it."""
-    return statistics.mean(abs(math.expm1(error)) <= WITHIN for error in found)
+def compute_share_within(errors: Sequence[float]) -> float:
+    """Return the fraction of runs whose predicted time differs from the published one by at most `TOLERANCE` of it."""
+    return statistics.mean(abs(math.expm1(error)) <= TOLERANCE for error in errors)
 
 
-def in_interval(found: Sequence[float], known: Constants) -> float:
+def compute_coverage(errors: Sequence[float], fitted: Constants) -> float:
     """Return the fraction of runs whose published time is in the interval of the predicted one."""
-    return statistics.mean(abs(error) <= math.log1p(known.error) for error in found)
+    return statistics.mean(abs(error) <= math.log1p(fitted.error) for error in errors)
 
 
-def median_error(found: Sequence[float]) -> float:
+def compute_median_error(errors: Sequence[float]) -> float:
     """Return the median of the errors without their sign."""
-    return statistics.median(map(abs, found))
+    return statistics.median(map(abs, errors))
 
 
-def memory_of(published: Sequence[Mapping[str, str]]) -> list[tuple[float, float]]:
+def collect_memory_pairs(published: Sequence[Mapping[str, str]]) -> list[tuple[float, float]]:
     """Return live tensors and published peak in GiB of the runs of PyTorch that state it."""
-    found = []
+    memory_pairs = []
     for row in published:
-        if row["mem_GiB"] and kernel(row) == "flash":
-            run = _run(tuple(overrides(row)))
-            found.append((memory.estimate_peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
-    return found
+        if row["mem_GiB"] and choose_kernel(row) == "flash":
+            run = _compose_run(tuple(build_overrides(row)))
+            memory_pairs.append((memory.estimate_peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
+    return memory_pairs
 
 
-def fit_fragments(found: Sequence[tuple[float, float]]) -> float:
+def fit_fragments(memory_pairs: Sequence[tuple[float, float]]) -> float:
     """Return the median of what runs reserve beside live tensors and the context, as a fraction of live tensors."""
-    return statistics.median((peak - CONTEXT_GIB) / live - 1 for live, peak in found)
+    return statistics.median((peak - CONTEXT_GIB) / live - 1 for live, peak in memory_pairs)
 
 
-def memory_errors(found: Sequence[tuple[float, float]], known: Constants) -> list[float]:
+def compute_memory_errors(memory_pairs: Sequence[tuple[float, float]], fitted: Constants) -> list[float]:
     """Return the logarithm of predicted over published peak memory."""
-    return [math.log((live * (1 + known.fragments) + CONTEXT_GIB) / peak) for live, peak in found]
+    return [math.log((live * (1 + fitted.fragments) + CONTEXT_GIB) / peak) for live, peak in memory_pairs]
 
 
-def _ninety(found: Sequence[float]) -> float:
+def _compute_error_bound(errors: Sequence[float]) -> float:
     """Return the relative error that nine in ten stay below, rounded up to a percent."""
-    ordered = sorted(map(abs, found))
+    ordered = sorted(map(abs, errors))
     return math.ceil(100 * (math.exp(ordered[math.ceil(0.9 * len(ordered)) - 1]) - 1)) / 100
 
 
-def _summary(name: str, found: Sequence[float]) -> str:
-    return f"{name}: median {median_error(found):.1%}, largest {max(map(abs, found)):.1%}"
+def _format_summary(name: str, errors: Sequence[float]) -> str:
+    return f"{name}: median {compute_median_error(errors):.1%}, largest {max(map(abs, errors)):.1%}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from titan.bench.bare_loop import seconds
+from titan.bench.bare_loop import time_work
 from titan.cluster.rank_info import RankInfo
 from titan.generation.decode import BatchDecoder, Continuation, SamplingRules
 from titan.model import init_weights
@@ -44,22 +44,29 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
     init_weights.materialise_model(model, model.initial(), 0, world.device)
     batch = f"batch of {ROWS}, cache"
     print(f"\n{'tokens/s of':>10} {'no cache':>15} {'cache':>16} {'ratio':>6} {batch:>18}")
-    return [_length(model, world.device, length, rounds) for length in lengths]
+    return [_measure_length(model, world.device, length, rounds) for length in lengths]
 
 
-def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[str, Any]:
-    def cached(rows: int) -> Callable[[], None]:
+def _measure_length(model: Any, device: torch.device, length: int, rounds: int) -> dict[str, Any]:
+    def make_cached(rows: int) -> Callable[[], None]:
         decoding = BatchDecoder(model, SamplingRules(temperature=0.8, top_k=40, max_tokens=length), device=device)
         return lambda: decoding.run([Continuation(range(PROMPT), sample) for sample in range(rows)])
 
-    ways = {"uncached": lambda: _recompute(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    variants = {
+        "uncached": lambda: _recompute(model, device, length),
+        "cache": make_cached(1),
+        "rows": make_cached(ROWS),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            times[name].append(seconds(ways[name], device))
-    rates = {name: length / statistics.median(seconds_) for name, seconds_ in times.items()}
+        for name in list(variants)[:: -1 if number % 2 else 1]:
+            times[name].append(time_work(variants[name], device))
+    rates = {name: length / statistics.median(durations) for name, durations in times.items()}
     rates["rows"] *= ROWS
-    ratios = [recomputed / cached_ for recomputed, cached_ in zip(times["uncached"], times["cache"], strict=True)]
+    ratios = [
+        uncached_seconds / cached_seconds
+        for uncached_seconds, cached_seconds in zip(times["uncached"], times["cache"], strict=True)
+    ]
     ratio = statistics.median(ratios)
     print(
         f"{length:>10} {rates['uncached']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
@@ -71,8 +78,10 @@ def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[
 def _recompute(model: Any, device: torch.device, length: int) -> None:
     """Generate as the trainer's samples do: all tokens go through the model for each next one."""
 
-    def logits(tokens: list[int]) -> torch.Tensor:
+    def compute_logits(tokens: list[int]) -> torch.Tensor:
         row = torch.tensor([tokens], device=device)
         return model.head(model(row))[0, -1].float()  # type: ignore[no-any-return]
 
-    sample_continuation(logits, list(range(PROMPT)), length, window=PROMPT + length, vocab=model.config.vocab, seed=0)
+    sample_continuation(
+        compute_logits, list(range(PROMPT)), length, window=PROMPT + length, vocab=model.config.vocab, seed=0
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.console.numbers import billions
+from titan.console.numbers import format_count
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import BatchShape, Loader
 from titan.dataset.mixture import RowMixture
@@ -28,7 +28,7 @@ BATCH = 2**16
 CHECKED = 10_000_000
 
 
-def loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dict[str, float]]:
+def measure_loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dict[str, float]]:
     """Measure tokens/s of the loader and of a plain loop over a memory map, in alternating rounds, per row length.
 
     Args:
@@ -38,70 +38,72 @@ def loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dict[str, f
     """
     data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(folder / "reading"), validation=0)
     corpora = open_corpora(prepare_corpora(data))
-    found = []
+    results = []
     for seq_len in SEQ_LENS:
         training = Training(seq_len=seq_len, global_batch=BATCH)
         mix = build_mixture(data, training, corpora)
         steps = mix.sources[0].split.tokens // BATCH - 1
         times: dict[str, list[float]] = {"loader": [], "numpy": []}
         for number in range(rounds):
-            sides = [("loader", _loader), ("numpy", _numpy)]
+            sides = [("loader", _read_with_loader), ("numpy", _read_with_numpy)]
             for name, work in sides if number % 2 else reversed(sides):
-                times[name].append(_seconds(partial(work, mix, training, steps)))
+                times[name].append(_time_work(partial(work, mix, training, steps)))
         rates = {name: steps * BATCH / statistics.median(seconds) for name, seconds in times.items()}
-        share = statistics.median(n / t for t, n in zip(times["loader"], times["numpy"], strict=True))
+        ratio = statistics.median(n / t for t, n in zip(times["loader"], times["numpy"], strict=True))
         print(
-            f"loading rows of {seq_len:,}: {billions(rates['loader'])} tokens/s, {share:.2f} x numpy "
-            f"({billions(rates['numpy'])} tokens/s)",
+            f"loading rows of {seq_len:,}: {format_count(rates['loader'])} tokens/s, {ratio:.2f} x numpy "
+            f"({format_count(rates['numpy'])} tokens/s)",
             flush=True,
         )
-        found.append({"seq_len": seq_len, **rates, "of_numpy": share})
-    return found
+        results.append({"seq_len": seq_len, **rates, "of_numpy": ratio})
+    return results
 
 
 def check_permutation() -> dict[str, float]:
     """Measure indices/s, whether an epoch is a permutation, and the independence of residues of position and row."""
-    rows = Permutation(CHECKED, 1)
+    permutation = Permutation(CHECKED, 1)
     start = time.perf_counter()
-    got = np.concatenate([rows.rows_at(np.arange(i, i + 10_000)) for i in range(0, CHECKED, 10_000)])
+    row_indices = np.concatenate([permutation.rows_at(np.arange(i, i + 10_000)) for i in range(0, CHECKED, 10_000)])
     rate = CHECKED / (time.perf_counter() - start)
-    bijective = bool((np.bincount(got, minlength=CHECKED) == 1).all())
-    worst = max(abs(_deviation(got, modulus)) for modulus in (2, 3, 7, 8, 64, 1000))
-    print(f"permutation: {billions(rate)} indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};")
+    bijective = bool((np.bincount(row_indices, minlength=CHECKED) == 1).all())
+    worst = max(abs(_compute_deviation(row_indices, modulus)) for modulus in (2, 3, 7, 8, 64, 1000))
+    print(
+        f"permutation: {format_count(rate)} indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};"
+    )
     print(f"  residues of position and row: at most {worst:.1f} standard deviations from independence")
     return {"indices_per_second": rate, "bijective": bijective, "residues": worst}
 
 
-def _deviation(got: Any, modulus: int) -> float:
+def _compute_deviation(row_indices: Any, modulus: int) -> float:
     """Return chi-square of (position mod m) against (row mod m), in standard deviations from its mean."""
     table = np.zeros((modulus, modulus))
-    np.add.at(table, (np.arange(got.size) % modulus, got % modulus), 1)
-    expected = got.size / modulus**2
+    np.add.at(table, (np.arange(row_indices.size) % modulus, row_indices % modulus), 1)
+    expected = row_indices.size / modulus**2
     freedom = (modulus - 1) ** 2
     return float((((table - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _time_work(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def _loader(mix: RowMixture, training: Training, steps: int) -> None:
+def _read_with_loader(mix: RowMixture, training: Training, steps: int) -> None:
     shape = BatchShape(1, training.rows, training.seq_len)
     with Loader(mix, training, DataShard(0, 1), shape) as loader:
         for _ in range(steps):
             next(loader)
 
 
-def _numpy(mix: RowMixture, training: Training, steps: int) -> None:
+def _read_with_numpy(mix: RowMixture, training: Training, steps: int) -> None:
     """Read the same rows from memory-mapped files into an array of the same type: tokens and targets only."""
     split, length = mix.sources[0].split, training.seq_len
     maps = [np.memmap(shard.path.with_suffix(".tokens"), split.dtype, mode="r") for shard in split.shards]
-    whole = maps[0] if len(maps) == 1 else np.concatenate(maps)
+    tokens = maps[0] if len(maps) == 1 else np.concatenate(maps)
     for step in range(steps):
         _, rows = mix.locate_rows(np.arange(step * training.rows, (step + 1) * training.rows))
         out = np.empty((2, training.rows, length), dtype=np.int32)
         for slot, row in enumerate(rows.tolist()):
-            part = whole[row * length : row * length + length + 1]
-            out[0, slot], out[1, slot] = part[:-1], part[1:]
+            row_tokens = tokens[row * length : row * length + length + 1]
+            out[0, slot], out[1, slot] = row_tokens[:-1], row_tokens[1:]

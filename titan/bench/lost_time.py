@@ -25,30 +25,30 @@ class TrainingThread:
         """Measure passes without another thread."""
         self.weights = [torch.zeros(SIZE, SIZE, requires_grad=True) for _ in range(LAYERS)]
         self._run_pass()
-        self.seconds = self._repeat(until(ALONE_SECONDS))[0]
+        self.seconds = self._repeat(make_deadline(ALONE_SECONDS))[0]
 
-    def time_lost_beside(self, work: Callable[[], object]) -> float:
+    def measure_lost_time(self, work: Callable[[], object]) -> float:
         """Return by how many seconds the passes are longer while another thread does some work.
 
         Raises:
             BaseException: that of the work.
         """
         errors: list[BaseException] = []
-        other = threading.Thread(target=_catch, args=(work, errors))
-        other.start()
-        each, passes = self._repeat(lambda: not other.is_alive())
-        other.join()
+        thread = threading.Thread(target=_run_catching, args=(work, errors))
+        thread.start()
+        pass_seconds, passes = self._repeat(lambda: not thread.is_alive())
+        thread.join()
         if errors:
             raise errors[0]
-        return max(0.0, (each - self.seconds) * passes)
+        return max(0.0, (pass_seconds - self.seconds) * passes)
 
     def _repeat(self, is_over: Callable[[], bool]) -> tuple[float, int]:
         """Repeat passes; return the seconds of one and their number."""
-        began, passes = time.perf_counter(), 0
+        start, passes = time.perf_counter(), 0
         while not passes or not is_over():
             self._run_pass()
             passes += 1
-        return (time.perf_counter() - began) / passes, passes
+        return (time.perf_counter() - start) / passes, passes
 
     def _run_pass(self) -> None:
         x: Tensor = torch.ones(SIZE, SIZE)
@@ -57,13 +57,13 @@ class TrainingThread:
         torch.autograd.backward(x.sum())
 
 
-def until(seconds: float) -> Callable[[], bool]:
+def make_deadline(seconds: float) -> Callable[[], bool]:
     """Return a function that says whether so many seconds have passed since now."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() >= end
 
 
-def _catch(work: Callable[[], object], errors: list[BaseException]) -> None:
+def _run_catching(work: Callable[[], object], errors: list[BaseException]) -> None:
     try:
         work()
     except BaseException as error:

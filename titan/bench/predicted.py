@@ -62,12 +62,12 @@ WITH_EXPERTS = (
 )  # fmt: skip
 """Models with experts, and their layouts."""
 LENGTHS = (128, 256, 512)
-TWO = ("single", "ddp", "fsdp", "tp", "pp", "cp")
-FOUR = ("hsdp", "fsdp_tp", "fsdp_pp", "fsdp_cp")
+TWO_RANK_LAYOUTS = ("single", "ddp", "fsdp", "tp", "pp", "cp")
+FOUR_RANK_LAYOUTS = ("hsdp", "fsdp_tp", "fsdp_pp", "fsdp_cp")
 MODES = ("full", "selective")
 WARM = 3
 """Steps before those that count."""
-APART = 0.15
+MIN_DIFFERENCE = 0.15
 """Layouts whose times differ by at least this fraction are a pair, whose faster one is to be predicted."""
 RANK_SECONDS = 180.0
 """Time that the ranks of a case have."""
@@ -84,7 +84,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Case:
+class PredictionCase:
     """One row: a model, the length of its rows, a layout and a memory mode."""
 
     model: str
@@ -120,75 +120,75 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionRow:
     """A case with both, and the seconds of each step that counts."""
 
-    case: Case
+    case: PredictionCase
     predicted: Figures
     measured: Figures
     steps: tuple[float, ...] = ()
 
-    def error(self, name: str) -> float:
+    def compute_error(self, name: str) -> float:
         """Return the relative error of a prediction."""
         return float(getattr(self.predicted, name) / getattr(self.measured, name) - 1)
 
-    def line(self) -> str:
+    def row(self) -> str:
         """Return the line of the table."""
         p, m = self.predicted, self.measured
         pairs = (
             (f"{p.seconds:8.3f} {m.seconds:8.3f}", "seconds"), (f"{p.gib:7.3f} {m.gib:7.3f}", "gib"),
             (f"{p.live / 2**20:7.1f} {m.live / 2**20:7.1f}", "live"),
         )  # fmt: skip
-        return f"{self.case.title:<32}" + " ".join(f"{text} {self.error(name):+7.1%}" for text, name in pairs)
+        return f"{self.case.title:<32}" + " ".join(f"{text} {self.compute_error(name):+7.1%}" for text, name in pairs)
 
 
 HEADER = f"{'case':<32}{'step seconds':>17} {'error':>7} {'peak GiB':>15} {'error':>7} {'live MiB':>15} {'error':>7}"
 
 
-def matrix() -> Iterator[Case]:
+def list_cases() -> Iterator[PredictionCase]:
     """Yield the cases.
 
     Every layout has every dense model and length; each memory mode comes once per layout and model; models with
     experts come last.
     """
-    layouts = (*TWO, *FOUR)
+    layouts = (*TWO_RANK_LAYOUTS, *FOUR_RANK_LAYOUTS)
     for model, length, layout in itertools.product(DENSE, LENGTHS, layouts):
-        yield Case(model, length, layout, "none")
+        yield PredictionCase(model, length, layout, "none")
     for number, (layout, mode) in enumerate(itertools.product(layouts, MODES)):
         model = DENSE[number // 2 % 2]
-        yield Case(model, LENGTHS[number // 4 % 3], layout, mode)
+        yield PredictionCase(model, LENGTHS[number // 4 % 3], layout, mode)
     for model, layout in WITH_EXPERTS:
-        yield Case(model, 256, layout, "none")
+        yield PredictionCase(model, 256, layout, "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     prepare_environment(os.environ)
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _main(given))
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run_command(words))
 
 
-def _main(given: list[str]) -> int:
-    if show_help(given, HELP.format(settings=describe_settings(Settings))):
+def _run_command(words: list[str]) -> int:
+    if show_help(words, HELP.format(settings=describe_settings(Settings))):
         return 0
-    settings = parse_arguments(Settings, given)
-    cases = [case for case in matrix() if settings.only in case.title]
+    settings = parse_arguments(Settings, words)
+    cases = [case for case in list_cases() if settings.only in case.title]
     if not cases:
         raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")
-    runs = {case: compose.compose_run(case.overrides(hardware(settings.cluster)), remote=True) for case in cases}
-    predictions = {case: predict(run) for case, run in runs.items()}  # all of them before the first measurement
+    runs = {case: compose.compose_run(case.overrides(read_hardware(settings.cluster)), remote=True) for case in cases}
+    predictions = {case: predict_run(run) for case, run in runs.items()}  # all of them before the first measurement
     print(f"{len(cases)} cases; {time.strftime('%Y-%m-%d %H:%M')}, load {os.getloadavg()[0]:.1f}")
     print(HEADER)
     rows = []
     for case, run in runs.items():
-        rows.append(Row(case, predictions[case], *measure(run, settings.steps)))
+        rows.append(PredictionRow(case, predictions[case], *measure_run(run, settings.steps)))
         print(rows[-1].line(), flush=True)
-        _write(settings.to, rows)
-    print("\n".join(summary(rows)))
+        _write_rows(settings.to, rows)
+    print("\n".join(summarise_rows(rows)))
     return 0
 
 
-def hardware(file: str) -> list[str]:
+def read_hardware(file: str) -> list[str]:
     """Return the overrides with the figures of a cluster's file.
 
     Raises:
@@ -203,7 +203,7 @@ def hardware(file: str) -> list[str]:
     return [f"cluster.hardware.{name}={value}" for name, value in figures.items()]
 
 
-def predict(run: Run) -> Figures:
+def predict_run(run: Run) -> Figures:
     """Return the prediction for a run."""
     plan = planning.build_plan(run, run.layout, run.microbatches, run.machine)
     live = memory.estimate_peak(run, run.layout, run.microbatches, run.machine.device)
@@ -213,43 +213,45 @@ def predict(run: Run) -> Figures:
 # ---- measurements ----
 
 
-def measure(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
+def measure_run(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
     """Train a run for some steps in new processes; return what it took, and the seconds of the steps that count."""
     from titan.bench.ranks import run_together
-    from titan.bench.trials import prepared
+    from titan.bench.trials import prepare_trial
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        run, attempt = prepared(run)
-        found = run_together(partial(_train, run, attempt, steps), run.layout.devices, RANK_SECONDS)
-        seconds = _step_seconds(Path(folder))
-    return Figures(statistics.median(seconds), **found), seconds
+        run, attempt = prepare_trial(run)
+        peaks = run_together(partial(_train_rank, run, attempt, steps), run.layout.devices, RANK_SECONDS)
+        seconds = _read_step_seconds(Path(folder))
+    return Figures(statistics.median(seconds), **peaks), seconds
 
 
-def _train(run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: int, meeting: str) -> dict[str, float]:
+def _train_rank(
+    run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: int, init_method: str
+) -> dict[str, float]:
     """Train as one of the ranks and return the memory of the fullest one."""
     from titan.bench import trials
     from titan.metrics.recorder import peak_resident_gib
     from titan.training import metrics_setup
 
-    world = trials.connect(run, rank, ranks, meeting)
-    trainer = trials.trainer((run, attempt), world)
+    world = trials.connect_rank(run, rank, ranks, init_method)
+    trainer = trials.build_trainer((run, attempt), world)
     with trainer.loader, metrics_setup.build_recorder(run, attempt, print) as recorder:
         trainer.recorder = recorder if rank == 0 else None
         trainer.run_steps(steps)
         gib = peak_resident_gib()
-        live = _live_bytes(trainer)
+        live = _measure_live_bytes(trainer)
     fullest = [max(values) for values in zip(*world.all_gather_object((gib, live)), strict=True)]
     world.close()
     return {"gib": fullest[0], "live": fullest[1]}
 
 
-def _step_seconds(folder: Path) -> tuple[float, ...]:
+def _read_step_seconds(folder: Path) -> tuple[float, ...]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return tuple(line["step_seconds"] for line in lines[WARM:-1])  # the last one was profiled
 
 
-def _live_bytes(trainer: Any) -> float:
+def _measure_live_bytes(trainer: Any) -> float:
     """Return the most bytes of tensors that are alive at once in a step: those before it, and what it allocates.
 
     Weights, optimizer state and DDP's buckets of gradients are there before; a profiler sees each allocation within.
@@ -259,8 +261,11 @@ def _live_bytes(trainer: Any) -> float:
     from torch.profiler import ProfilerActivity, profile
 
     step = trainer.train_step
-    kept = [*step.parameters(), *itertools.chain.from_iterable(s.values() for s in step.optimizer.state.values())]
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in kept if isinstance(tensor, torch.Tensor))
+    live_tensors = [
+        *step.parameters(),
+        *itertools.chain.from_iterable(s.values() for s in step.optimizer.state.values()),
+    ]
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in live_tensors if isinstance(tensor, torch.Tensor))
     wrapped = getattr(step.runner, "wrapped", None)
     buckets = sum(p.nbytes for p in step.parameters()) if isinstance(wrapped, DistributedDataParallel) else 0
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
@@ -275,29 +280,31 @@ def _live_bytes(trainer: Any) -> float:
 # ---- summary ----
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summarise_rows(rows: Sequence[PredictionRow]) -> list[str]:
     """Return the median errors, the largest, and the fraction of pairs whose faster layout was predicted."""
     lines = []
     for name, title in (("seconds", "step time"), ("gib", "peak memory"), ("live", "live tensors")):
-        found = [abs(row.error(name)) for row in rows]
-        lines.append(f"{title}: median error {statistics.median(found):.1%}, largest {max(found):.1%}")
-    apart = pairs(rows)
-    right = sum(one.predicted.seconds < other.predicted.seconds for one, other in apart)
-    lines.append(f"faster of two layouts: {right} of {len(apart)} pairs that differ by more than {APART:.0%}")
+        errors = [abs(row.compute_error(name)) for row in rows]
+        lines.append(f"{title}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    distinct_pairs = find_distinct_pairs(rows)
+    correct = sum(faster.predicted.seconds < slower.predicted.seconds for faster, slower in distinct_pairs)
+    lines.append(
+        f"faster of two layouts: {correct} of {len(distinct_pairs)} pairs that differ by more than {MIN_DIFFERENCE:.0%}"
+    )
     return lines
 
 
-def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+def find_distinct_pairs(rows: Sequence[PredictionRow]) -> list[tuple[PredictionRow, PredictionRow]]:
     """Return all pairs of layouts of one model, length and memory mode that differ enough, the faster one first."""
-    found = []
-    for one, other in itertools.permutations(rows, 2):
-        same = replace(one.case, layout="") == replace(other.case, layout="")
-        if same and one.measured.seconds * (1 + APART) < other.measured.seconds:
-            found.append((one, other))
-    return found
+    distinct_pairs = []
+    for first, second in itertools.permutations(rows, 2):
+        is_same_case = replace(first.case, layout="") == replace(second.case, layout="")
+        if is_same_case and first.measured.seconds * (1 + MIN_DIFFERENCE) < second.measured.seconds:
+            distinct_pairs.append((first, second))
+    return distinct_pairs
 
 
-def _write(file: str | None, rows: Sequence[Row]) -> None:
+def _write_rows(file: str | None, rows: Sequence[PredictionRow]) -> None:
     if file is not None:
         Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

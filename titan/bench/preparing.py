@@ -50,17 +50,17 @@ def suite(
     """
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as name:
         folder = Path(name)
-        found: dict[str, Any] = {"order": loading.check_permutation()}
-        found["reading"] = loading.loader_speed(folder, megabytes, rounds)
-        found |= {"speed": _speed(folder, megabytes, rounds), "kills": _kills(folder, kills)}
-        found["memory"] = [_memory(folder, size) for size in sizes]
-        return found
+        figures: dict[str, Any] = {"order": loading.check_permutation()}
+        figures["reading"] = loading.measure_loader_speed(folder, megabytes, rounds)
+        figures |= {"speed": _measure_speed(folder, megabytes, rounds), "kills": _measure_kills(folder, kills)}
+        figures["memory"] = [_measure_memory(folder, size) for size in sizes]
+        return figures
 
 
 def write_text(folder: Path, megabytes: float) -> None:
     """Write Python's standard library as JSON Lines, repeated with a different first line each time."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _texts()
+    texts = _generate_texts()
     for i in range(FILES):
         with open(folder / f"{i:02}.jsonl", "w") as file:
             written = 0
@@ -68,7 +68,7 @@ def write_text(folder: Path, megabytes: float) -> None:
                 written += file.write(json.dumps({"text": next(texts)}) + "\n")
 
 
-def _texts() -> Iterator[str]:
+def _generate_texts() -> Iterator[str]:
     source, repetition = build_stdlib_source(), 0
     texts = [text for part in source.parts() for text in source.documents(part) if isinstance(text, str)]
     while True:
@@ -76,7 +76,7 @@ def _texts() -> Iterator[str]:
         yield from (f"# {repetition}\n{text}" for text in texts)
 
 
-def _speed(folder: Path, megabytes: int, rounds: int) -> dict[str, float]:
+def _measure_speed(folder: Path, megabytes: int, rounds: int) -> dict[str, float]:
     """Measure MB/s of text: the bare tokenizer on documents in memory, preparing with one process and with two."""
     write_text(folder / "speed", megabytes)
     lines = (line for file in sorted((folder / "speed").iterdir()) for line in file.open())
@@ -104,20 +104,20 @@ def _speed(folder: Path, megabytes: int, rounds: int) -> dict[str, float]:
     return {**rates, "of_bare": share, "two_against_one": gain}
 
 
-def _kills(folder: Path, kills: int) -> dict[str, Any]:
+def _measure_kills(folder: Path, kills: int) -> dict[str, Any]:
     """Kill preparations at random moments, rerun each until it ends, and compare its files to an undisturbed one's."""
     write_text(folder / "killed", KILLED_MB)
-    undisturbed, seconds = _run(folder, "undisturbed")
+    undisturbed, seconds = _run_preparation(folder, "undisturbed")
     killed, repeated, starts, generator = 0, 0, 0, random.Random(0)
     while killed < kills:
         starts += 1
         cache, written = f"killed-{starts}", dict[str, int]()
-        while killed < kills and _run(folder, cache, generator.uniform(0.5, 1.1) * seconds) is None:
+        while killed < kills and _run_preparation(folder, cache, generator.uniform(0.5, 1.1) * seconds) is None:
             killed += 1
-            repeated += _repeated(folder / cache, written)
-        prepared, _ = _run(folder, cache)
-        repeated += _repeated(folder / cache, written)
-        if _checksums(prepared) != _checksums(undisturbed):
+            repeated += _count_repeated(folder / cache, written)
+        prepared, _ = _run_preparation(folder, cache)
+        repeated += _count_repeated(folder / cache, written)
+        if _compute_checksums(prepared) != _compute_checksums(undisturbed):
             raise ConfigError(
                 "--suite data: a preparation that was killed and rerun wrote other files; this is a bug in titan."
             )
@@ -125,23 +125,23 @@ def _kills(folder: Path, kills: int) -> dict[str, Any]:
     return {"kills": killed, "preparations": starts, "made_again": repeated}
 
 
-def _repeated(cache: Path, known: dict[str, int]) -> int:
-    """Return how many shard jobs with a manifest wrote their files again; update `known` with all that have one."""
+def _count_repeated(cache: Path, write_times: dict[str, int]) -> int:
+    """Return how many shard jobs with a manifest wrote their files again; update `write_times` with all that have one."""
     manifests = (str(file) for file in cache.glob("datasets/*/unit-*.json"))
     tokens = (Path(file.replace("/unit-", "/train-").replace(".json", ".tokens")) for file in manifests)
-    found = {str(file): file.stat().st_mtime_ns for file in tokens}
-    again = sum(known.get(name, written) != written for name, written in found.items())
-    known |= found
-    return again
+    current_times = {str(file): file.stat().st_mtime_ns for file in tokens}
+    repeated = sum(write_times.get(name, written) != written for name, written in current_times.items())
+    write_times |= current_times
+    return repeated
 
 
-def _run(folder: Path, cache: str, limit: float | None = None) -> Any:
+def _run_preparation(folder: Path, cache: str, limit: float | None = None) -> Any:
     """Return the directory and seconds of a preparation by two processes; None if killed after `limit` seconds."""
     arguments = ["dataset=jsonl", f"dataset.path={folder / 'killed'}", f"dataset.cache={folder / cache}"]
     start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", RUN, *arguments, "dataset.workers=2"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=_environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=_build_environment(),
     ) as process:  # fmt: skip
         try:
             code = process.wait(limit)
@@ -154,13 +154,13 @@ def _run(folder: Path, cache: str, limit: float | None = None) -> Any:
     return prepared, time.perf_counter() - start
 
 
-def _checksums(folder: Path) -> dict[str, list[Any]]:
+def _compute_checksums(folder: Path) -> dict[str, list[Any]]:
     """Return the checksums of all files that do not depend on the clock."""
     kinds = (".tokens", ".offsets", ".npy")
     return {f.name: compute_checksum(f) for f in sorted(folder.iterdir()) if f.suffix in kinds or f.name == "plan.json"}
 
 
-def _memory(folder: Path, megabytes: int) -> dict[str, float]:
+def _measure_memory(folder: Path, megabytes: int) -> dict[str, float]:
     """Measure the peak resident memory of a process that prepares alone."""
     write_text(folder / f"memory-{megabytes}", megabytes)
     code = "from titan.dataset.preprocess.prepare import prepare\nfrom titan.dataset.schema import Jsonl\n"
@@ -170,15 +170,19 @@ def _memory(folder: Path, megabytes: int) -> dict[str, float]:
     # VmHWM, because getrusage's maximum includes the parent's from before exec.
     code += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_environment())
-    if done.returncode:
-        raise ConfigError(f"--suite data: preparing ended with exit code {done.returncode}; see its message above.")
-    seconds, mebibytes = time.perf_counter() - start, int(done.stdout) / 1024
+    completed = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_build_environment()
+    )
+    if completed.returncode:
+        raise ConfigError(
+            f"--suite data: preparing ended with exit code {completed.returncode}; see its message above."
+        )
+    seconds, mebibytes = time.perf_counter() - start, int(completed.stdout) / 1024
     print(f"peak memory for {megabytes:,} MB: {mebibytes:.0f} MiB ({seconds:.0f} s)", flush=True)
     return {"megabytes": megabytes, "peak_mebibytes": mebibytes, "seconds": seconds}
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     """Return this process's environment with its titan on PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

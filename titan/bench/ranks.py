@@ -46,32 +46,32 @@ def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | N
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         arguments = (measure, ranks, folder, os.getpid())
-        with set_variables(_environment(busy or ranks)):
+        with set_variables(_build_environment(busy or ranks)):
             context = start_processes(  # type: ignore[no-untyped-call]
-                _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
+                _run_rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
             )
         try:
-            _wait(context, ranks, seconds)
+            _wait_for_ranks(context, ranks, seconds)
         finally:
-            _end(context)
-        found: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
-        return found
+            _kill_ranks(context)
+        result: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
+        return result
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def _build_environment(ranks: int) -> dict[str, str]:
     """Return the variables with which titan's launcher would start so many ranks: their threads, gloo's interface."""
-    found: dict[str, str] = {}
-    divide_cores(found, ranks)
-    use_loopback(found)
-    return {**found, **{name: os.environ[name] for name in found if name in os.environ}}
+    variables: dict[str, str] = {}
+    divide_cores(variables, ranks)
+    use_loopback(variables)
+    return {**variables, **{name: os.environ[name] for name in variables if name in os.environ}}
 
 
-def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
+def _wait_for_ranks(context: ProcessContext, ranks: int, seconds: float) -> None:
     """Wait until all ranks have finished; raise RunError for the first that fails."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RunError(
                     f"{ranks} ranks did not finish their measurements within {seconds:g} seconds; end what else runs "
                     "on this machine, and give the same command again."
@@ -80,11 +80,11 @@ def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
         reason = str(error).strip().splitlines()[-1]
         raise RunError(f"rank {error.error_index} of {ranks} failed while it measured: {reason}") from error
     except ProcessExitedException as error:
-        how = error.signal_name or f"exit code {error.exit_code}"
-        raise RunError(f"rank {error.error_index} of {ranks} ended with {how} while it measured.") from error
+        ending = error.signal_name or f"exit code {error.exit_code}"
+        raise RunError(f"rank {error.error_index} of {ranks} ended with {ending} while it measured.") from error
 
 
-def _end(context: ProcessContext) -> None:
+def _kill_ranks(context: ProcessContext) -> None:
     for process in context.processes:
         if process.is_alive():
             process.kill()
@@ -92,34 +92,34 @@ def _end(context: ProcessContext) -> None:
         process.join()
 
 
-def _rank(rank: int, measure: Measurement, ranks: int, folder: str, parent: int) -> None:
+def _run_rank(rank: int, measure: Measurement, ranks: int, folder: str, parent: int) -> None:
     """Run the measurement in one of the ranks; rank 0 writes the result."""
     die_with_parent(parent)
     log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)  # what libraries print does not belong between the results; errors come as exceptions
     os.dup2(log, 2)
-    found = measure(rank, ranks, f"file://{folder}/rendezvous")
+    result = measure(rank, ranks, f"file://{folder}/rendezvous")
     if rank == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(found))
+        (Path(folder) / "result.json").write_text(json.dumps(result))
     exit_now(0)  # threads of a pipeline's groups would abort the process
 
 
 @contextmanager
-def group(rank: int, ranks: int, meeting: str, device: str) -> Iterator[torch.device]:
+def join_process_group(rank: int, ranks: int, init_method: str, device: str) -> Iterator[torch.device]:
     """Yield this rank's device within a process group.
 
     Args:
         rank, ranks: this rank, and the number of ranks.
-        meeting: the URL of their rendezvous.
+        init_method: the URL of their rendezvous.
         device: "cpu" or "cuda".
     """
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    torch_device = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
-        torch.cuda.set_device(where)
+        torch.cuda.set_device(torch_device)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=ranks, timeout=timeout)
     try:
-        yield where
+        yield torch_device
     finally:
         dist.destroy_process_group()

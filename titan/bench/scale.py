@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.bench.in_memory import DictFolder
 from titan.bench.lost_time import TrainingThread
-from titan.bench.simulated_save import SimulatedSave, parameters
+from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.plans import Plans
 from titan.cluster.rank_info import RankInfo
@@ -61,7 +61,7 @@ STEPS = 25
 HEADER = f"{'rank':<8}{'what':<26}" + "".join(f"{ranks:>20,}" for ranks in RANKS) + f"{'growth':>9}"
 
 
-class Meter:
+class CostMeter:
     """Adds up the CPU time of what runs inside of it, and the growth of the process's memory. A context manager."""
 
     def __init__(self) -> None:
@@ -71,23 +71,23 @@ class Meter:
     def __enter__(self) -> None:
         mesh.release_freed_memory(torch.device("cpu"))  # or what is freed already would be used unseen
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
-        self._before, self._began = _memory("VmRSS"), time.process_time()
+        self._start_mebibytes, self._start_seconds = _read_memory("VmRSS"), time.process_time()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.seconds += time.process_time() - self._began
-        self.mebibytes = max(self.mebibytes, _memory("VmHWM") - self._before)
+        self.seconds += time.process_time() - self._start_seconds
+        self.mebibytes = max(self.mebibytes, _read_memory("VmHWM") - self._start_mebibytes)
 
 
-def _memory(name: str) -> float:
+def _read_memory(name: str) -> float:
     """Return a size of this process in MiB (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
 
 
 @dataclass(frozen=True)
-class Cost:
+class RankCost:
     """What something takes on one rank of many.
 
     Attributes:
@@ -106,34 +106,34 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """A row of the table: a rank's costs with each number of ranks."""
 
-    costs: Sequence[Cost]
+    costs: Sequence[RankCost]
 
     def row(self) -> str:
         """Return the line of the table."""
-        cells = "".join(f"{_seconds(cost.seconds)} {cost.mebibytes:,.0f} MiB".rjust(20) for cost in self.costs)
-        growth = self.growth()
+        cells = "".join(f"{_format_seconds(cost.seconds)} {cost.mebibytes:,.0f} MiB".rjust(20) for cost in self.costs)
+        growth = self.compute_growth()
         return f"{self.costs[0].rank:<8}{self.costs[0].what:<26}{cells}{'-' if growth is None else f'{growth:.1f}':>9}"
 
-    def growth(self) -> float | None:
+    def compute_growth(self) -> float | None:
         """Return the exponent with which the time grows between the two largest numbers of ranks: 1 is linear."""
         if len(self.costs) < 2 or not self.costs[-2].seconds:
             return None
-        before, last = self.costs[-2:]
-        return math.log(last.seconds / before.seconds) / math.log(last.ranks / before.ranks)
+        previous, last = self.costs[-2:]
+        return math.log(last.seconds / previous.seconds) / math.log(last.ranks / previous.ranks)
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.1f} s"
 
 
-Work = Callable[[int, Meter], None]
+Work = Callable[[int, CostMeter], None]
 """Does something on one rank of so many, within a meter."""
 
 
-def suite(case: str) -> Iterator[Row]:
+def suite(case: str) -> Iterator[CostRow]:
     """Measure the rows whose title contains a text.
 
     Raises:
@@ -143,15 +143,15 @@ def suite(case: str) -> Iterator[Row]:
     rows = {title: work for title, work in WORK.items() if case in title[1]}
     if not rows:
         raise ConfigError(f"--case {case}: no row has a title that contains this; give a part of one of the titles.")
-    for (rank, what), work in rows.items():
-        yield Row([Cost(rank, what, count, *_measure(work, count)) for count in RANKS])
+    for (rank, task), work in rows.items():
+        yield CostRow([RankCost(rank, task, count, *_measure_cost(work, count)) for count in RANKS])
 
 
-def _measure(work: Work, ranks: int) -> tuple[float, float]:
+def _measure_cost(work: Work, ranks: int) -> tuple[float, float]:
     """Return seconds and MiB of some work in a separate process."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, ranks, send), daemon=True)
+    process = context.Process(target=_run_work, args=(work, ranks, send), daemon=True)
     process.start()
     send.close()
     try:
@@ -163,89 +163,89 @@ def _measure(work: Work, ranks: int) -> tuple[float, float]:
     return seconds, mebibytes
 
 
-def _run(work: Work, ranks: int, send: Any) -> None:
+def _run_work(work: Work, ranks: int, send: Any) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.disable()  # as in a run
-    meter = Meter()
+    meter = CostMeter()
     work(ranks, meter)
     send.send((meter.seconds, meter.mebibytes))
 
 
-def compose(ranks: int) -> Run:
+def compose_scale_run(ranks: int) -> Run:
     """Return the run of so many ranks."""
-    more = (PIPELINE,) if ranks >= LARGE else ()
-    return compose_run([*SETTINGS, f"cluster.nodes={-(-ranks // NODE)}", *more], remote=True)
+    extra = (PIPELINE,) if ranks >= LARGE else ()
+    return compose_run([*SETTINGS, f"cluster.nodes={-(-ranks // NODE)}", *extra], remote=True)
 
 
 # --- rows
 
 
-def _compose(ranks: int, meter: Meter) -> None:
-    compose(NODE)  # imports, Hydra's search path
+def _measure_composing(ranks: int, meter: CostMeter) -> None:
+    compose_scale_run(NODE)  # imports, Hydra's search path
     with meter:
-        compose(ranks)
+        compose_scale_run(ranks)
 
 
-def _receive_run(ranks: int, meter: Meter) -> None:
-    content = pickle.dumps(compose(ranks))
+def _measure_receiving(ranks: int, meter: CostMeter) -> None:
+    content = pickle.dumps(compose_scale_run(ranks))
     with meter:
         pickle.loads(content)
 
 
-def _build_groups(ranks: int, meter: Meter, last: bool) -> None:
-    rank, layout = ranks - 1 if last else 0, compose(ranks).layout
+def _measure_groups(ranks: int, meter: CostMeter, last: bool) -> None:
+    rank, layout = ranks - 1 if last else 0, compose_scale_run(ranks).layout
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     with meter:
         mesh.build_world(RankInfo(rank, ranks, rank % NODE), layout, torch.device("cpu"))
 
 
-def _plan_save(ranks: int, meter: Meter, first: bool) -> None:
+def _measure_plan(ranks: int, meter: CostMeter, first: bool) -> None:
     """Measure rank 0 in the first save, or in the second."""
-    run = compose(ranks)
-    save = SimulatedSave(run, parameters(run))
+    run = compose_scale_run(ranks)
+    save = SimulatedSave(run, compute_parameter_sizes(run))
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         for is_first in (True, False)[: 1 if first else 2]:
-            counts = meter if is_first == first else Meter()
+            used_meter = meter if is_first == first else CostMeter()
             save.send_holdings(is_first)
-            with counts:
-                save.settle(is_first)
+            with used_meter:
+                save.make_global_plan(is_first)
             save.send_positions(is_first)
-            with counts:
-                save.conclude(is_first, Path(folder))
+            with used_meter:
+                save.finish_save(is_first, Path(folder))
 
 
-def _train_beside_plan(ranks: int, meter: Meter, first: bool) -> None:
+def _measure_training(ranks: int, meter: CostMeter, first: bool) -> None:
     """Measure the time that rank 0's training thread loses while another one plans a save in the background."""
-    run = compose(ranks)
-    save, training = SimulatedSave(run, parameters(run)), TrainingThread()
+    run = compose_scale_run(ranks)
+    save, training = SimulatedSave(run, compute_parameter_sizes(run)), TrainingThread()
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         for is_first in (True, False)[: 1 if first else 2]:
             save.send_holdings(is_first)
-            lost = training.time_lost_beside(partial(save.settle, is_first))
+            lost = training.measure_lost_time(partial(save.make_global_plan, is_first))
             save.send_positions(is_first)
-            lost += training.time_lost_beside(partial(save.conclude, is_first, Path(folder)))
+            lost += training.measure_lost_time(partial(save.finish_save, is_first, Path(folder)))
     meter.seconds = lost
 
 
-def _propose(ranks: int, meter: Meter) -> None:
-    run = compose(ranks)
-    save, rank = SimulatedSave(run, parameters(run)), run.layout.sharded * run.layout.tensor - 1
+def _measure_local_plan(ranks: int, meter: CostMeter) -> None:
+    run = compose_scale_run(ranks)
+    save, rank = SimulatedSave(run, compute_parameter_sizes(run)), run.layout.sharded * run.layout.tensor - 1
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    tensors, plans = save.tensors(), Plans(rank)
+    tensors, plans = save.make_tensors(), Plans(rank)
     with meter:
         plans.local_plan(tensors)
 
 
-def _read_checkpoint(ranks: int, meter: Meter) -> None:
+def _measure_restore(ranks: int, meter: CostMeter) -> None:
     """Measure what each rank reads and plans before it loads its tensors."""
-    run = compose(ranks)
-    save = SimulatedSave(run, parameters(run))
+    run = compose_scale_run(ranks)
+    save = SimulatedSave(run, compute_parameter_sizes(run))
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         save.send_holdings(True)
-        save.settle(True)
+        save.make_global_plan(True)
         save.send_positions(True)
-        save.conclude(True, Path(folder))
+        save.finish_save(True, Path(folder))
         content = (Path(folder) / reader.METADATA).read_bytes()
     items, _ = save.templates[-1]
     with meter:
@@ -261,40 +261,40 @@ class _Heartbeats:
     def __init__(self, ranks: int, directory: Path) -> None:
         self.ranks, self.directory, self.now = ranks, directory, 1000.0
 
-    def node(self, first: int, rank: int) -> States:
+    def make_node_states(self, first: int, rank: int) -> States:
         """Return the states as a rank of the node of the ranks from `first` on sees them; all its ranks beat."""
         memory: Any = DictFolder()
-        for each in range(first, first + NODE):
-            memory.write(MEMORY_FILE.format(each), encode_state(self.state(each)))
+        for peer in range(first, first + NODE):
+            memory.write(MEMORY_FILE.format(peer), encode_state(self.make_state(peer)))
         clock = Clock(Activity(get_time=lambda: self.now), None, self.ranks)
         clock.ranks_on_node = NODE
         return States(self.directory, RankInfo(rank, self.ranks, rank - first), 1, clock, lambda key: memory)
 
-    def state(self, rank: int) -> RankState:
+    def make_state(self, rank: int) -> RankState:
         return RankState(rank, f"node-{rank // NODE}", attempt=1, beat=1, phase=COMPUTING)
 
 
-def _beat(ranks: int, meter: Meter) -> None:
+def _measure_heartbeat(ranks: int, meter: CostMeter) -> None:
     """Measure a look of a rank that does not write for its node: each second."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         beats = _Heartbeats(ranks, Path(folder))
-        states = beats.node(ranks - NODE, ranks - 1)
+        states = beats.make_node_states(ranks - NODE, ranks - 1)
         states.read_node()
         with meter:
-            states.write_rank(beats.state(ranks - 1))
+            states.write_rank(beats.make_state(ranks - 1))
 
 
-def _read_beats(ranks: int, meter: Meter) -> None:
+def _measure_beat_reading(ranks: int, meter: CostMeter) -> None:
     """Measure the reading of all states, which rank 0 does when the run makes no progress."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         beats = _Heartbeats(ranks, Path(folder))
         for first in range(NODE, ranks, NODE):
-            states = beats.node(first, first)
-            states.write_rank(beats.state(first))
+            states = beats.make_node_states(first, first)
+            states.write_rank(beats.make_state(first))
             states.publish_node()
             states.shared.close()
-        states = beats.node(0, 0)
-        states.write_rank(beats.state(0))
+        states = beats.make_node_states(0, 0)
+        states.write_rank(beats.make_state(0))
         with meter:
             while not states.read_nodes():
                 beats.now += 1.0
@@ -303,23 +303,23 @@ def _read_beats(ranks: int, meter: Meter) -> None:
             raise RunError(f"rank 0 has read the states of {len(world.states):,} of {ranks:,} ranks.")
 
 
-def _read_metrics(ranks: int, meter: Meter, rank: int) -> None:
+def _measure_metrics(ranks: int, meter: CostMeter, rank: int) -> None:
     """Measure the metrics of a step: packing this rank's part, and reading the sum; per step."""
-    run = compose(ranks)
+    run = compose_scale_run(ranks)
     world = mesh.World(RankInfo(rank, ranks, rank % NODE), run.layout, torch.device("cpu"))
-    none: Any = None  # the step itself is not measured
-    times = RankTimes(run.profile, world, none, compiled=False)
+    no_step: Any = None  # the step itself is not measured
+    times = RankTimes(run.profile, world, no_step, compiled=False)
     batch = Batch(np.zeros((2, 1, 1, 4), np.int32), 0, 0, 1, 1, valid=3, pairs=16)
-    others = np.random.default_rng(0).random(times.num_slots)
+    other_ranks = np.random.default_rng(0).random(times.num_slots)
     for step in range(2 * STEPS):
-        with meter if step >= STEPS else Meter():
+        with meter if step >= STEPS else CostMeter():
             times.latest = step, [1.0] * len(FIGURES)
             vector = step_metrics.pack_metrics(
                 torch.zeros(()), batch, stop=False, requeue=False, save=False, slots=times.build_slots(step)
             )
             summed = vector.numpy()
-        summed[step_metrics.RANK_SLOTS :] += others
-        with meter if step >= STEPS else Meter():
+        summed[step_metrics.RANK_SLOTS :] += other_ranks
+        with meter if step >= STEPS else CostMeter():
             metrics, slots, _ = step_metrics.split_metrics(summed, times.num_slots, 0)
             times.read_slots(step, slots)
             step_metrics.format_batch_hash(metrics)
@@ -328,19 +328,19 @@ def _read_metrics(ranks: int, meter: Meter, rank: int) -> None:
 
 
 WORK: dict[tuple[str, str], Work] = {
-    ("0", "composing"): _compose,
-    ("another", "composing (receiving)"): _receive_run,
-    ("0", "process groups"): partial(_build_groups, last=False),
-    ("another", "process groups"): partial(_build_groups, last=True),
-    ("0", "first save's plan"): partial(_plan_save, first=True),
-    ("0", "a later save's plan"): partial(_plan_save, first=False),
-    ("another", "first save's plan"): _propose,
-    ("0", "training, first save"): partial(_train_beside_plan, first=True),
-    ("0", "training, a later save"): partial(_train_beside_plan, first=False),
-    ("0", "heartbeat (reading all)"): _read_beats,
-    ("another", "heartbeat"): _beat,
-    ("0", "metrics of a step"): partial(_read_metrics, rank=0),
-    ("another", "metrics of a step"): partial(_read_metrics, rank=1),
-    ("each", "restore: what to read"): _read_checkpoint,
+    ("0", "composing"): _measure_composing,
+    ("another", "composing (receiving)"): _measure_receiving,
+    ("0", "process groups"): partial(_measure_groups, last=False),
+    ("another", "process groups"): partial(_measure_groups, last=True),
+    ("0", "first save's plan"): partial(_measure_plan, first=True),
+    ("0", "a later save's plan"): partial(_measure_plan, first=False),
+    ("another", "first save's plan"): _measure_local_plan,
+    ("0", "training, first save"): partial(_measure_training, first=True),
+    ("0", "training, a later save"): partial(_measure_training, first=False),
+    ("0", "heartbeat (reading all)"): _measure_beat_reading,
+    ("another", "heartbeat"): _measure_heartbeat,
+    ("0", "metrics of a step"): partial(_measure_metrics, rank=0),
+    ("another", "metrics of a step"): partial(_measure_metrics, rank=1),
+    ("each", "restore: what to read"): _measure_restore,
 }
 """What is measured, by the rank and by what it does."""

@@ -36,7 +36,7 @@ HEADER = 1408
 """Bytes that `torch.save` adds to a tensor, about."""
 
 
-def parameters(run: Run) -> dict[str, tuple[int, ...]]:
+def compute_parameter_sizes(run: Run) -> dict[str, tuple[int, ...]]:
     """Return the size of each parameter of a run's model by name."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in run.model.build().named_parameters()}
@@ -48,7 +48,7 @@ class SimulatedSave:
     def __init__(self, run: Run, sizes: dict[str, tuple[int, ...]]) -> None:
         """Take the run, for its layout, and the sizes of all parameters by name."""
         self.layout, self.ranks = run.layout, run.layout.devices
-        self.stages = [_names(sizes, first, end) for first, end in run.staging.layers]
+        self.stages = [_select_parameters(sizes, first, end) for first, end in run.staging.layers]
         self.sizes, self.store, self.plans = sizes, DictStore(), Plans(0)
         self.exchanges = [StoreExchange(self.store, rank, self.ranks) for rank in range(self.ranks)]
         self.coordinator = Coordinator(0, self.ranks, self.exchanges[0])
@@ -56,45 +56,45 @@ class SimulatedSave:
     @cached_property
     def templates(self) -> list[tuple[list[WriteItem], Holdings]]:
         """What the first rank of each stage has."""
-        items = [list(self._items(names)) for names in self.stages]
-        return [(of_stage, describe_items(of_stage)) for of_stage in items]
+        items = [list(self._make_items(names)) for names in self.stages]
+        return [(stage_items, describe_items(stage_items)) for stage_items in items]
 
-    def _items(self, names: Sequence[str]) -> Iterator[WriteItem]:
+    def _make_items(self, names: Sequence[str]) -> Iterator[WriteItem]:
         for name in names:
             size = self.sizes[name]
             for key in (f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)):
-                yield _item(key, size, self._parts(size))
-            yield _item(f"optimizer.{name}.step", (), 1)
+                yield _make_item(key, size, self._count_parts(size))
+            yield _make_item(f"optimizer.{name}.step", (), 1)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def make_tensors(self) -> dict[str, Tensor]:
         """Return the state of a rank of the last stage, without memory. torch's process group must exist."""
         shape = self.layout.sharded, self.layout.tensor
         mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False)
         matrix = (_StridedShard(0, split_factor=self.layout.tensor), Shard(0))  # FSDP over tensor parallelism
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in self.stages[-1]:
             size = torch.Size(self.sizes[name])
-            sharded = _tensor(size, mesh, matrix if len(size) > 1 else (Shard(0), Replicate()))
-            found |= dict.fromkeys((f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)), sharded)
-            found[f"optimizer.{name}.step"] = torch.empty((), device="meta")
-        return found
+            sharded = _make_tensor(size, mesh, matrix if len(size) > 1 else (Shard(0), Replicate()))
+            tensors |= dict.fromkeys((f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)), sharded)
+            tensors[f"optimizer.{name}.step"] = torch.empty((), device="meta")
+        return tensors
 
-    def _parts(self, size: Sequence[int]) -> int:
+    def _count_parts(self, size: Sequence[int]) -> int:
         return self.layout.sharded * (self.layout.tensor if len(size) > 1 else 1)
 
-    def holdings(self, rank: int) -> Holdings:
+    def make_holdings(self, rank: int) -> Holdings:
         """Return what a rank has."""
-        place = self.layout.compute_coordinates(rank)
-        items, first = self.templates[place["pipeline"] if len(self.templates) > 1 else 0]
+        coordinates = self.layout.compute_coordinates(rank)
+        items, first = self.templates[coordinates["pipeline"] if len(self.templates) > 1 else 0]
         boxes = np.frombuffer(first.boxes, np.int64).reshape(-1, 2, first.dims).copy()
         dims = np.array([len(item.tensor_data.size) if item.tensor_data else 0 for item in items])
-        matrix = place["shard"] * self.layout.tensor + place["tensor"]
-        ends = np.array(
+        matrix_part = coordinates["shard"] * self.layout.tensor + coordinates["tensor"]
+        row_counts = np.array(
             [item.tensor_data.size[0] if item.tensor_data and item.tensor_data.size else 1 for item in items]
         )
-        part = np.where(dims > 1, matrix, np.where(dims == 1, place["shard"], 0))
-        boxes[:, 0, 0] = np.minimum(boxes[:, 1, 0] * part, ends)
-        boxes[:, 1, 0] = np.minimum(boxes[:, 1, 0], ends - boxes[:, 0, 0])
+        part_index = np.where(dims > 1, matrix_part, np.where(dims == 1, coordinates["shard"], 0))
+        boxes[:, 0, 0] = np.minimum(boxes[:, 1, 0] * part_index, row_counts)
+        boxes[:, 1, 0] = np.minimum(boxes[:, 1, 0], row_counts - boxes[:, 0, 0])
         return first._replace(boxes=boxes.tobytes())
 
     def send_holdings(self, first: bool) -> None:
@@ -102,22 +102,22 @@ class SimulatedSave:
         for rank in range(1, self.ranks):
             if not first:
                 self.exchanges[rank].broadcast()  # the end of the save before
-            holdings = self.holdings(rank) if first else self.plans.rank0_plan.digests[rank]
+            holdings = self.make_holdings(rank) if first else self.plans.rank0_plan.digests[rank]
             self.exchanges[rank].gather(pack_message((holdings, None)))
 
-    def settle(self, first: bool) -> bytes | None:
+    def make_global_plan(self, first: bool) -> bytes | None:
         """Do what rank 0 does before ranks write, and return its part."""
-        own = self.holdings(0) if first else self.plans.rank0_plan.digests[0]
-        return self.coordinator.scatter(lambda: own, self.plans.global_plan)
+        own_holdings = self.make_holdings(0) if first else self.plans.rank0_plan.digests[0]
+        return self.coordinator.scatter(lambda: own_holdings, self.plans.global_plan)
 
     def send_positions(self, first: bool) -> None:
         """Send rank 0 where each other rank has written its items, or the digest of that."""
         for rank in range(1, self.ranks):
             self.exchanges[rank].scatter()
             files = {f"__{rank}_0.distcp": ManifestFile(2**30, "0123abcd")}
-            self.exchanges[rank].gather(pack_message(((self._written(rank, first), files), None)))
+            self.exchanges[rank].gather(pack_message(((self._make_written(rank, first), files), None)))
 
-    def _written(self, rank: int, first: bool) -> Written:
+    def _make_written(self, rank: int, first: bool) -> Written:
         shared = self.plans.rank0_plan
         assert shared.assignment is not None
         part = shared.assignment.parts[rank]
@@ -128,34 +128,34 @@ class SimulatedSave:
             positions if first else None, compute_digest(shared.digests[rank], part, positions.compute_digest())
         )
 
-    def conclude(self, first: bool, folder: Path) -> None:
+    def finish_save(self, first: bool, folder: Path) -> None:
         """Do what rank 0 does after ranks have written."""
-        writer, own = CheckpointWriter(folder), self._written(0, first)
+        writer, own_positions = CheckpointWriter(folder), self._make_written(0, first)
         self.coordinator.gather(
-            lambda: (own, dict[str, ManifestFile]()),
-            lambda written: self.plans.finish(writer, [of_rank for of_rank, _ in written]),
+            lambda: (own_positions, dict[str, ManifestFile]()),
+            lambda written: self.plans.finish(writer, [rank_positions for rank_positions, _ in written]),
         )
 
 
-def _names(sizes: dict[str, tuple[int, ...]], first: int, end: int) -> list[str]:
+def _select_parameters(sizes: dict[str, tuple[int, ...]], first: int, end: int) -> list[str]:
     """Return the parameters of the blocks from `first` to `end`, with the embedding before and the head behind them."""
     blocks = 1 + max(int(name.split(".")[1]) for name in sizes if name.startswith("layers."))
-    own = [name for name in sizes if name.startswith("layers.") and first <= int(name.split(".")[1]) < end]
-    others = [name for name in sizes if not name.startswith("layers.")]
+    block_names = [name for name in sizes if name.startswith("layers.") and first <= int(name.split(".")[1]) < end]
+    other_names = [name for name in sizes if not name.startswith("layers.")]
     return [
-        *(name for name in others if "emb" in name and first == 0),
-        *own,
-        *(name for name in others if "emb" not in name and end == blocks),
+        *(name for name in other_names if "emb" in name and first == 0),
+        *block_names,
+        *(name for name in other_names if "emb" not in name and end == blocks),
     ]
 
 
-def _tensor(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def _make_tensor(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     shape, _ = compute_local_shape_and_global_offset(size, mesh, placements)
     local, stride = torch.empty(shape, device="meta"), torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-def _item(key: str, size: tuple[int, ...], parts: int) -> WriteItem:
+def _make_item(key: str, size: tuple[int, ...], parts: int) -> WriteItem:
     """Return the first part of a tensor that is split along its first dimension."""
     box = torch.Size([-(-size[0] // parts), *size[1:]]) if size else torch.Size([])
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), box)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.bench.suites import Case
+from titan.bench.suites import SpeedCase
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
@@ -57,7 +57,7 @@ class SideResult:
 
 
 @dataclass(frozen=True)
-class Speed:
+class CaseSpeed:
     """The measurement of a case.
 
     Attributes:
@@ -82,7 +82,7 @@ class Speed:
     memory_gib: Mapping[str, float | None]
     failure: str = ""
 
-    def rows(self) -> str:
+    def format_rows(self) -> str:
         """Return the lines of the table: speeds, the roofline's parts, and memory where it is known."""
         ratios = f"{'-':>7} {'':<18}"
         if self.ratios:
@@ -92,12 +92,14 @@ class Speed:
         speeds = f"{self.bare:>10,.0f} {self.titan:>10,.0f} {ratios} {mfu} {self.titan / self.roofline:>8.1%}"
         parts = Roofline(self.parts, 0).describe()
         lines = [f"{self.title:<34} {speeds}", f"  roofline {self.roofline:,.0f} tokens/s: {parts}"]
-        if known := [f"{side} {gib:.1f} GiB" for side, gib in self.memory_gib.items() if gib]:
-            lines.append(f"  peak memory: {', '.join(known)}")
+        if memories := [f"{side} {gib:.1f} GiB" for side, gib in self.memory_gib.items() if gib]:
+            lines.append(f"  peak memory: {', '.join(memories)}")
         return "\n".join([*lines, *([f"  {self.failure}"] if self.failure else [])])
 
 
-def measure(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float], rounds: int, steps: int) -> Speed:
+def measure_case(
+    case: SpeedCase, overrides: Sequence[str], ceilings: Mapping[str, float], rounds: int, steps: int
+) -> CaseSpeed:
     """Measure the training speed of titan and of the bare loop in one case.
 
     Args:
@@ -117,7 +119,7 @@ def measure(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float],
     peak = run.cluster.peak_tflops or look_up_peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
     tflops = rate["titan"] * run.model.flops_per_token(run.training.seq_len) / 1e12
     roofline = compute_roofline(run, run.microbatches, select_rates(ceilings, run, run.machine.device))
-    return Speed(
+    return CaseSpeed(
         title=case.title,
         **rate,
         ratios=tuple(b / t for b, t in zip(sides["bare"].seconds, sides["titan"].seconds, strict=False)),
@@ -130,30 +132,30 @@ def measure(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float],
 
 
 def measure_alternating(
-    run: Run, case: Case, overrides: Sequence[str], rounds: int, steps: int
+    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
 ) -> dict[Side, SideResult]:
-    """Measure both sides in this process in alternating rounds; arguments as for `measure`."""
+    """Measure both sides in this process in alternating rounds; arguments as for `measure_case`."""
     import torch
 
-    from titan.bench.bare_loop import seconds
+    from titan.bench.bare_loop import time_work
 
-    found: dict[Side, list[float]] = {"bare": [], "titan": []}
+    side_times: dict[Side, list[float]] = {"bare": [], "titan": []}
     with open_trainer(run) as (trainer, bare_loop):
         bare = bare_loop(case)
-        work: dict[Side, Callable[[int], None]] = {"bare": bare.steps, "titan": trainer.run_steps}
+        work: dict[Side, Callable[[int], None]] = {"bare": bare.train_steps, "titan": trainer.run_steps}
         for side in SIDES:
             work[side](WARM)
         for number in range(rounds):
             for side in SIDES if number % 2 else SIDES[::-1]:
-                found[side].append(seconds(lambda side=side: work[side](steps), trainer.world.device))  # type: ignore[misc]
+                side_times[side].append(time_work(lambda side=side: work[side](steps), trainer.world.device))  # type: ignore[misc]
     torch._dynamo.reset()
-    return {side: SideResult(tuple(times)) for side, times in found.items()}
+    return {side: SideResult(tuple(times)) for side, times in side_times.items()}
 
 
 def measure_separately(
-    run: Run, case: Case, overrides: Sequence[str], rounds: int, steps: int
+    run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
 ) -> dict[Side, SideResult]:
-    """Measure each side in a separate process; arguments as for `measure`."""
+    """Measure each side in a separate process; arguments as for `measure_case`."""
     options = ["--rounds", str(rounds), "--steps", str(steps), *(["--autocast"] if case.autocast else [])]
     overrides, bare = [*overrides, *case.overrides], [f"compile={case.bare}"] if case.bare else []
     extra = {"bare": bare, "titan": []}
@@ -163,14 +165,14 @@ def measure_separately(
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the JSON that `titan.bench --only TASK` prints in its last line, or its error message as `failure`."""
     command = [sys.executable, "-m", "titan.bench", "--only", task, *options, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    if done.returncode:
-        return {"failure": error_line(done.stderr, done.returncode)}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    completed = subprocess.run(command, capture_output=True, text=True, env=build_environment())
+    if completed.returncode:
+        return {"failure": find_error_line(completed.stderr, completed.returncode)}
+    result: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
+    return result
 
 
-def error_line(text: str, code: int) -> str:
+def find_error_line(text: str, code: int) -> str:
     """Return the last line of a failed process's messages that is an error, else its exit code."""
     lines = [line for line in text.splitlines() if ERROR.match(line)]
     return lines[-1][:200] if lines else f"exit code {code}"
@@ -181,13 +183,13 @@ def measure_side(side: Side, overrides: Sequence[str], rounds: int, steps: int, 
     run = compose.compose_run(overrides)
     import torch
 
-    from titan.bench.bare_loop import seconds
+    from titan.bench.bare_loop import time_work
     from titan.metrics.recorder import peak_memory_gib
 
     device = torch.device(run.machine.device)
     with _open_side(side, run, device, autocast) as work:
         work(WARM)
-        times = [seconds(lambda: work(steps), device) for _ in range(rounds)]
+        times = [time_work(lambda: work(steps), device) for _ in range(rounds)]
     print(json.dumps(asdict(SideResult(tuple(times), peak_memory_gib(device)))))
     return 0
 
@@ -203,11 +205,11 @@ def _open_side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Ca
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 
     mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
-    yield BareLoop(run, mix, device, autocast=autocast).steps
+    yield BareLoop(run, mix, device, autocast=autocast).train_steps
 
 
 @contextmanager
-def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
+def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], BareLoop]]]:
     """Yield titan's trainer for one device, which records as usual, and a factory of bare loops on the same data."""
     from titan.bench.bare_loop import BareLoop
     from titan.cluster.rank_info import RankInfo
@@ -225,15 +227,18 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]
         trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
             trainer.recorder = recorder
-            yield trainer, lambda case: BareLoop(_bare(run, case), trainer.mix, world.device, autocast=case.autocast)
+            yield (
+                trainer,
+                lambda case: BareLoop(_set_bare_scope(run, case), trainer.mix, world.device, autocast=case.autocast),
+            )
 
 
-def _bare(run: Run, case: Case) -> Run:
+def _set_bare_scope(run: Run, case: SpeedCase) -> Run:
     """Return the run with the bare loop's scope of compilation."""
     return replace(run, compile=replace(run.compile, scope=case.bare)) if case.bare else run
 
 
-def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) -> str:
+def profile_case(case: SpeedCase, overrides: Sequence[str], steps: int, rows: int = 25) -> str:
     """Return torch.profiler's table of the operators with the largest self time on the device in a case's steps.
 
     Raises:
@@ -250,8 +255,8 @@ def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) ->
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
             trainer.run_steps(steps)
     torch._dynamo.reset()
-    by = "self_device_time_total" if cuda else "self_cpu_time_total"
-    return str(profiled.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=60))
+    sort_key = "self_device_time_total" if cuda else "self_cpu_time_total"
+    return str(profiled.key_averages().table(sort_by=sort_key, row_limit=rows, max_name_column_width=60))
 
 
 @dataclass(frozen=True)
@@ -268,7 +273,7 @@ class HostSync:
         return f"the host synchronises at {self.location}" if self.location else "no host synchronisation in a step"
 
 
-def host_sync(overrides: Sequence[str]) -> HostSync:
+def find_host_sync(overrides: Sequence[str]) -> HostSync:
     """Search a recipe's steps for a host synchronisation, in a separate process so that its GPU memory is freed.
 
     Raises:
@@ -280,11 +285,11 @@ def host_sync(overrides: Sequence[str]) -> HostSync:
 
 def print_host_sync(overrides: Sequence[str]) -> int:
     """Search in this process, print the `HostSync` as JSON in the last line, return the exit code."""
-    print(json.dumps(asdict(HostSync(sync_location(compose.compose_run(overrides))))))
+    print(json.dumps(asdict(HostSync(locate_host_sync(compose.compose_run(overrides))))))
     return 0
 
 
-def sync_location(run: Run, steps: int = 3) -> str:
+def locate_host_sync(run: Run, steps: int = 3) -> str:
     """Return file, line and source of the first operation in a step that makes the host wait for the GPU; else "".
 
     torch raises at the first synchronising operation (`torch.cuda.set_sync_debug_mode`). Reading the metrics of the
@@ -307,7 +312,7 @@ def sync_location(run: Run, steps: int = 3) -> str:
     return ""
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """Return this process's environment with its titan on PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -44,7 +44,7 @@ SHAPES = (  # dim, layers, heads, ffn, vocab, length, tokens
 """Models and batches that are measured on one device."""
 TINY = (32, 1, 2, 64, 256, 64, 256)
 """A model whose tensors take no memory to speak of."""
-FEW = (0, 1, 3)
+LAYOUT_SHAPES = (0, 1, 3)
 """Those that are measured in each layout."""
 DIMENSIONS = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Layouts of two ranks, and the dimension of which they tell the host time; context parallelism shards weights too."""
@@ -52,14 +52,14 @@ Prices = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRun:
     """A run and the measured time of its step."""
 
     run: Run
     seconds: float
 
 
-def step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices:
+def measure_step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices:
     """Return figures of steps on one device, by their names in `Hardware`.
 
     Args:
@@ -67,46 +67,50 @@ def step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices
         cores: that this process may use.
         ranks: processes for the speed of a rank; 1: it is not measured.
     """
-    runs = [_run(shape, "single") for shape in SHAPES]
-    found: Prices = {**figures, "cores": cores}
-    found |= single_prices([Timed(r, s) for r, s in zip(runs, trials.step_seconds(runs), strict=True)], found)
+    runs = [_compose_run(shape, "single") for shape in SHAPES]
+    prices: Prices = {**figures, "cores": cores}
+    prices |= fit_single_prices(
+        [TimedRun(r, s) for r, s in zip(runs, trials.measure_step_seconds(runs), strict=True)], prices
+    )
     if ranks > 1:
-        some = [runs[i] for i in FEW]
-        crowded = [Timed(r, s) for r, s in zip(some, trials.crowded_step_seconds(some, ranks), strict=True)]
-        found["rank_speed"] = rank_speed(crowded, found, ranks)
-    return found
+        layout_runs = [runs[i] for i in LAYOUT_SHAPES]
+        crowded = [
+            TimedRun(r, s) for r, s in zip(layout_runs, trials.measure_crowded_steps(layout_runs, ranks), strict=True)
+        ]
+        prices["rank_speed"] = fit_rank_speed(crowded, prices, ranks)
+    return prices
 
 
-def layout_figures(figures: Mapping[str, float]) -> Prices:
+def measure_layout_figures(figures: Mapping[str, float]) -> Prices:
     """Return the memory of a rank's process, and the host time that each dimension of a layout adds."""
-    found: Prices = {"process_gib": trials.process_gib(_run(TINY, "fsdp"))}
+    prices: Prices = {"process_gib": trials.measure_process_gib(_compose_run(TINY, "fsdp"))}
     for layout, dimension in DIMENSIONS.items():
-        runs = [_run(SHAPES[i], layout) for i in FEW]
-        timed = [Timed(r, s) for r, s in zip(runs, trials.step_seconds(runs), strict=True)]
-        found |= dimension_prices(timed, {**figures, **found}, dimension)
-    return found
+        runs = [_compose_run(SHAPES[i], layout) for i in LAYOUT_SHAPES]
+        timed = [TimedRun(r, s) for r, s in zip(runs, trials.measure_step_seconds(runs), strict=True)]
+        prices |= fit_dimension_prices(timed, {**figures, **prices}, dimension)
+    return prices
 
 
-def _run(shape: tuple[int, ...], layout: str) -> Run:
+def _compose_run(shape: tuple[int, ...], layout: str) -> Run:
     names = ("model.dim", "model.layers", "model.heads", "model.ffn", "model.vocab")
     sizes = [f"{name}={value}" for name, value in zip(names, shape, strict=False)]
     rows = [f"training.seq_len={shape[-2]}", f"training.global_batch={shape[-1]}"]
     return compose_run([*BASE, *sizes, *rows, f"parallelism={layout}"], remote=True)
 
 
-def single_prices(timed: Sequence[Timed], figures: Mapping[str, float]) -> Prices:
+def fit_single_prices(timed: Sequence[TimedRun], figures: Mapping[str, float]) -> Prices:
     """Return what explains the time of steps on one device."""
     unit = dict.fromkeys(("eager_factor", "loss_factor", "update_factor"), 1.0)
-    models = [_model(each.run, {**figures, **unit}) for each in timed]
-    causes = [single_causes(model) for model in models]
-    known = [_known(model) for model in models]
-    seconds = [each.seconds for each in timed]
-    prices = least_squares(causes, [s - k for s, k in zip(seconds, known, strict=True)], seconds)
-    least = {"eager_factor": 1.0, "loss_factor": 0.1, "update_factor": 0.1, "launch_microseconds": 0.1}
-    return {name: max(least.get(name, 0.0), price) for name, price in zip(causes[0], prices, strict=True)}
+    models = [_build_step_model(timed_run.run, {**figures, **unit}) for timed_run in timed]
+    causes = [compute_single_causes(model) for model in models]
+    known_seconds = [_compute_known_seconds(model) for model in models]
+    seconds = [timed_run.seconds for timed_run in timed]
+    prices = solve_least_squares(causes, [s - k for s, k in zip(seconds, known_seconds, strict=True)], seconds)
+    minimums = {"eager_factor": 1.0, "loss_factor": 0.1, "update_factor": 0.1, "launch_microseconds": 0.1}
+    return {name: max(minimums.get(name, 0.0), price) for name, price in zip(causes[0], prices, strict=True)}
 
 
-def single_causes(model: StepModel) -> Prices:
+def compute_single_causes(model: StepModel) -> Prices:
     """Return the seconds that each price's unit costs in a step on one device."""
     blocks = model.model.layers * model.microbatches
     work = [model.get_block(0).forward, model.get_block(0).backward]
@@ -114,81 +118,83 @@ def single_causes(model: StepModel) -> Prices:
     return {
         "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
         "step_microseconds": 1e-6,
-        "eager_factor": blocks * sum(each.work["memory-bound"] for each in work),
+        "eager_factor": blocks * sum(block_pass.work["memory-bound"] for block_pass in work),
         "loss_factor": model.microbatches * loss,
         "update_factor": model.estimate_update(),
     }
 
 
-def _known(model: StepModel) -> float:
+def _compute_known_seconds(model: StepModel) -> float:
     """Return the seconds of matmuls and attention in a step."""
     names = ("matmuls", "attention")
     blocks = sum(
-        each.work[name] for each in (model.get_block(0).forward, model.get_block(0).backward) for name in names
+        block_pass.work[name]
+        for block_pass in (model.get_block(0).forward, model.get_block(0).backward)
+        for name in names
     )
     head = sum(model.estimate_head(kind)["matmuls"] for kind in "FB")
     return model.microbatches * (model.model.layers * blocks + head)
 
 
-def rank_speed(timed: Sequence[Timed], figures: Mapping[str, float], ranks: int) -> float:
+def fit_rank_speed(timed: Sequence[TimedRun], figures: Mapping[str, float], ranks: int) -> float:
     """Return the speed of one of several processes on a CPU, relative to its equal part of the whole."""
-    parts = [_parts(each.run, figures) for each in timed]
+    parts = [_predict_parts(timed_run.run, figures) for timed_run in timed]
     host = [part.get("host", 0.0) for part in parts]
     work = [sum(part.values()) - h for part, h in zip(parts, host, strict=True)]
-    ratios = [ranks * w / max(1e-9, each.seconds - h) for each, w, h in zip(timed, work, host, strict=True)]
+    ratios = [ranks * w / max(1e-9, timed_run.seconds - h) for timed_run, w, h in zip(timed, work, host, strict=True)]
     return float(np.median(ratios))
 
 
-def dimension_prices(timed: Sequence[Timed], figures: Mapping[str, float], dimension: str) -> Prices:
+def fit_dimension_prices(timed: Sequence[TimedRun], figures: Mapping[str, float], dimension: str) -> Prices:
     """Return the host time that a dimension of the layout adds to a block or action, and to a step."""
     unit = "action" if dimension == "pipeline" else "block"
     names = [f"{dimension}_{each}_microseconds" for each in (unit, "step")]
-    without = [_seconds(each.run, figures) for each in timed]
+    base_seconds = [_predict_seconds(each.run, figures) for each in timed]
     causes = [
-        {name: _seconds(each.run, {**figures, name: 1e6}) - base for name in names}
-        for each, base in zip(timed, without, strict=True)
+        {name: _predict_seconds(each.run, {**figures, name: 1e6}) - base for name in names}
+        for each, base in zip(timed, base_seconds, strict=True)
     ]
     causes = [{name: 1e-6 * value for name, value in cause.items()} for cause in causes]
     seconds = [each.seconds for each in timed]
-    left = [s - base for s, base in zip(seconds, without, strict=True)]
-    return dict(zip(names, least_squares(causes, left, seconds), strict=True))
+    residuals = [s - base for s, base in zip(seconds, base_seconds, strict=True)]
+    return dict(zip(names, solve_least_squares(causes, residuals, seconds), strict=True))
 
 
-def least_squares(causes: Sequence[Prices], seconds: Sequence[float], scale: Sequence[float]) -> list[float]:
+def solve_least_squares(causes: Sequence[Prices], seconds: Sequence[float], scale: Sequence[float]) -> list[float]:
     """Return the prices, none negative, with the least squares of errors relative to `scale`.
 
     Prices that would be negative are set to zero, the most negative one first, and the others fitted again.
     """
     matrix: NDArray[np.float64] = np.array([list(cause.values()) for cause in causes]) / np.array(scale)[:, None]
     target = np.array(seconds) / np.array(scale)
-    left = list(range(matrix.shape[1]))
+    active = list(range(matrix.shape[1]))
     prices = np.zeros(matrix.shape[1])
-    while left:
-        columns = matrix[:, left]
+    while active:
+        columns = matrix[:, active]
         size = np.linalg.norm(columns, axis=0)
         size[size == 0] = 1.0
         solution = np.linalg.lstsq(columns / size, target, rcond=None)[0]
         if solution.min() >= 0:
-            prices[left] = solution / size
+            prices[active] = solution / size
             break
-        left.pop(int(solution.argmin()))
+        active.pop(int(solution.argmin()))
     return [float(price) for price in prices]
 
 
-def _hardware(figures: Mapping[str, float]) -> Hardware:
-    given: Any = dict(figures)
-    return Hardware(**given)
+def _build_hardware(figures: Mapping[str, float]) -> Hardware:
+    fields: Any = dict(figures)
+    return Hardware(**fields)
 
 
-def _model(run: Run, figures: Mapping[str, float]) -> StepModel:
-    speeds = derive_device_speeds(run, _hardware(figures), run.machine, run.layout)
+def _build_step_model(run: Run, figures: Mapping[str, float]) -> StepModel:
+    speeds = derive_device_speeds(run, _build_hardware(figures), run.machine, run.layout)
     return StepModel(run, run.layout, run.microbatches, speeds)
 
 
-def _parts(run: Run, figures: Mapping[str, float]) -> Mapping[str, float]:
-    speeds = derive_device_speeds(run, _hardware(figures), run.machine, run.layout)
+def _predict_parts(run: Run, figures: Mapping[str, float]) -> Mapping[str, float]:
+    speeds = derive_device_speeds(run, _build_hardware(figures), run.machine, run.layout)
     return estimate_step(run, run.layout, run.microbatches, speeds).parts
 
 
-def _seconds(run: Run, figures: Mapping[str, float]) -> float:
-    return sum(_parts(run, figures).values())
+def _predict_seconds(run: Run, figures: Mapping[str, float]) -> float:
+    return sum(_predict_parts(run, figures).values())

@@ -14,7 +14,7 @@ UNBALANCED = ("model.aux_loss=0",)
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeedCase:
     """One row of the table of speeds.
 
     Attributes:
@@ -30,20 +30,22 @@ class Case:
     bare: Literal["", "off", "block", "model"] = ""
 
 
-def cpu_cases() -> list[Case]:
+def list_cpu_cases() -> list[SpeedCase]:
     """Return each precision with each scope of compilation.
 
     Compiled blocks are also compared with a bare loop that is compiled as a whole, and bf16 with one under autocast.
     """
-    cases = [_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
-    blocks = [case for case in cases if "compile=block" in case.overrides]
-    forms = [case for case in cases if "precision=bf16" in case.overrides and "compile=model" not in case.overrides]
-    whole = [Case(f"{case.title}, bare: model", case.overrides, bare="model") for case in blocks]
-    cast = [Case(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in forms]
-    return [*cases, *whole, *cast]
+    cases = [_build_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
+    block_cases = [case for case in cases if "compile=block" in case.overrides]
+    bf16_cases = [
+        case for case in cases if "precision=bf16" in case.overrides and "compile=model" not in case.overrides
+    ]
+    whole_cases = [SpeedCase(f"{case.title}, bare: model", case.overrides, bare="model") for case in block_cases]
+    autocast_cases = [SpeedCase(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in bf16_cases]
+    return [*cases, *whole_cases, *autocast_cases]
 
 
-def gpu_cases() -> list[Case]:
+def list_gpu_cases() -> list[SpeedCase]:
     """Return the 1B model in each precision and scope, one with experts, and the 8B model as it fits in 141 GB.
 
     With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
@@ -60,17 +62,19 @@ def gpu_cases() -> list[Case]:
         *((f"precision={p}", "compile=block", f"memory={m}") for m in ("selective", "full") for p in FLOAT8),
         ("precision=bf16_pure", "compile=block", "memory=none"),
     ]
-    cases = [_case("model=llama1b", *choices) for choices in small]
-    cases += [_case(*EXPERTS, "precision=bf16", f"compile={scope}", hidden=UNBALANCED) for scope in ("off", "block")]
-    return [*cases, *(_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
+    cases = [_build_case("model=llama1b", *choices) for choices in small]
+    cases += [
+        _build_case(*EXPERTS, "precision=bf16", f"compile={scope}", hidden=UNBALANCED) for scope in ("off", "block")
+    ]
+    return [*cases, *(_build_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
 
 
-def _case(*overrides: str, hidden: tuple[str, ...] = ()) -> Case:
+def _build_case(*overrides: str, hidden: tuple[str, ...] = ()) -> SpeedCase:
     """Return a case whose title names the choices except `hidden` ones."""
-    return Case(", ".join(map(_words, overrides)), (*overrides, *hidden))
+    return SpeedCase(", ".join(map(_shorten_override, overrides)), (*overrides, *hidden))
 
 
-def _words(override: str) -> str:
+def _shorten_override(override: str) -> str:
     """Return a choice for a title: the value alone for models and precisions."""
     name, _, value = override.partition("=")
     return value if name in ("model", "precision") else f"{name.rpartition('.')[2]} {value}"

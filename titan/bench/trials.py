@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titan.bench.ranks import group, run_together
+from titan.bench.ranks import join_process_group, run_together
 from titan.cluster.rank_info import RankInfo
 from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh
@@ -30,30 +30,30 @@ SECONDS = 200.0
 """Time that the ranks have for all runs."""
 
 
-def step_seconds(runs: Sequence[Run]) -> list[float]:
+def measure_step_seconds(runs: Sequence[Run]) -> list[float]:
     """Return the step time of each run; all have the same layout, and its ranks are new processes."""
     ranks = runs[0].layout.devices
-    return _together(runs, partial(_time_layout, devices=ranks), ranks)
+    return _measure_together(runs, partial(_time_layout, devices=ranks), ranks)
 
 
-def crowded_step_seconds(runs: Sequence[Run], ranks: int) -> list[float]:
+def measure_crowded_steps(runs: Sequence[Run], ranks: int) -> list[float]:
     """Return the step time of each run on one device, while as many processes as `ranks` do the same."""
-    return _together(runs, _time_alone, ranks)
+    return _measure_together(runs, _time_alone, ranks)
 
 
-def process_gib(run: Run) -> float:
+def measure_process_gib(run: Run) -> float:
     """Return the peak resident set of the ranks of a run: that of their processes, where its model is tiny."""
-    return _together([run], _resident, run.layout.devices)[0]
+    return _measure_together([run], _measure_resident_gib, run.layout.devices)[0]
 
 
-def _together(runs: Sequence[Run], measure: Callable[..., dict[str, float]], ranks: int) -> list[float]:
+def _measure_together(runs: Sequence[Run], measure: Callable[..., dict[str, float]], ranks: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="titan-trials-") as folder:
-        trials = [prepared(replace(run, directory=str(Path(folder) / str(i)))) for i, run in enumerate(runs)]
-        found = run_together(partial(measure, trials), ranks, SECONDS)
-    return [found[str(i)] for i in range(len(runs))]
+        trials = [prepare_trial(replace(run, directory=str(Path(folder) / str(i)))) for i, run in enumerate(runs)]
+        results = run_together(partial(measure, trials), ranks, SECONDS)
+    return [results[str(i)] for i in range(len(runs))]
 
 
-def prepared(run: Run) -> Trial:
+def prepare_trial(run: Run) -> Trial:
     """Return a run in an empty directory with its attempt."""
     Path(run.directory).mkdir(parents=True, exist_ok=True)
     attempt = attempts.begin_attempt(run)
@@ -61,51 +61,51 @@ def prepared(run: Run) -> Trial:
     return run, attempt
 
 
-def connect(run: Run, rank: int, ranks: int, meeting: str) -> World:
+def connect_rank(run: Run, rank: int, ranks: int, init_method: str) -> World:
     """Return the world of one of a run's ranks."""
-    info = RankInfo(rank, ranks, rank, meeting)
+    info = RankInfo(rank, ranks, rank, init_method)
     return mesh.connect_world(info, run.layout, run.machine.device, run.cluster.timeout)
 
 
-def trainer(trial: Trial, world: World) -> Trainer:
+def build_trainer(trial: Trial, world: World) -> Trainer:
     """Return the trainer of a run on one of its ranks."""
     run, attempt = trial
     return Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
 
 
-def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, meeting: str, devices: int) -> dict[str, float]:
+def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, init_method: str, devices: int) -> dict[str, float]:
     """Time runs as one of their ranks."""
-    world = connect(trials[0][0], rank, devices, meeting)
-    return {str(i): _seconds(trainer(trial, world), world) for i, trial in enumerate(trials)}
+    world = connect_rank(trials[0][0], rank, devices, init_method)
+    return {str(i): _time_steps(build_trainer(trial, world), world) for i, trial in enumerate(trials)}
 
 
-def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> dict[str, float]:
+def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
     """Time runs on one device beside other processes, which begin each at the same time."""
-    found = {}
-    with group(rank, ranks, meeting, "cpu"):
+    seconds = {}
+    with join_process_group(rank, ranks, init_method, "cpu"):
         for i, trial in enumerate(trials):
-            world = connect(trial[0], 0, 1, "")
-            one = trainer(trial, world)
+            world = connect_rank(trial[0], 0, 1, "")
+            trainer = build_trainer(trial, world)
             dist.barrier()
-            found[str(i)] = _seconds(one, world)
-    return found
+            seconds[str(i)] = _time_steps(trainer, world)
+    return seconds
 
 
-def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> dict[str, float]:
+def _measure_resident_gib(trials: Sequence[Trial], rank: int, ranks: int, init_method: str) -> dict[str, float]:
     """Train some steps and return the peak resident set of the fullest rank."""
-    world = connect(trials[0][0], rank, ranks, meeting)
-    _seconds(trainer(trials[0], world), world)
+    world = connect_rank(trials[0][0], rank, ranks, init_method)
+    _time_steps(build_trainer(trials[0], world), world)
     return {"0": max(world.all_gather_object(peak_resident_gib()))}
 
 
-def _seconds(one: Trainer, world: World) -> float:
+def _time_steps(trainer: Trainer, world: World) -> float:
     """Return the lower quartile of the steps' times: what disturbs a step makes it longer."""
-    with one.loader:
-        one.run_steps(WARM)
+    with trainer.loader:
+        trainer.run_steps(WARM)
         world.barrier()
-        taken = []
+        times = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            one.run_steps(1)
-            taken.append(time.perf_counter() - start)
-    return statistics.quantiles(taken, n=4)[0]
+            trainer.run_steps(1)
+            times.append(time.perf_counter() - start)
+    return statistics.quantiles(times, n=4)[0]

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan.console.text import safe_lines
+from titan.console.text import sanitize_lines
 from titan.errors import ConfigError, RunError, describe_machine_error
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
@@ -60,7 +60,7 @@ def describe_error(error: BaseException, rank: int) -> RankError:
     """Return what to report of an exception that ends a rank: its sentence if users can act on it, else a traceback."""
     machine_message = describe_machine_error(error)
     plain = bool(machine_message) or isinstance(error, (ConfigError, RunError))
-    text = (machine_message or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
+    text = (machine_message or str(error)) if plain else sanitize_lines("".join(traceback.format_exception(error)))
     code = 2 if isinstance(error, ConfigError) else 1
     node, cause = getattr(error, "node", ""), getattr(error, "rank", None)  # of the rank that others wait for in a hang
     rank, node = (rank, _get_node()) if cause is None else (cause, node)

@@ -43,7 +43,7 @@ def run_body(body: Callable[[], int], report: Callable[[BaseException], int]) ->
         return body()
     except KeyboardInterrupt:
         return 130
-    except output.Lost as error_lost:
+    except output.OutputClosedError as error_lost:
         return error_lost.code
     except BaseException as error:
         return report(error)
@@ -79,13 +79,13 @@ def die_with_parent(parent: int) -> None:
 
 def run_from_file(body: RankBody, *, keep_going: bool = True) -> NoReturn:
     """Be the rank that the file on the command line describes, and exit; `keep_going` as in `titan.console.output`."""
-    output.best_effort(keep_going)
+    output.protect_streams(keep_going)
     exit_now(run_rank(sys.argv[1], body))
 
 
 def exit_now(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
-    with contextlib.suppress(OSError, output.Lost):  # a full disk has no room for the rest of a log
+    with contextlib.suppress(OSError, output.OutputClosedError):  # a full disk has no room for the rest of a log
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

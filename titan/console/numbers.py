@@ -9,72 +9,72 @@ from collections.abc import Callable
 UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 
 
-def billions(count: float) -> str:
+def format_count(count: float) -> str:
     """Return a count with three digits and a unit, as in 6.2M or 8.03B; below 1000 as an integer."""
-    return _with_unit(count) or f"{count:.0f}"
+    return _format_with_unit(count) or f"{count:.0f}"
 
 
-def parameters(whole: float, active: float) -> str:
+def describe_parameters(total: float, active: float) -> str:
     """Return in words how many parameters a model has, and how many of them compute a token if these are fewer."""
-    used = f", {billions(active)} active" if active < whole else ""
-    return f"{billions(whole)} parameters{used}"
+    active_text = f", {format_count(active)} active" if active < total else ""
+    return f"{format_count(total)} parameters{active_text}"
 
 
-def short(count: float) -> str:
+def format_tokens(count: float) -> str:
     """Return a number of tokens, also a negative or small one, with three digits: 0.25, 820, 16k, 2.5M, 1.2B."""
-    return _with_unit(count) or f"{count:.3g}"
+    return _format_with_unit(count) or f"{count:.3g}"
 
 
-def _with_unit(count: float) -> str:
+def _format_with_unit(count: float) -> str:
     """Return the count in its largest unit; empty below 1000."""
     return next((f"{count / size:.3g}{unit}" for unit, size in UNITS if abs(count) >= size), "")
 
 
-def fixed(value: float, digits: int = 4) -> str:
+def format_fixed(value: float, digits: int = 4) -> str:
     """Return a measured value with `digits` decimals."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"
 
 
-def rounded(value: float) -> str:
+def format_rounded(value: float) -> str:
     """Return a value with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def multiple(value: float) -> str:
-    """Return a ratio: three decimals below 10, else as `rounded`."""
-    return fixed(value, 3) if abs(value) < 10 else rounded(value)
+def format_ratio(value: float) -> str:
+    """Return a ratio: three decimals below 10, else as `format_rounded`."""
+    return format_fixed(value, 3) if abs(value) < 10 else format_rounded(value)
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Return a difference with its sign: four decimals, or two significant digits of a very small one."""
     return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.1e}"
 
 
-def size(value: float) -> str:
+def format_magnitude(value: float) -> str:
     """Return the absolute value of a difference: three decimals, or two significant digits of a very small one."""
     return f"{abs(value):.3f}" if value == 0 or abs(value) >= 5e-4 else f"{abs(value):.1e}"
 
 
-def tick(value: float) -> str:
+def format_tick(value: float) -> str:
     """Return a round value with all digits that tell it from its neighbours on an axis."""
     return f"{value:,.10g}"
 
 
-def power(value: float) -> str:
+def format_log_tick(value: float) -> str:
     """Return a value for a logarithmic axis, as in 1e-3 or 0.5."""
     return f"{value:g}".replace("e-0", "e-")
 
 
-def shortest(value: float) -> str:
+def format_exact(value: float) -> str:
     """Return a float in its shortest exact form, as in 1e9 for 1000000000.0; empty where six digits are not exact."""
     return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
 
 
-def bounds(low: float | None, high: float | None, show: Callable[[float], str] = fixed) -> str:
+def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:
     """Return the bounds of an interval in brackets; empty where it has none."""
-    return "" if low is None or high is None else f"[{show(low)}, {show(high)}]"
+    return "" if low is None or high is None else f"[{format_value(low)}, {format_value(high)}]"
 
 
-def plural(count: int, noun: str, several: str = "") -> str:
-    """Return a count with its noun: 1 pair, 3 pairs; 2 batches where `several` is given."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {several or noun + 's'}"
+def format_plural(count: int, noun: str, plural_noun: str = "") -> str:
+    """Return a count with its noun: 1 pair, 3 pairs; 2 batches where `plural_noun` is given."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural_noun or noun + 's'}"

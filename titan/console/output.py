@@ -17,24 +17,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from titan.console.text import safe_lines
+from titan.console.text import sanitize_lines
 
-LOST = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENXIO, errno.ESTALE}
+CLOSED_ERRNOS = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENXIO, errno.ESTALE}
 """The reader has exited, the terminal has hung up, the disk or a quota is full, a shared folder is gone."""
-PIPE = 141
+SIGPIPE_CODE = 141
 """The exit code of a program that SIGPIPE ends (128 + 13), as shells show it."""
 
 
-class Lost(Exception):
+class OutputClosedError(Exception):
     """stdout, a command's only product, can no longer be written; `code` is the exit code."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"stdout can't be written ({error.strerror})")
-        self.code = PIPE if error.errno == errno.EPIPE else 1
+        self.code = SIGPIPE_CODE if error.errno == errno.EPIPE else 1
 
 
-class _Stream(io.FileIO):
-    """A file descriptor whose write errors are ignored, or else raised once as `Lost`."""
+class _OutputStream(io.FileIO):
+    """A file descriptor whose write errors are ignored, or else raised once as `OutputClosedError`."""
 
     def __init__(self, descriptor: int, keep_going: bool) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -45,41 +45,41 @@ class _Stream(io.FileIO):
         try:
             written = super().write(data)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno not in CLOSED_ERRNOS:
                 raise
             if not self.keep_going:
                 self.keep_going = True
-                raise Lost(error) from error
+                raise OutputClosedError(error) from error
             written = None
         return len(data) if written is None else written  # None too where another program has made it non-blocking
 
 
 def run(main: Callable[[], int], *, keep_going: bool = True) -> NoReturn:
     """Be a command: call `main` and exit with its code."""
-    best_effort(keep_going)
+    protect_streams(keep_going)
     code = main()
     try:
         sys.stdout.flush()
-    except Lost as lost:
-        code = code or lost.code
+    except OutputClosedError as error:
+        code = code or error.code
     sys.exit(code)
 
 
-def best_effort(keep_going: bool = True) -> None:
+def protect_streams(keep_going: bool = True) -> None:
     """Give this process a working stdout and stderr, even if its parent has closed them.
 
     Args:
-        keep_going: ignore errors in writing to stdout, as to stderr; else raise `Lost`.
+        keep_going: ignore errors in writing to stdout, as to stderr; else raise `OutputClosedError`.
     """
-    sys.stdout = _stream(sys.stdout, 1, keep_going)
-    sys.stderr = _stream(sys.stderr, 2, True)
+    sys.stdout = _open_stream(sys.stdout, 1, keep_going)
+    sys.stderr = _open_stream(sys.stderr, 2, True)
     sys.excepthook = _print_exception
 
 
 def ignore_write_errors() -> None:
     """Ignore errors in writing to stdout from now on: it is not the product."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Stream):
+    if isinstance(raw, _OutputStream):
         raw.keep_going = True
 
 
@@ -89,20 +89,20 @@ def write_stderr(text: str) -> None:
         os.write(2, text.encode())
 
 
-def _stream(before: Any, descriptor: int, keep_going: bool) -> io.TextIOWrapper:
-    """Return a stream like `before`; one that was closed when the process started (None) writes to /dev/null."""
-    if before is None:
+def _open_stream(original: Any, descriptor: int, keep_going: bool) -> io.TextIOWrapper:
+    """Return a stream like `original`; one that was closed when the process started (None) writes to /dev/null."""
+    if original is None:
         _open_null(descriptor)
     else:
         with contextlib.suppress(OSError):
-            before.flush()
-    line = descriptor == 2 or os.isatty(descriptor)
+            original.flush()
+    is_line_buffered = descriptor == 2 or os.isatty(descriptor)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(descriptor, keep_going)),
-        encoding=getattr(before, "encoding", "utf-8"),
+        io.BufferedWriter(_OutputStream(descriptor, keep_going)),
+        encoding=getattr(original, "encoding", "utf-8"),
         errors="backslashreplace",
-        line_buffering=line,
-        write_through=getattr(before, "write_through", False),
+        line_buffering=is_line_buffered,
+        write_through=getattr(original, "write_through", False),
     )
 
 
@@ -120,4 +120,4 @@ def _open_null(descriptor: int) -> None:
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an exception on stderr, as Python does, but without secrets."""
-    print(safe_lines("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(sanitize_lines("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

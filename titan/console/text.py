@@ -1,6 +1,6 @@
 """Text that may be shown and saved: without secrets, and without characters that change what a terminal shows.
 
-`redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `safe` does both.
+`redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `sanitize_line` does both.
 All that titan prints, logs or writes into a run's directory goes through one of them.
 """
 
@@ -24,12 +24,12 @@ _QUERY = re.compile(
     r"(?:(?!,[A-Za-z][\w+.-]*://)[^&#])*?(?=[\])}.,:;]*(?:[&#]|,[A-Za-z][\w+.-]*://|$))",
     re.IGNORECASE,
 )
-_TAKEN = re.compile(r"[/:]\*\*\*@|[?&;#][^&#=]*=\*\*\*(?:[&#]|$)")
+_REDACTED = re.compile(r"[/:]\*\*\*@|[?&;#][^&#=]*=\*\*\*(?:[&#]|$)")
 _VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(?:=|: ?))(\"[^\"]*\"|'[^']*'|[^\s,;}\]\"']+)"
 )
 _SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
-_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, other line separators, marks that change the direction of text, and bytes that are no UTF-8."""
 
 
@@ -44,35 +44,37 @@ def _redact_url(url: str) -> str:
     return _QUERY.sub(rf"\g<1>{MARK}", url)
 
 
-def redacted(value: Any) -> Any:
+def redact_nested(value: Any) -> Any:
     """Return nested mappings and lists with all texts redacted, and entirely for keys that name a secret variable."""
     if isinstance(value, Mapping):
-        return {k: MARK if _is_variable(k) and isinstance(v, str) else redacted(v) for k, v in value.items()}
+        return {
+            k: MARK if _is_secret_variable(k) and isinstance(v, str) else redact_nested(v) for k, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [redacted(v) for v in value]
+        return [redact_nested(v) for v in value]
     return redact(value) if isinstance(value, str) else value
 
 
-def _is_variable(key: object) -> bool:
+def _is_secret_variable(key: object) -> bool:
     return bool(_VARIABLE.fullmatch(f"{key}=x"))
 
 
 def is_redacted(text: str) -> bool:
     """Return whether a text holds a URL from which a secret was removed: it can't be used as it is."""
-    return any(_TAKEN.search(url) for url in _URL.findall(text))
+    return any(_REDACTED.search(url) for url in _URL.findall(text))
 
 
 def escape(text: str) -> str:
     r"""Return `text` with control characters written as `\n`, `\x1b` and the like."""
-    return _ODD.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def safe(text: str) -> str:
+def sanitize_line(text: str) -> str:
     """Return `text` redacted and escaped, as one line."""
     return escape(redact(text))
 
 
-def safe_lines(text: str) -> str:
+def sanitize_lines(text: str) -> str:
     """Return several lines, such as a traceback, redacted and escaped."""
     return "\n".join(map(escape, redact(text).split("\n")))
 
@@ -82,17 +84,17 @@ def is_secret(variable: str) -> bool:
     return bool(_SECRET_NAME.search(variable))
 
 
-def one_line(text: str) -> str:
+def format_message(text: str) -> str:
     """Return a message for a terminal: control characters escaped, and very long words cut."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    head, tail = SHOWN
+    head, tail = LONG_WORD_ENDS
     return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)
 
 
-def as_line(error: object) -> str:
+def format_error(error: object) -> str:
     """Return an error's text on one line, without a full stop."""
     return " ".join(str(error).split()).rstrip(".")[:300]
 
 
-LONG_WORD, SHOWN = 240, (100, 40)
+LONG_WORD, LONG_WORD_ENDS = 240, (100, 40)
 """Words of so many characters are cut in messages, to so many of their first and last characters."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.console.numbers import billions
+from titan.console.numbers import format_count
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
@@ -147,7 +147,7 @@ def _check_memory(
         options += [f"a batch below {settings.batch}"] if cache > 0.1 else []
         options += ["a larger parallelism.tensor" if machine.device == "cuda" else "a machine with more memory"]
         raise ConfigError(
-            f"from={settings.from_}: {billions(model.parameters())} parameters in {precision.compute} take "
+            f"from={settings.from_}: {format_count(model.parameters())} parameters in {precision.compute} take "
             f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, but {ranks} "
             f"rank{'s have' if ranks > 1 else ' has'} {available:.1f} GiB; give {' or '.join(options)}."
         )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from titan.config.settings import suggest_nearest
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.errors import ConfigError, RunError
 from titan.hooks.context import Context, Parameters
 from titan.hooks.schema import METRIC_PREFIX, MOMENTS, Hook
@@ -108,7 +108,7 @@ class _HookErrors:
             return
         log.error("hooks.%s failed in %s", self.name, self.moment, exc_info=error)
         step_text = "" if self.step is None else f" at step {self.step}"
-        cause = f"{type(error).__name__}: {as_line(error)}".rstrip(": ")
+        cause = f"{type(error).__name__}: {format_error(error)}".rstrip(": ")
         raise RunError(
             f"hooks.{self.name}: failed in {self.moment}{step_text} ({cause}); correct the hook, or leave it out. "
             "The log of the rank has the traceback."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.console.numbers import short
+from titan.console.numbers import format_tokens
 from titan.metrics.lines import read_records
 
 SMOOTHING_SHARE = 0.02
@@ -137,7 +137,7 @@ def _plot_spikes(axes: Any, spikes: Curve, top: float) -> None:
 def _format_axes(axes: Any, training: Curve, validation: Curve) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_formatter(lambda tokens, _: short(tokens))
+    axes.xaxis.set_major_formatter(lambda tokens, _: format_tokens(tokens))
     axes.grid(True, color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

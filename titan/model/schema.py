@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from titan.config.settings import setting
-from titan.console.numbers import parameters
+from titan.console.numbers import describe_parameters
 from titan.errors import ConfigError
 from titan.model.activations import (
     NO_CONTEXT,
@@ -287,7 +287,7 @@ class Decoder:
 
     def describe_size(self) -> str:
         """Return in words how many parameters there are, and how many compute a token if these are fewer."""
-        return parameters(self.parameters(), self.active_parameters())
+        return describe_parameters(self.parameters(), self.active_parameters())
 
     def block_flops(self, seq_len: float, layer: int = 0) -> float:
         """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""

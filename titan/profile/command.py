@@ -10,7 +10,7 @@ from pathlib import Path
 from titan.config.arguments import describe_settings, parse_arguments, show_help
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.text import safe
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError, exit_code
 from titan.profile import summary
 
@@ -49,7 +49,7 @@ def _show_profile(command_line: list[str]) -> int:
     selected = _select_rank(summaries, settings.rank)
     trace = summary.build_trace_path(directory / "profile", selected.steps[0], selected.rank)
     for line in [*summary.format_table(selected), *summary.compare_ranks(summaries), f"trace: {trace}"]:
-        print(safe(line))
+        print(sanitize_line(line))
     return 0
 
 

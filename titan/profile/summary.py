@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titan.console.numbers import rounded
+from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.files.atomic import write_atomic
@@ -153,10 +153,10 @@ def format_table(summary: Summary) -> list[str]:
     """Return the table of a summary: seconds and shares by kind, beside the prediction."""
     steps = f"step {summary.steps[0]}" + (f" to {summary.steps[-1]}" if len(summary.steps) > 1 else "")
     plan = _sum_predictions(summary)
-    head = f"profile of {steps}, rank {summary.rank}: {rounded(summary.seconds)} s a step"
+    head = f"profile of {steps}, rank {summary.rank}: {format_rounded(summary.seconds)} s a step"
     columns = f"  {'':<24} {'seconds':>9} {'share':>7}" + (f" {'predicted':>10}" if plan else "")
     rows = [_format_row(name, seconds, summary.seconds, plan) for name, seconds in _iterate_rows(summary)]
-    hidden = [f"{kind} {rounded(seconds)} s" for kind, seconds in summary.hidden.items()]
+    hidden = [f"{kind} {format_rounded(seconds)} s" for kind, seconds in summary.hidden.items()]
     hidden_lines = [f"  hidden beside computation: {', '.join(hidden)}"] * bool(hidden)
     return [head, columns, *rows, *hidden_lines, *_format_memory(summary)]
 
@@ -173,8 +173,8 @@ def _iterate_rows(summary: Summary) -> Iterator[tuple[str, float]]:
 
 
 def _format_row(name: str, seconds: float, step: float, plan: Mapping[str, float]) -> str:
-    predicted = f" {rounded(plan[name]) + ' s':>10}" if name in plan else ""
-    return f"  {name:<24} {rounded(seconds):>9} {seconds / step:>7.1%}{predicted}"
+    predicted = f" {format_rounded(plan[name]) + ' s':>10}" if name in plan else ""
+    return f"  {name:<24} {format_rounded(seconds):>9} {seconds / step:>7.1%}{predicted}"
 
 
 def _sum_predictions(summary: Summary) -> dict[str, float]:
@@ -196,9 +196,9 @@ def compare_ranks(summaries: Sequence[Summary]) -> list[str]:
         return []
     usual = median(summary.own_seconds for summary in summaries)
     rows = [
-        f"  rank {rank_summary.rank}: its own work {rounded(rank_summary.own_seconds)} s, communication "
-        f"{rounded(sum(rank_summary.parts.get(kind, 0.0) for kind in kinds.COLLECTIVES))} s, "
-        f"data {rounded(rank_summary.parts.get(kinds.DATA, 0.0))} s"
+        f"  rank {rank_summary.rank}: its own work {format_rounded(rank_summary.own_seconds)} s, communication "
+        f"{format_rounded(sum(rank_summary.parts.get(kind, 0.0) for kind in kinds.COLLECTIVES))} s, "
+        f"data {format_rounded(rank_summary.parts.get(kinds.DATA, 0.0))} s"
         for rank_summary in summaries
     ]
     slow = [s for s in summaries if s.own_seconds > s.slow_factor * usual]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.settings import format_value
-from titan.console.numbers import shortest
-from titan.console.text import safe
+from titan.console.numbers import format_exact
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
 from titan.report import columns
@@ -209,7 +209,7 @@ def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | No
 
 def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
     """Return a run, or why there is none."""
-    label = safe(" ".join(map(_shorten_float, trial.overrides)) if trial else directory.name)
+    label = sanitize_line(" ".join(map(_shorten_float, trial.overrides)) if trial else directory.name)
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
     except ConfigError as error:
@@ -246,7 +246,7 @@ def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
 
 def format_setting(value: Any) -> str:
     """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
-    return (shortest(value) if isinstance(value, float) else "") or format_value(value)
+    return (format_exact(value) if isinstance(value, float) else "") or format_value(value)
 
 
 def _shorten_float(override: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan.console.numbers import billions, short
+from titan.console.numbers import format_count, format_tokens
 from titan.report import (
     equivalence,
     measure,
@@ -217,8 +217,8 @@ def _collect_main_settings(group: RunGroup) -> dict[str, str]:
         axis: choices[axis] for axis in ("model", "dataset", "optimizer", "parallelism", "memory") if axis in choices
     }
     if size := _count_parameters(group):
-        main_settings["model"] = f"{main_settings.get('model', '?')}, {billions(size)} parameters"
-    batch = "" if training.get("grow") else f" of {short(training['global_batch'])} tokens"
+        main_settings["model"] = f"{main_settings.get('model', '?')}, {format_count(size)} parameters"
+    batch = "" if training.get("grow") else f" of {format_tokens(training['global_batch'])} tokens"
     return main_settings | {
         "precision": str(raw.config.get("precision", {}).get("compute", "?")),
         "training": f"{training['steps']:,} steps{batch}, rows of {training['seq_len']:,}",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.console.numbers import bounds, plural, signed
+from titan.console.numbers import format_interval, format_plural, format_signed
 from titan.report import statistics
 from titan.report.columns import StepColumns
 from titan.report.findings import Answer, Interval, Learning, Numbers, RepeatsNeeded
@@ -176,7 +176,7 @@ def _decide_answer(
     if exceeded := _find_exceeded_bound(pairs, parities):
         return "no", exceeded, None
     if all(p.identical for p in parities) and len(finished_pairs) == len(pairs):
-        return "yes", f"all losses are bitwise equal, in {plural(len(pairs), 'pair')}", None
+        return "yes", f"all losses are bitwise equal, in {format_plural(len(pairs), 'pair')}", None
     if diverged := _describe_diverged(pairs):
         return "undecided", diverged, None
     if difference is None:
@@ -198,7 +198,7 @@ def _describe_diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
     variant_only, baseline_only = outcomes.count((True, False)), outcomes.count((False, True))
     if not variant_only and not baseline_only:
         return None
-    return f"of {plural(len(pairs), 'pair')}, {variant_only} diverged in this variant only and {baseline_only} in the baseline only"
+    return f"of {format_plural(len(pairs), 'pair')}, {variant_only} diverged in this variant only and {baseline_only} in the baseline only"
 
 
 def _describe_missing_losses(pairs: Sequence[tuple[Member, Member]]) -> str:
@@ -229,12 +229,12 @@ def _answer_by_final_losses(
     difference: MeanDifference, margin: float, repeat_spread: RepeatSpread | None, measure_name: str
 ) -> tuple[Answer, str, RepeatsNeeded | None]:
     """Return the answer by the final losses."""
-    phrase = f"final {measure_name} differs by {signed(difference.estimate)} nats"
+    phrase = f"final {measure_name} differs by {format_signed(difference.estimate)} nats"
     if difference.count < 2:
         return "undecided", *_describe_single_pair(phrase, margin, repeat_spread)
     interval = difference.compute_interval(EQUIVALENT)
-    phrase += f" {bounds(interval.low, interval.high, signed)} (90% interval)"
-    phrase += f" over {plural(difference.count, 'pair')}, margin {margin:g}"
+    phrase += f" {format_interval(interval.low, interval.high, format_signed)} (90% interval)"
+    phrase += f" over {format_plural(difference.count, 'pair')}, margin {margin:g}"
     p = difference.compute_equivalence_p_value(margin)
     if p is not None and p < ALPHA:
         return "yes", phrase, None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.console.numbers import plural
+from titan.console.numbers import format_plural
 from titan.report.findings import FailedRun, Outcomes, RunResult, Spike, State
 from titan.report.runs import Member
 
@@ -144,5 +144,5 @@ def _note_nonfinite(members: Sequence[Member]) -> list[str]:
     counts = [int(m.history.steps.is_nonfinite().sum()) for m in members]
     if not any(counts):
         return []
-    runs_text, steps_text = f"{sum(map(bool, counts))} of {len(members)} runs", plural(sum(counts), "step")
+    runs_text, steps_text = f"{sum(map(bool, counts))} of {len(members)} runs", format_plural(sum(counts), "step")
     return [f"loss or gradient norm not finite in {runs_text}: {steps_text}, which did not update the weights"]

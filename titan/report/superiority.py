@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from titan.console.numbers import bounds, signed
+from titan.console.numbers import format_interval, format_signed
 from titan.report.findings import Interval, Numbers, Quality
 from titan.report.measure import Measure, MeasureFunction, choose_measure
 from titan.report.runs import Member
@@ -257,13 +257,13 @@ def _format_difference(seed_comparison: SeedComparison, measure: Measure, suffix
 def _format_estimate(estimate: float, measure: Measure, suffix: str) -> str:
     if not measure.unit:
         return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{suffix}"
-    return f"{measure.name} differs by {signed(estimate)} {measure.unit}{suffix}"
+    return f"{measure.name} differs by {format_signed(estimate)} {measure.unit}{suffix}"
 
 
 def _format_bounds(interval: Interval, measure: Measure) -> str:
     if measure.unit or interval.low is None or interval.high is None:
-        return bounds(interval.low, interval.high, signed)
-    return bounds(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
+        return format_interval(interval.low, interval.high, format_signed)
+    return format_interval(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
 
 
 def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: Measure, suffix: str) -> str:

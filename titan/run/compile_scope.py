@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from titan.compile.compiler import find_missing_compiler, read_torch_version
-from titan.console.numbers import plural
+from titan.console.numbers import format_plural
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -110,4 +110,4 @@ def _format_span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
-    return plural(round(seconds), "second")
+    return format_plural(round(seconds), "second")

@@ -24,7 +24,7 @@ from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import modules, settings
 from titan.config.warning import warn_once
-from titan.console.text import is_secret, redact, redacted
+from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_node, hydra_private
 from titan.run.axes import PLUGGABLE, move_settings, translate_overrides
@@ -144,7 +144,7 @@ def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     content: Any = OmegaConf.to_container(own_config, resolve=True)
     if not isinstance(content, dict):
         raise ConfigError("the configuration is not a mapping.")
-    _warn_of_secrets(OmegaConf.to_container(own_config, resolve=False), redacted(content))
+    _warn_of_secrets(OmegaConf.to_container(own_config, resolve=False), redact_nested(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
         environment, hydra_environment = (

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from titan.console.text import redacted
+from titan.console.text import redact_nested
 from titan.errors import ConfigError, RunError
 from titan.run import hydra_private
 from titan.run.paths import FILES
@@ -79,12 +79,12 @@ def build_files(cfg: DictConfig) -> dict[str, Any]:
     node = {key: value for key, value in content["hydra"].items() if key not in HELP_KEYS}
     own_config = {key: value for key, value in content.items() if key != "hydra"}
     parts = {"config": own_config, "hydra": {"hydra": node}, "overrides": node["overrides"]["task"]}
-    return {f"{subdir}/{name}.yaml": redacted(part) for name, part in parts.items()}
+    return {f"{subdir}/{name}.yaml": redact_nested(part) for name, part in parts.items()}
 
 
 def redact_config(cfg: Any) -> Any:
     """Return a copy of a part of the configuration with secrets redacted and interpolations unresolved."""
-    return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
+    return OmegaConf.create(redact_nested(OmegaConf.to_container(cfg, resolve=False)))
 
 
 def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:

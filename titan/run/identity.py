@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import titan
 from titan.config import kinds, renamed_settings
 from titan.config.settings import to_plain
-from titan.console.text import redacted
+from titan.console.text import redact_nested
 from titan.hooks.schema import Hook
 from titan.run import own_code
 
@@ -78,7 +78,7 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
         if not field.metadata.get("in_ids", True):
             continue
         if (default if mark is None else mark) == science and setting != field.default:
-            settings[renamed_settings.build_former_key(path, field)] = redacted(to_plain(setting))
+            settings[renamed_settings.build_former_key(path, field)] = redact_nested(to_plain(setting))
     return settings
 
 

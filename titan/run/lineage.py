@@ -15,7 +15,7 @@ from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import format_value
-from titan.console.text import redacted
+from titan.console.text import redact_nested
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
@@ -68,7 +68,8 @@ def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     """Return whether this attempt's command names the same source as the last one's."""
     last_settings = last["config"].get("checkpoint", {})
     return all(
-        redacted(getattr(run.checkpoint, name)) == redacted(last_settings.get(name)) for name in ("resume", "weights")
+        redact_nested(getattr(run.checkpoint, name)) == redact_nested(last_settings.get(name))
+        for name in ("resume", "weights")
     )
 
 
@@ -100,12 +101,12 @@ def _find_recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
 
 def _find_weights(run: Run, path: str, recorded: str | None) -> Parent:
     """Return initial weights that fit the model and are those of the first attempt."""
-    from titan.weights.formats import digest_of, open_weights
+    from titan.weights.formats import compute_digest, open_weights
     from titan.weights.model_config import check_model
 
     weights = open_weights(path)
     check_model(run.model, weights.model, f"checkpoint.weights={path}")
-    identity = f"weights:{digest_of(weights)[:12]}"
+    identity = f"weights:{compute_digest(weights)[:12]}"
     if recorded and recorded != identity:
         raise ConfigError(
             f"checkpoint.weights={path}: are not the weights that the run in {run.directory} started from; name the "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from titan.console.text import redacted
+from titan.console.text import redact_nested
 from titan.files.atomic import write_atomic
 from titan.run import hydra_private, identity, own_code, prediction
 from titan.run.directory import RUN, read_attempts
@@ -36,9 +36,9 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
         for name, content in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, hydra_private.dump_yaml(content))
-        write_atomic(directory / "env.json", json.dumps(redacted(_describe_environment(run)), indent=1))
+        write_atomic(directory / "env.json", json.dumps(redact_nested(_describe_environment(run)), indent=1))
         # last: what fails before it leaves the run as it was
-        write_attempts(directory, [*earlier, redacted(_build_document(run, attempt, science))])
+        write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
     except OSError as error:
         if not earlier:
             clear_attempt(run)
@@ -86,7 +86,7 @@ def correct_start(directory: Path, attempt: Attempt) -> None:
         ConfigError: when the directory can't be written to.
     """
     *earlier, document = read_attempts(directory)
-    changed = redacted({"from_step": attempt.step, "notes": list(attempt.notes)})
+    changed = redact_nested({"from_step": attempt.step, "notes": list(attempt.notes)})
     try:
         write_attempts(directory, [*earlier, document | changed])
     except OSError as error:

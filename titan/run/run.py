@@ -13,7 +13,7 @@ from typing import Any
 from titan.cluster.devices import Machine
 from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
-from titan.console.text import redacted
+from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
 from titan.hooks.schema import Hook
 from titan.parallelism.schema import Layout, StagePlan
@@ -72,13 +72,15 @@ class Run(Recipe):
 
 def as_config(run: Recipe) -> dict[str, Any]:
     """Return the recipe as plain containers without secrets, for run.yaml and for trackers."""
-    config = {f.name: redacted(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
+    config = {
+        f.name: redact_nested(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"
+    }
     return config | ({"hooks": _describe_hooks(run.hooks)} if run.hooks else {})
 
 
 def _describe_hooks(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
-    return {name: {"_target_": get_kind(type(hook)), **redacted(to_plain(hook))} for name, hook in hooks.items()}
+    return {name: {"_target_": get_kind(type(hook)), **redact_nested(to_plain(hook))} for name, hook in hooks.items()}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from titan.checkpoint.schema import Checkpoint
 from titan.cluster.schema import Cluster
 from titan.compile.schema import Compile
 from titan.config.settings import setting
-from titan.console.numbers import billions
+from titan.console.numbers import format_count
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
 from titan.evaluation.schema import Evaluation
@@ -58,4 +58,4 @@ class Recipe:
 
     def describe(self) -> str:
         """Return the settings that decide how much memory a run needs, for messages."""
-        return f"model of {billions(self.model.parameters())} parameters, {self.precision.compute}"
+        return f"model of {format_count(self.model.parameters())} parameters, {self.precision.compute}"

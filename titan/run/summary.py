@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan.config.modules import VARIABLE
 from titan.config.settings import format_value
-from titan.console.numbers import billions, rounded
-from titan.console.progress import duration, loss_text, table
+from titan.console.numbers import format_count, format_rounded
+from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
 from titan.run import branch
 from titan.run.directory import describe_hook_end
@@ -25,7 +25,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
-    table(
+    print_table(
         {
             "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
@@ -35,7 +35,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             **_describe_data(run, mix),
             "batch": f"{training.global_batch:,} tokens = {training.rows} rows; {run.rank_rows} per rank in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_describe_growth(run)}",
-            "steps": f"{training.steps:,}, {billions(training.tokens)} tokens; "
+            "steps": f"{training.steps:,}, {format_count(training.tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed {training.seed}",
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
@@ -48,7 +48,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
 def _describe_prediction(attempt: Attempt) -> str:
     """Return the predicted time of a step; empty where the cluster's hardware is not described."""
     prediction = attempt.prediction
-    return "" if prediction is None else f", predicted step {rounded(prediction.step_seconds.value)} s"
+    return "" if prediction is None else f", predicted step {format_rounded(prediction.step_seconds.value)} s"
 
 
 def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
@@ -65,8 +65,8 @@ def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
         )
         epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
-            f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{shard_progress}{epochs}, "
-            f"{billions(corpus.validation.tokens)} tokens for evaluation"
+            f"{format_count(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{shard_progress}{epochs}, "
+            f"{format_count(corpus.validation.tokens)} tokens for evaluation"
         )
     if len(lines) == 1:
         return {"data": f"{dataset_choice}: {next(iter(lines.values()))}; {heading.partition('; ')[2]}"}
@@ -136,7 +136,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
     hook_note = f" ({hook})" if (hook := describe_hook_end(result)) else ""
     status = "Done" if result["finished"] else "Stopped"
     print(f"\n{status} after step {result['step']:,} of {run.training.steps:,}{hook_note}.")
-    table(rows)
+    print_table(rows)
     if result.get("sample"):
         print("\nSample of the trained model (prompt | continuation):")
         start, text = result["sample"]["start"], result["sample"]["text"]
@@ -167,11 +167,11 @@ def _describe_loss(result: Mapping[str, Any]) -> str:
     timed = result.get("tokens_per_second") or result.get("last_loss") is not None
     return (
         (
-            f"{loss_text(result.get('first_loss'))} -> {loss_text(result.get('last_loss'))}"
+            f"{format_loss(result.get('first_loss'))} -> {format_loss(result.get('last_loss'))}"
             if timed
             else "no step in this attempt"
         )
-        + (f", validation {loss_text(validation)}" if validation is not None else "")
+        + (f", validation {format_loss(validation)}" if validation is not None else "")
         + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
     )
 
@@ -195,7 +195,7 @@ def _describe_sources(result: Mapping[str, Any]) -> dict[str, str]:
         kind, _, name = key.partition("/")
         if kind == "validation_loss" and name:
             bits = result.get(f"bits_per_byte/{name}")
-            parts.append(f"{name} {loss_text(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
+            parts.append(f"{name} {format_loss(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
     return {"  by source": ", ".join(parts)} if parts else {}
 
 
@@ -212,7 +212,7 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
         "checkpoint": str(shorten_path(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
         "continue": f"the same command {hint}",
     }
-    table(rows)
+    print_table(rows)
 
 
 def build_next_command(run: Run, result: Mapping[str, Any]) -> str:
@@ -239,7 +239,7 @@ def _describe_speed(result: Mapping[str, Any]) -> str:
     memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB per rank"
     wait = result.get("data_wait") or 0
     stalled = f", {wait:.0%} of the time waiting for data" if wait >= 0.01 else ""
-    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {duration(seconds or 0)} in total{stalled}"
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {format_duration(seconds or 0)} in total{stalled}"
 
 
 def shorten_path(path: str) -> str:

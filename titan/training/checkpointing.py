@@ -64,7 +64,7 @@ class CheckpointPolicy:
             run.checkpoint,
             train_step,
             coordinator,
-            tokenizer_files.copy_listed,
+            tokenizer_files.copy_and_list,
             _build_post_save_hooks(run, coordinator),
         )
         self.manager = None if self.is_off else CheckpointManager(*manager_arguments)
@@ -241,9 +241,9 @@ def _build_export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: C
             options: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _count_meta_ranks(weights.model)}
             coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
             coordinator.run_all(
-                lambda: export.export(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
+                lambda: export.export_files(weights, out, part=(coordinator.rank, coordinator.world_size), **options)
             )
-            coordinator.on_rank0(lambda: export.finish(weights, out, **options))
+            coordinator.on_rank0(lambda: export.finish_export(weights, out, **options))
 
     return export_checkpoint
 

@@ -64,7 +64,7 @@ from titan.training.step_metrics import (
     StepTimes,
 )
 from titan.training.train_step import TrainStep
-from titan.weights.start import start_from_weights
+from titan.weights.start import load_initial_weights
 
 log = logging.getLogger("titan")
 
@@ -182,7 +182,7 @@ class Trainer:
             )
             self.saving.resume_post_save()
         elif self.attempt.weights:
-            start_from_weights(self.train_step, self.attempt.weights, coordinator)
+            load_initial_weights(self.train_step, self.attempt.weights, coordinator)
             self._add_note(f"weights: from {summary.shorten_path(self.attempt.weights)}")
         if self.average is not None and not complete:
             self.average.copy_weights()
@@ -477,7 +477,7 @@ class Trainer:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **hook_metrics})
         if self.progress:
-            self.progress.say(f"step {self.step:,}: {summary.describe_evaluation(self.validation)}")
+            self.progress.print_line(f"step {self.step:,}: {summary.describe_evaluation(self.validation)}")
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""
@@ -527,7 +527,7 @@ class Trainer:
     def _show(self, line: str) -> None:
         """Write a line to the terminal, on rank 0."""
         if self.progress:
-            self.progress.say(line)
+            self.progress.print_line(line)
 
     # --- the end
 

@@ -19,7 +19,7 @@ from titan.checkpoint.remote import Remote, is_url, open_remote
 from titan.checkpoint.restore import find_corruption as detect_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
-from titan.console.text import safe_lines
+from titan.console.text import sanitize_lines
 from titan.debug.activity import Activity
 from titan.debug.dumps import record_nccl_timeouts
 from titan.debug.rank_state import RankGroup, compact_ranks
@@ -270,7 +270,7 @@ class _SafeFormatter(logging.Formatter):
     """Formats lines without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return safe_lines(super().format(record))
+        return sanitize_lines(super().format(record))
 
 
 def _explain_out_of_memory(run: Run, error: Exception) -> str:

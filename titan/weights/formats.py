@@ -14,12 +14,12 @@ from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
 from titan.errors import ConfigError
 from titan.weights import origin
-from titan.weights.hf import HuggingFace
+from titan.weights.hf import HuggingFaceFormat
 from titan.weights.interface import Weights
-from titan.weights.meta import Meta
+from titan.weights.meta import MetaFormat
 from titan.weights.titan_format import TitanFormat
 
-__all__ = ["Weights", "digest_of", "open_weights", "verify"]
+__all__ = ["Weights", "compute_digest", "open_weights", "verify_checksums"]
 
 _SAMPLE = 16
 
@@ -34,13 +34,13 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
     Raises:
         ConfigError: when there are no weights, or they can't be read.
     """
-    found = origin.find(path, setting)
-    if found.kind == "titan":
-        return TitanFormat(found.folder, found.label)
-    return (Meta if found.kind == "meta" else HuggingFace)(found.folder, found.label)
+    location = origin.find_weights(path, setting)
+    if location.kind == "titan":
+        return TitanFormat(location.folder, location.label)
+    return (MetaFormat if location.kind == "meta" else HuggingFaceFormat)(location.folder, location.label)
 
 
-def verify(weights: Weights, setting: str) -> None:
+def verify_checksums(weights: Weights, setting: str) -> None:
     """Verify the checksums of a titan checkpoint; other formats have none.
 
     Raises:
@@ -48,13 +48,13 @@ def verify(weights: Weights, setting: str) -> None:
     """
     folder = Path(weights.path)
     try:
-        if found := manifest.inspect(folder):
-            manifest.verify_checksums(folder, found.files)
-    except CorruptCheckpointError as damage:
-        raise ConfigError(f"{setting}={weights.path}: is corrupt: {damage}; give another checkpoint.") from damage
+        if saved_manifest := manifest.inspect(folder):
+            manifest.verify_checksums(folder, saved_manifest.files)
+    except CorruptCheckpointError as error:
+        raise ConfigError(f"{setting}={weights.path}: is corrupt: {error}; give another checkpoint.") from error
 
 
-def digest_of(weights: Weights) -> str:
+def compute_digest(weights: Weights) -> str:
     """Return a digest that identifies weights wherever they are stored: 16 hexadecimal digits.
 
     It covers the model's settings, the tensors' names, shapes and dtypes, and 16 evenly spread rows of each tensor; for
@@ -65,14 +65,14 @@ def digest_of(weights: Weights) -> str:
     )
     for name in sorted(weights.shapes):
         digest.update(f"{name} {tuple(weights.shapes[name])} {weights.dtypes[name]}\n".encode())
-    for evidence in getattr(weights, "checksums", None) or _samples(weights):
+    for evidence in getattr(weights, "checksums", None) or _sample_rows(weights):
         digest.update(evidence)
     return digest.hexdigest()
 
 
-def _samples(weights: Weights) -> Iterable[bytes]:
+def _sample_rows(weights: Weights) -> Iterable[bytes]:
     for name in sorted(weights.shapes):
         rows, *rest = weights.shapes[name]
         for row in sorted({rows * i // _SAMPLE for i in range(_SAMPLE)}):
-            part = weights.read(name, [row] + [0] * len(rest), [1, *rest])
-            yield part.contiguous().view(torch.uint8).numpy().tobytes()
+            row_values = weights.read(name, [row] + [0] * len(rest), [1, *rest])
+            yield row_values.contiguous().view(torch.uint8).numpy().tobytes()

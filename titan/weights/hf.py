@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from titan.config.optional import import_optional
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.errors import ConfigError
 from titan.weights import model_config
-from titan.weights.hf_config import schema_of
-from titan.weights.hf_llama4 import text_part
-from titan.weights.interface import check_types, compare, fused_part, region, stored_parts
+from titan.weights.hf_config import build_schema
+from titan.weights.hf_llama4 import select_text_config
+from titan.weights.interface import check_dtypes, check_shapes, list_stored_parts, parse_fused_part, resolve_bounds
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,7 +29,7 @@ _TEXT, _VISION = "language_model.", ("vision_model.", "multi_modal_projector.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class HuggingFace:
+class HuggingFaceFormat:
     """Weights in Hugging Face's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
@@ -43,90 +43,98 @@ class HuggingFace:
             ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
         """
         self.path, self.label = str(folder), label
-        self.config = text_part(model_config.load(folder / "config.json", label))
-        self.model = schema_of(self.config, label)
+        self.config = select_text_config(model_config.load_json(folder / "config.json", label))
+        self.model = build_schema(self.config, label)
         with torch.device("meta"):
             module = self.model.build()
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in module.named_weights()}
         self._templates: Mapping[str, str] = module.hf_names()
-        parts = {name: stored_parts(theirs, self.shapes[name]) for name, theirs in self._templates.items()}
-        self._names: Mapping[str, list[str]] = {name: [theirs for theirs, _ in some] for name, some in parts.items()}
+        parts = {
+            name: list_stored_parts(stored_name, self.shapes[name]) for name, stored_name in self._templates.items()
+        }
+        self._names: Mapping[str, list[str]] = {
+            name: [stored_name for stored_name, _ in stored_parts_of] for name, stored_parts_of in parts.items()
+        }
         self._open: dict[str, Any] = {}
-        self._stored: dict[str, str] = {}
-        wanted = dict(part for some in parts.values() for part in some)
-        self._files = self._tensors(folder, set(wanted))
-        compare({name: self._shape(name) for name in self._files}, wanted, label)
-        self.dtypes: Mapping[str, torch.dtype] = {name: self._dtype(some[0]) for name, some in self._names.items()}
-        check_types(self.dtypes, label)
-        self.tokenizer = _tokenizer(folder)
+        self._stored_names: dict[str, str] = {}
+        expected_shapes = dict(part for stored_parts_of in parts.values() for part in stored_parts_of)
+        self._files = self._find_tensors(folder, set(expected_shapes))
+        check_shapes({name: self._read_shape(name) for name in self._files}, expected_shapes, label)
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: self._read_dtype(stored_parts_of[0]) for name, stored_parts_of in self._names.items()
+        }
+        check_dtypes(self.dtypes, label)
+        self.tokenizer = _find_tokenizer(folder)
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
-        places = region(self.shapes[name], offsets, lengths)
-        if (fused := fused_part(self._templates[name])) is not None:
-            *outer, (start, end), columns = places
+        bounds = resolve_bounds(self.shapes[name], offsets, lengths)
+        if (fused := parse_fused_part(self._templates[name])) is not None:
+            *outer, (start, end), columns = bounds
             first = fused[0] * self.shapes[name][-2]
             inside = (*outer, columns, (first + start, first + end))
-            transposed: Tensor = self._slice(self._names[name][0])[tuple(slice(*place) for place in inside)]
+            transposed: Tensor = self._get_slice(self._names[name][0])[tuple(slice(*bound) for bound in inside)]
             return transposed.mT
         if "{}" not in self._templates[name]:
-            part: Tensor = self._slice(self._names[name][0])[tuple(slice(*place) for place in places)]
+            part: Tensor = self._get_slice(self._names[name][0])[tuple(slice(*bound) for bound in bounds)]
             return part
-        inner = tuple(slice(*place) for place in places[1:])
-        return torch.stack([self._slice(theirs)[inner] for theirs in self._names[name][slice(*places[0])]])
+        inner = tuple(slice(*bound) for bound in bounds[1:])
+        return torch.stack(
+            [self._get_slice(stored_name)[inner] for stored_name in self._names[name][slice(*bounds[0])]]
+        )
 
-    def _tensors(self, folder: Path, wanted: set[str]) -> dict[str, Path]:
+    def _find_tensors(self, folder: Path, expected_names: set[str]) -> dict[str, Path]:
         """Return the file of each tensor, without a stored copy of a tied head."""
-        found: dict[str, Path] = {}
-        for file in _files(folder, self.label):
-            for stored in self._file(file).keys():  # noqa: SIM118 - no mapping
+        files: dict[str, Path] = {}
+        for file in _list_files(folder, self.label):
+            for stored in self._open_file(file).keys():  # noqa: SIM118 - no mapping
                 name = stored.removeprefix(_TEXT)
-                if name in found:
-                    raise ConfigError(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
-                found[name], self._stored[name] = file, stored
-        spare = {name for name in found if _COMPUTED.fullmatch(name) or name.startswith(_VISION)}
+                if name in files:
+                    raise ConfigError(f"{self.label}: {name} is in {files[name].name} and in {file.name}; remove one.")
+                files[name], self._stored_names[name] = file, stored
+        unused = {name for name in files if _COMPUTED.fullmatch(name) or name.startswith(_VISION)}
         if self.config.get("num_nextn_predict_layers"):
-            spare |= {name for name in found if (of := _LAYER.match(name)) and int(of[1]) >= self.model.layers}
-        spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
-        return {name: file for name, file in found.items() if name not in spare}
+            unused |= {name for name in files if (match := _LAYER.match(name)) and int(match[1]) >= self.model.layers}
+        unused |= {_HEAD} if self.model.tied and _HEAD not in expected_names else set()
+        return {name: file for name, file in files.items() if name not in unused}
 
-    def _file(self, file: Path) -> Any:
+    def _open_file(self, file: Path) -> Any:
         if file.name not in self._open:
             safetensors = import_optional("safetensors", self.label)
             try:
                 self._open[file.name] = safetensors.safe_open(file, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ConfigError(
-                    f"{self.label}: {file.name} is broken or incomplete ({as_line(error)}); fetch it again."
+                    f"{self.label}: {file.name} is broken or incomplete ({format_error(error)}); fetch it again."
                 ) from error
         return self._open[file.name]
 
-    def _slice(self, name: str) -> Any:
-        return self._file(self._files[name]).get_slice(self._stored[name])
+    def _get_slice(self, name: str) -> Any:
+        return self._open_file(self._files[name]).get_slice(self._stored_names[name])
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+    def _read_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._get_slice(name).get_shape())
 
-    def _dtype(self, name: str) -> torch.dtype:
-        kind = self._slice(name).get_dtype()
-        if kind not in _DTYPES:
+    def _read_dtype(self, name: str) -> torch.dtype:
+        dtype_name = self._get_slice(name).get_dtype()
+        if dtype_name not in _DTYPES:
             raise ConfigError(
-                f"{self.label}: {name} is stored as {kind}, and titan reads {', '.join(_DTYPES)}; give one of these."
+                f"{self.label}: {name} is stored as {dtype_name}, and titan reads {', '.join(_DTYPES)}; give one of these."
             )
-        return _DTYPES[kind]
+        return _DTYPES[dtype_name]
 
     @cached_property
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json; empty without one."""
         file = Path(self.path) / "generation_config.json"
-        return model_config.load(file, self.label) if file.is_file() else {}
+        return model_config.load_json(file, self.label) if file.is_file() else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without open files."""
         return {**self.__dict__, "_open": {}}
 
 
-def _files(folder: Path, label: str) -> list[Path]:
+def _list_files(folder: Path, label: str) -> list[Path]:
     """Return the files of the weights: model.safetensors, else those in the index, else all *.safetensors."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
@@ -135,7 +143,7 @@ def _files(folder: Path, label: str) -> list[Path]:
         if not files:
             raise ConfigError(f"{label}: has a config.json but no *.safetensors; fetch the weights too.")
         return files
-    index = model_config.load(folder / INDEX, label).get("weight_map")
+    index = model_config.load_json(folder / INDEX, label).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ConfigError(f"{label}: {INDEX} has no weight_map; fetch it again.")
     names = sorted({str(name) for name in index.values()})
@@ -145,6 +153,6 @@ def _files(folder: Path, label: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tokenizer(folder: Path) -> str | None:
-    found = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
-    return next((str(file) for file in found if file.is_file()), None)
+def _find_tokenizer(folder: Path) -> str | None:
+    candidates = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
+    return next((str(file) for file in candidates if file.is_file()), None)

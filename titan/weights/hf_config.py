@@ -74,7 +74,7 @@ _THETA = 10_000.0
 _MODEL_TYPES: dict[type[Decoder], str] = {Llama: "llama", Qwen3: "qwen3", Qwen3Moe: "qwen3_moe", Llama4: "llama4_text"}
 
 
-def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
+def build_schema(config: Mapping[str, Any], label: str) -> Decoder:
     """Return the schema of the model that a config.json describes.
 
     Args:
@@ -84,39 +84,43 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     Raises:
         ConfigError: when a setting is not supported by titan's models, or missing.
     """
-    config = hf_llama4.text_part(config)
-    family = _family(config, label)
-    fields = _fields(family)
+    config = hf_llama4.select_text_config(config)
+    family = _find_family(config, label)
+    fields = _map_fields(family)
     if family is Llama4:
-        config = hf_llama4.plain(config, label)
+        config = hf_llama4.replace_lists(config, label)
     if "num_experts" in fields and "num_local_experts" in config:  # the name of transformers 5
         config = {"num_experts": config["num_local_experts"], **config}
         config.pop("num_local_experts")
     name = str(config["architectures"][0])
-    only = hf_deepseek.ONLY.get(name, {})
-    _check_plain({key: value for key, value in config.items() if key not in fields or key in only}, label, only)
-    given = {key: config[key] for key in fields if config.get(key) is not None}
-    given = {**_OPTIONAL, **_defaults(family), **given}
+    allowed_values = hf_deepseek.ONLY.get(name, {})
+    _check_supported(
+        {key: value for key, value in config.items() if key not in fields or key in allowed_values},
+        label,
+        allowed_values,
+    )
+    values = {key: config[key] for key in fields if config.get(key) is not None}
+    values = {**_OPTIONAL, **_choose_defaults(family), **values}
     for key in fields:
-        if key not in given:
+        if key not in values:
             raise ConfigError(f"{label}: its config.json has no {key}; fetch it again, or add it.")
-    if given["num_key_value_heads"] is None:
-        given["num_key_value_heads"] = given["num_attention_heads"]
-    shape = {fields[key]: value for key, value in given.items()}
-    shape |= {**_rotary(config, family, label), **hf_deepseek.DECIDED.get(name, {})}
-    found = model_config.model(family, shape, f"{label}: its config.json")
-    follows = family is Llama and found.head_size * found.heads == found.dim
-    return replace(found, head_dim=None) if follows else found  # the default, as in Meta's format
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    schema_values = {fields[key]: value for key, value in values.items()}
+    schema_values |= {**_read_rope_fields(config, family, label), **hf_deepseek.DECIDED.get(name, {})}
+    schema = model_config.build_model(family, schema_values, f"{label}: its config.json")
+    is_default_head_dim = family is Llama and schema.head_size * schema.heads == schema.dim
+    return replace(schema, head_dim=None) if is_default_head_dim else schema  # the default, as in Meta's format
 
 
-def _fields(family: type[Decoder]) -> dict[str, str]:
+def _map_fields(family: type[Decoder]) -> dict[str, str]:
     """Return Hugging Face's names of a family's fields."""
     if issubclass(family, DeepseekV3):
         return {key: field for key, field in FIELDS.items() if key != "head_dim"} | hf_deepseek.FIELDS
     return {**FIELDS, **FURTHER_FIELDS.get(family, {})}
 
 
-def _defaults(family: type[Decoder]) -> Mapping[str, Any]:
+def _choose_defaults(family: type[Decoder]) -> Mapping[str, Any]:
     """Return the values of a family's keys that a config.json may lack."""
     if issubclass(family, DeepseekV3):
         return hf_deepseek.OPTIONAL
@@ -125,7 +129,7 @@ def _defaults(family: type[Decoder]) -> Mapping[str, Any]:
     return {"head_dim": 128 if family is Qwen3 else None}
 
 
-def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
+def _find_family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name not in FAMILIES:
@@ -136,38 +140,42 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     return FAMILIES[str(name)]
 
 
-def _check_plain(config: Mapping[str, Any], label: str, only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ConfigError when a setting is not supported by titan's decoders; `only`: what a family supports."""
-    given = {key: value for key, value in {**config, **_rope(config)}.items() if value is not None}
-    windows = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
-    odd = {key: given[key] for key, plain in {**_ONLY, **only}.items() if key in given and given[key] not in plain}
-    if windows:
-        odd["layer_types"] = windows[0]
-    if "sliding_window" in given and "use_sliding_window" not in given:  # use_sliding_window=false disables it
-        odd["sliding_window"] = given["sliding_window"]
-    for key, value in odd.items():
-        shown = value.get("quant_method", "given") if isinstance(value, Mapping) else format_value(value)
+def _check_supported(config: Mapping[str, Any], label: str, family_values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ConfigError when a setting is not supported by titan's decoders; `family_values`: what a family supports."""
+    values = {key: value for key, value in {**config, **_merge_rope_settings(config)}.items() if value is not None}
+    window_types = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+    unsupported = {
+        key: values[key]
+        for key, allowed in {**_ONLY, **family_values}.items()
+        if key in values and values[key] not in allowed
+    }
+    if window_types:
+        unsupported["layer_types"] = window_types[0]
+    if "sliding_window" in values and "use_sliding_window" not in values:  # use_sliding_window=false disables it
+        unsupported["sliding_window"] = values["sliding_window"]
+    for key, value in unsupported.items():
+        text = value.get("quant_method", "given") if isinstance(value, Mapping) else format_value(value)
         raise ConfigError(
-            f"{label}: its config.json has {key}={shown}, which titan's models don't support; give other weights."
+            f"{label}: its config.json has {key}={text}, which titan's models don't support; give other weights."
         )
 
 
-def _rotary(config: Mapping[str, Any], family: type[Decoder], label: str) -> dict[str, Any]:
+def _read_rope_fields(config: Mapping[str, Any], family: type[Decoder], label: str) -> dict[str, Any]:
     """Return the rotary embedding's fields from `rope_scaling` and `rope_theta` or `rope_parameters`."""
-    rope = _rope(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = _merge_rope_settings(config)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", config.get("rope_theta"))
     settings = {"rope_theta": _THETA if theta is None else theta}
-    if kind == "default":
+    if rope_type == "default":
         return settings
     supported = "yarn" if issubclass(family, DeepseekV3) else "llama3"
-    if kind != supported:
+    if rope_type != supported:
         raise ConfigError(
-            f"{label}: its config.json scales RoPE with rope_type={format_value(kind)}, and titan supports only {supported}; "
+            f"{label}: its config.json scales RoPE with rope_type={format_value(rope_type)}, and titan supports only {supported}; "
             "give other weights."
         )
-    if kind == "yarn":
-        return settings | hf_deepseek.yarn(rope, label)
+    if rope_type == "yarn":
+        return settings | hf_deepseek.read_yarn(rope, label)
     for key, name in _ROPE_SCALING.items():
         if rope.get(key) is None:
             raise ConfigError(f"{label}: its config.json has rope_type=llama3 but no {key}; add it.")
@@ -175,11 +183,11 @@ def _rotary(config: Mapping[str, Any], family: type[Decoder], label: str) -> dic
     return settings
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
 
-def config_of(
+def build_config(
     model: Decoder,
     dtype: str,
     *,
@@ -200,10 +208,12 @@ def config_of(
     """
     name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
     if isinstance(model, DeepseekV3):
-        name = hf_deepseek.architecture(model)
+        name = hf_deepseek.find_architecture(model)
     if name is None:
-        known = ", ".join(family.__name__ for family in FAMILIES.values())
-        raise ConfigError(f"format=hf: Hugging Face has no {type(model).__name__} (it has {known}); give format=titan.")
+        family_names = ", ".join(family.__name__ for family in FAMILIES.values())
+        raise ConfigError(
+            f"format=hf: Hugging Face has no {type(model).__name__} (it has {family_names}); give format=titan."
+        )
     if model.logit_cap is not None:
         raise ConfigError(
             f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={format_value(model.logit_cap)}; "
@@ -215,22 +225,22 @@ def config_of(
                 f"format=hf: Hugging Face's {name} does not have model.{key}={format_value(getattr(model, key))}; give "
                 "format=titan."
             )
-    fields = _fields(type(model))
+    fields = _map_fields(type(model))
     values = {key: getattr(model, field) for key, field in fields.items()}
     values |= {"head_dim": model.head_size} if "head_dim" in fields else {}
-    theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
-    rope = {"rope_type": "default"} if model.rope_factor == 1 else _rope_of(model)
+    fixed_values = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
+    rope = {"rope_type": "default"} if model.rope_factor == 1 else _build_rope_scaling(model)
     # The names of transformers 4 and of 5.
     return {
         "architectures": [name],
         "model_type": hf_deepseek.MODEL_TYPES.get(name) or _MODEL_TYPES[type(model)],
         **values,
-        **theirs,
-        **_written(model),
+        **fixed_values,
+        **_build_extra_keys(model),
         "rope_theta": model.rope_theta,
         "rope_scaling": rope if model.rope_factor != 1 else None,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
-        "max_position_embeddings": positions or _positions(model),
+        "max_position_embeddings": positions or _choose_positions(model),
         "bos_token_id": bos,
         "eos_token_id": eos,
         "pad_token_id": None,
@@ -240,23 +250,23 @@ def config_of(
     }
 
 
-def _rope_of(model: Decoder) -> dict[str, Any]:
+def _build_rope_scaling(model: Decoder) -> dict[str, Any]:
     """Return `rope_scaling` of a model that scales RoPE."""
     if isinstance(model, DeepseekV3):
-        return hf_deepseek.rope_of(model)
+        return hf_deepseek.build_rope_scaling(model)
     return {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _ROPE_SCALING.items()}}
 
 
-def _written(model: Decoder) -> dict[str, Any]:
+def _build_extra_keys(model: Decoder) -> dict[str, Any]:
     """Return the keys that a family has beside its fields."""
     if isinstance(model, DeepseekV3):
-        return hf_deepseek.written(model)
+        return hf_deepseek.build_extra_keys(model)
     if isinstance(model, Llama4):
-        return hf_llama4.lists(model)
+        return hf_llama4.build_lists(model)
     return {"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}
 
 
-def _positions(model: Decoder) -> int:
+def _choose_positions(model: Decoder) -> int:
     """Return the sequence length of the releases: with Llama 3.1's RoPE scaling it is 16 times the original one."""
     if isinstance(model, DeepseekV3):
         return int(model.rope_factor * model.rope_original)

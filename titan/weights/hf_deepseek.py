@@ -29,15 +29,15 @@ FIELDS = {
 OPTIONAL: Mapping[str, Any] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 MODEL_TYPES = {V2: "deepseek_v2", V3: "deepseek_v3"}
-_BOTH: dict[str, tuple[Any, ...]] = {
+_COMMON: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
     "attention_factor": (),
     "truncate": (True,),
 }
 ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    V2: {**_BOTH, "scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False,)},
-    V3: {**_BOTH, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    V2: {**_COMMON, "scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False,)},
+    V3: {**_COMMON, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 }
 """Settings for which titan's models support only these values, by architecture."""
 DECIDED: Mapping[str, Mapping[str, Any]] = {
@@ -54,7 +54,7 @@ _YARN = {
 _MAGNITUDES = {"mscale": "rope_mscale", "mscale_all_dim": "rope_mscale_all"}
 
 
-def yarn(rope: Mapping[str, Any], label: str) -> dict[str, Any]:
+def read_yarn(rope: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return the schema's fields of a `rope_scaling` of the type yarn.
 
     Raises:
@@ -70,44 +70,44 @@ def yarn(rope: Mapping[str, Any], label: str) -> dict[str, Any]:
     }
 
 
-def rope_of(model: DeepseekV3) -> dict[str, Any]:
+def build_rope_scaling(model: DeepseekV3) -> dict[str, Any]:
     """Return the `rope_scaling` of a model with YaRN."""
     keys = _YARN | (_MAGNITUDES if model.rope_mscale_all else {})
     return {"rope_type": "yarn", "type": "yarn", **{key: getattr(model, field) for key, field in keys.items()}}
 
 
-def architecture(model: DeepseekV3) -> str:
+def find_architecture(model: DeepseekV3) -> str:
     """Return the architecture of a model.
 
     Raises:
         ConfigError: when there is none.
     """
     name = V3 if model.scoring_func == "sigmoid" else V2
-    wrong = next((key for key, fits in _fits(model, name).items() if not fits), None)
-    if wrong is not None:
+    unsupported = next((key for key, is_supported in _check_settings(model, name).items() if not is_supported), None)
+    if unsupported is not None:
         raise ConfigError(
-            f"format=hf: Hugging Face's {name} has no model.{wrong}={format_value(getattr(model, wrong))}; give format=titan."
+            f"format=hf: Hugging Face's {name} has no model.{unsupported}={format_value(getattr(model, unsupported))}; give format=titan."
         )
     return name
 
 
-def _fits(model: DeepseekV3, name: str) -> dict[str, bool]:
+def _check_settings(model: DeepseekV3, name: str) -> dict[str, bool]:
     """Return whether an architecture has a model's settings, those that it may lack."""
-    both = {
+    common = {
         "shared_experts": model.shared_experts > 0,
         "rope_mscale": model.rope_factor == 1 or model.rope_mscale_all > 0 or model.rope_mscale == 1,
     }
     if name == V3:
-        return {**both, "bias_rate": model.has_router_bias}
+        return {**common, "bias_rate": model.has_router_bias}
     return {
-        **both,
+        **common,
         "bias_rate": not model.has_router_bias,
         "groups": model.groups == 1,
         "normalise_chosen": not model.norm_topk_prob,
     }
 
 
-def written(model: DeepseekV3) -> dict[str, Any]:
+def build_extra_keys(model: DeepseekV3) -> dict[str, Any]:
     """Return further keys of a config.json, which DeepSeek's code reads."""
     return {
         "moe_layer_freq": 1,

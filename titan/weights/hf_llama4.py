@@ -8,7 +8,7 @@ from typing import Any
 from titan.errors import ConfigError
 from titan.model.schema_llama4 import Llama4
 
-TEXT, WHOLE = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
+TEXT, MULTIMODAL = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
 """The architectures of the text model alone, and with its vision model."""
 FIELDS = {
     "intermediate_size": "expert_ffn",
@@ -39,71 +39,75 @@ OPTIONAL: Mapping[str, Any] = {
 _LISTS = ("moe_layers", "no_rope_layers", "layer_types")
 
 
-def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the text model, without that of the vision model if there is one."""
-    if config.get("architectures") != [WHOLE] or not isinstance(config.get("text_config"), Mapping):
+    if config.get("architectures") != [MULTIMODAL] or not isinstance(config.get("text_config"), Mapping):
         return dict(config)
     tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
     return {**tied, **config["text_config"], "architectures": [TEXT]}
 
 
-def plain(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+def replace_lists(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return the configuration with the lists of layers replaced by the intervals that describe them.
 
     Raises:
         ConfigError: when no interval does.
     """
-    found: dict[str, Any] = {"rope_theta": 500_000.0, "num_key_value_heads": config.get("num_attention_heads")}
-    found |= {key: value for key, value in config.items() if key not in _LISTS and value is not None}
-    found["attn_temperature_tuning"] = bool(found.get("attn_temperature_tuning", True))
+    settings: dict[str, Any] = {"rope_theta": 500_000.0, "num_key_value_heads": config.get("num_attention_heads")}
+    settings |= {key: value for key, value in config.items() if key not in _LISTS and value is not None}
+    settings["attn_temperature_tuning"] = bool(settings.get("attn_temperature_tuning", True))
     layers = config.get("num_hidden_layers") or 0
-    for key, name, listed in (
-        ("moe_layers", "interleave_moe_layer_step", moe_layers),
-        ("no_rope_layers", "no_rope_layer_interval", rotary_layers),
+    for key, name, build_list in (
+        ("moe_layers", "interleave_moe_layer_step", list_moe_layers),
+        ("no_rope_layers", "no_rope_layer_interval", list_rotary_layers),
     ):
         if config.get(key):
-            found[name] = _interval(config[key], layers, listed, f"{label}: its config.json has {key}")
-    kinds = config.get("layer_types")
-    chunked = config.get("attention_chunk_size", 8192)
-    if kinds and "chunked_attention" not in kinds:
-        chunked = None
-    elif kinds and kinds != layer_types(layers, found.get("no_rope_layer_interval", 4), chunked):
+            settings[name] = _find_interval(config[key], layers, build_list, f"{label}: its config.json has {key}")
+    given_layer_types = config.get("layer_types")
+    chunk_size = config.get("attention_chunk_size", 8192)
+    if given_layer_types and "chunked_attention" not in given_layer_types:
+        chunk_size = None
+    elif given_layer_types and given_layer_types != list_layer_types(
+        layers, settings.get("no_rope_layer_interval", 4), chunk_size
+    ):
         raise ConfigError(
             f"{label}: its config.json has layer_types that differ from no_rope_layers, which titan's models don't "
             "support; give other weights."
         )
-    return {**found, "attention_chunk_size": chunked}
+    return {**settings, "attention_chunk_size": chunk_size}
 
 
-def lists(model: Llama4) -> dict[str, Any]:
+def build_lists(model: Llama4) -> dict[str, Any]:
     """Return the lists of layers, and the length of a chunk, which transformers needs even if no layer has chunks."""
     return {
         "attention_chunk_size": model.attention_chunk or 8192,
-        "moe_layers": moe_layers(model.layers, model.moe_every),
-        "no_rope_layers": rotary_layers(model.layers, model.nope_every),
-        "layer_types": layer_types(model.layers, model.nope_every, model.attention_chunk),
+        "moe_layers": list_moe_layers(model.layers, model.moe_every),
+        "no_rope_layers": list_rotary_layers(model.layers, model.nope_every),
+        "layer_types": list_layer_types(model.layers, model.nope_every, model.attention_chunk),
     }
 
 
-def moe_layers(layers: int, every: int) -> list[int]:
+def list_moe_layers(layers: int, every: int) -> list[int]:
     """Return the blocks that have experts."""
     return list(range(every - 1, layers, every))
 
 
-def rotary_layers(layers: int, every: int) -> list[int]:
+def list_rotary_layers(layers: int, every: int) -> list[int]:
     """Return for each block 1 if it has rotary embedding, else 0."""
     return [int((layer + 1) % every != 0) for layer in range(layers)]
 
 
-def layer_types(layers: int, every: int, chunk: int | None) -> list[str]:
+def list_layer_types(layers: int, every: int, chunk: int | None) -> list[str]:
     """Return the kind of attention of each block."""
-    chunked = "full_attention" if chunk is None else "chunked_attention"
-    return [chunked if rotary else "full_attention" for rotary in rotary_layers(layers, every)]
+    rotary_type = "full_attention" if chunk is None else "chunked_attention"
+    return [rotary_type if rotary else "full_attention" for rotary in list_rotary_layers(layers, every)]
 
 
-def _interval(given: Sequence[Any], layers: int, listed: Callable[[int, int], list[int]], what: str) -> int:
+def _find_interval(
+    values: Sequence[Any], layers: int, build_list: Callable[[int, int], list[int]], description: str
+) -> int:
     """Return the interval that gives a list of layers."""
     for every in range(1, layers + 2):
-        if listed(layers, every) == list(given):
+        if build_list(layers, every) == list(values):
             return every
-    raise ConfigError(f"{what} at no fixed interval, which titan's models don't support; give other weights.")
+    raise ConfigError(f"{description} at no fixed interval, which titan's models don't support; give other weights.")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan.errors import ConfigError
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights; other ones are quantized and need scales, which titan doesn't read."""
 
 
@@ -48,7 +48,7 @@ class Weights(Protocol):
         """
 
 
-def region(
+def resolve_bounds(
     shape: Sequence[int], offsets: Sequence[int] | None, lengths: Sequence[int] | None
 ) -> tuple[tuple[int, int], ...]:
     """Return the (start, end) of a slice along each dimension; of the whole tensor if neither is given."""
@@ -57,26 +57,26 @@ def region(
     return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
-def stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+def list_stored_parts(name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return the names and shapes of the tensors that a file has of a parameter: of experts' one for each, or one.
 
     Args:
         name: see `titan.model.decoder.DecoderModel.hf_names`.
         shape: of the parameter.
     """
-    if (part := fused_part(name)) is not None:
-        return [(tensor_name(name), (*shape[:-2], shape[-1], shape[-2] * part[1]))]
+    if (part := parse_fused_part(name)) is not None:
+        return [(parse_tensor_name(name), (*shape[:-2], shape[-1], shape[-2] * part[1]))]
     if "{}" not in name:
         return [(name, tuple(shape))]
     return [(name.format(expert), tuple(shape[1:])) for expert in range(shape[0])]
 
 
-def tensor_name(name: str) -> str:
-    """Return the name of a tensor of which a parameter may be a part; see `fused_part`."""
+def parse_tensor_name(name: str) -> str:
+    """Return the name of a tensor of which a parameter may be a part; see `parse_fused_part`."""
     return name.partition(":")[0]
 
 
-def fused_part(name: str) -> tuple[int, int] | None:
+def parse_fused_part(name: str) -> tuple[int, int] | None:
     """Return which part of a tensor a parameter is, and of how many; None where it is a whole one, or several.
 
     Args:
@@ -86,39 +86,46 @@ def fused_part(name: str) -> tuple[int, int] | None:
     return (int(part), int(count)) if count else None
 
 
-def expected(model: Any) -> dict[str, tuple[int, ...]]:
+def compute_expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a model with this schema, by its name in titan's module."""
     with torch.device("meta"):
         module = model.build()
     return {name: tuple(parameter.shape) for name, parameter in module.named_weights()}
 
 
-def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], label: str) -> None:
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], expected_shapes: Mapping[str, tuple[int, ...]], label: str
+) -> None:
     """Raise ConfigError when tensors are missing, unexpected, or have another shape; the message names the first.
 
     Args:
-        found: the shapes, by the names in the file's format.
-        wanted: the shapes that the model needs, by the same names.
+        shapes: the shapes, by the names in the file's format.
+        expected_shapes: the shapes that the model needs, by the same names.
         label: the user's setting, for messages.
     """
-    for some, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has")):
-        if some:
-            more = f" and {len(some) - 1} others" if len(some) > 1 else ""
-            why = "which the model needs" if what == "lacks" else "which the described model doesn't have"
-            raise ConfigError(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a supported model.")
-    for name, shape in wanted.items():
-        if found[name] != shape:
+    for names, verb in (
+        (expected_shapes.keys() - shapes.keys(), "lacks"),
+        (shapes.keys() - expected_shapes.keys(), "has"),
+    ):
+        if names:
+            suffix = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            reason = "which the model needs" if verb == "lacks" else "which the described model doesn't have"
             raise ConfigError(
-                f"{label}: {name} has the shape {list(found[name])}, and the described model has {list(shape)}; "
+                f"{label}: {verb} {min(names)}{suffix}, {reason}; give complete weights of a supported model."
+            )
+    for name, shape in expected_shapes.items():
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"{label}: {name} has the shape {list(shapes[name])}, and the described model has {list(shape)}; "
                 "fetch the weights and their description again."
             )
 
 
-def check_types(dtypes: Mapping[str, torch.dtype], label: str) -> None:
+def check_dtypes(dtypes: Mapping[str, torch.dtype], label: str) -> None:
     """Raise ConfigError when a dtype is not floating point of 64, 32 or 16 bits."""
     for name, dtype in dtypes.items():
-        if dtype not in TYPES:
-            kind = str(dtype).removeprefix("torch.")
+        if dtype not in SUPPORTED_DTYPES:
+            dtype_name = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give weights in these."
+                f"{label}: {name} is stored as {dtype_name}, and titan reads fp64, fp32, bf16, fp16; give weights in these."
             )

@@ -41,9 +41,9 @@ class WeightsReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return metadata with one chunk per tensor."""
-        return Metadata({name: self._tensor(source) for name, source in self.sources.items()})
+        return Metadata({name: self._describe_tensor(source) for name, source in self.sources.items()})
 
-    def _tensor(self, source: str) -> TensorStorageMetadata:
+    def _describe_tensor(self, source: str) -> TensorStorageMetadata:
         size = torch.Size(self.weights.shapes[source])
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         return TensorStorageMetadata(TensorProperties(self.weights.dtypes[source]), size, [chunk])
@@ -66,9 +66,9 @@ class WeightsReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(self.weights.read(source, item.storage_offsets, item.lengths))  # casts, too
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: there is no state."""
@@ -102,7 +102,7 @@ def load_weights(
         ConfigError: when a parameter is missing or has another shape, or a file is broken.
         RunError: when it can't be read for another reason.
     """
-    sources = _sources(state, weights, f"{setting}={weights.path}")
+    sources = _map_sources(state, weights, f"{setting}={weights.path}")
     plain = {name: tensor.detach() for name, tensor in state.items()}
     try:
         with warnings.catch_warnings():
@@ -119,17 +119,17 @@ def load_weights(
         ) from error
 
 
-def _sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:
+def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:
     """Return each parameter's name in the weights."""
-    copied = weights.model.tied and _HEAD not in weights.shapes
-    sources = {name: _EMBEDDING if name == _HEAD and copied else name for name in state}
+    is_head_copied = weights.model.tied and _HEAD not in weights.shapes
+    sources = {name: _EMBEDDING if name == _HEAD and is_head_copied else name for name in state}
     for name, source in sources.items():
         if source not in weights.shapes:
             raise ConfigError(f"{label}: lacks {name}, which the model has; give weights of this model.")
-        found, wanted = weights.shapes[source], tuple(state[name].shape)
-        if tuple(found) != wanted:
+        stored_shape, expected_shape = weights.shapes[source], tuple(state[name].shape)
+        if tuple(stored_shape) != expected_shape:
             raise ConfigError(
-                f"{label}: {name} has the shape {list(found)}, and in the model {list(wanted)}; give weights of this "
+                f"{label}: {name} has the shape {list(stored_shape)}, and in the model {list(expected_shape)}; give weights of this "
                 "model."
             )
     return sources

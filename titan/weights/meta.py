@@ -20,49 +20,49 @@ import torch
 from torch import Tensor
 
 from titan.config.settings import format_value
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.errors import ConfigError
 from titan.model.schema import Llama
 from titan.weights import model_config
-from titan.weights.interface import check_types, compare, expected, region
+from titan.weights.interface import check_dtypes, check_shapes, compute_expected_shapes, resolve_bounds
 
 PARAMS = "params.json"
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
 _FEED_FORWARD = "layers.0.feed_forward.w1.weight"
 _COMPUTED = "rope.freqs"
-TURNED = ("attention.wq.weight", "attention.wk.weight")
+PERMUTED = ("attention.wq.weight", "attention.wk.weight")
 """The matrices whose rows are paired by the rotary embedding."""
-_UNKNOWN = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
+_UNSUPPORTED = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
 
 
-class SplitTensor(NamedTuple):
+class ShardedTensor(NamedTuple):
     """A sharded tensor: the dimension (None: not sharded) and the distinct shards in order."""
 
     dim: int | None
-    parts: tuple[Tensor, ...]
+    shards: tuple[Tensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        shape = list(self.parts[0].shape)
+        shape = list(self.shards[0].shape)
         if self.dim is not None:
-            shape[self.dim] *= len(self.parts)
+            shape[self.dim] *= len(self.shards)
         return tuple(shape)
 
-    def read(self, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
-        """Return the slice with these (start, end) pairs; `head`: the head size if rows are permuted, else None."""
+    def read(self, bounds: Sequence[tuple[int, int]], head_size: int | None) -> Tensor:
+        """Return the slice with these (start, end) pairs; `head_size`: the head size if rows are permuted, else None."""
         if self.dim is None:
-            return _take(self.parts[0], places, head)
-        size, found = self.parts[0].shape[self.dim], []
-        for i, part in enumerate(self.parts):
-            first, last = (max(0, min(size, place - i * size)) for place in places[self.dim])
+            return _copy_slice(self.shards[0], bounds, head_size)
+        size, pieces = self.shards[0].shape[self.dim], []
+        for i, shard in enumerate(self.shards):
+            first, last = (max(0, min(size, bound - i * size)) for bound in bounds[self.dim])
             if first < last:
-                inside = [(first, last) if dim == self.dim else place for dim, place in enumerate(places)]
-                found.append(_take(part, inside, head))
-        return torch.cat(found, self.dim) if found else _take(self.parts[0], [(0, 0) for _ in places], None)
+                inner_bounds = [(first, last) if dim == self.dim else bound for dim, bound in enumerate(bounds)]
+                pieces.append(_copy_slice(shard, inner_bounds, head_size))
+        return torch.cat(pieces, self.dim) if pieces else _copy_slice(self.shards[0], [(0, 0) for _ in bounds], None)
 
 
-class Meta:
+class MetaFormat:
     """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
@@ -76,17 +76,19 @@ class Meta:
             ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
         """
         self.path, self.label = str(folder), label
-        params = model_config.load(folder / PARAMS, label)
-        files = [_load(file, label) for file in _files(folder, label)]
+        params = model_config.load_json(folder / PARAMS, label)
+        files = [_load_file(file, label) for file in _list_files(folder, label)]
         tied = _is_tied(files)
-        self.model = _schema(params, files, tied, label)
-        wanted = expected(self.model)
-        parts = _parts(files, tied, label)
-        self._cuts = {name: _cut(parts[name], wanted.get(name, ())) for name in parts}
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: cut.shape for name, cut in self._cuts.items()}
-        compare(self.shapes, wanted, label)
-        self.dtypes: Mapping[str, torch.dtype] = {name: cut.parts[0].dtype for name, cut in self._cuts.items()}
-        check_types(self.dtypes, label)
+        self.model = _build_schema(params, files, tied, label)
+        expected_shapes = compute_expected_shapes(self.model)
+        shards = _collect_shards(files, tied, label)
+        self._tensors = {name: _find_sharding(shards[name], expected_shapes.get(name, ())) for name in shards}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
+        check_shapes(self.shapes, expected_shapes, label)
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: tensor.shards[0].dtype for name, tensor in self._tensors.items()
+        }
+        check_dtypes(self.dtypes, label)
         self._check_heads()
         self.tokenizer = next(
             (str(folder / n) for n in ("tokenizer.model", "tokenizer.json") if (folder / n).exists()), None
@@ -94,54 +96,54 @@ class Meta:
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
-        head = self.model.head_size if name.endswith(TURNED) else None
-        return self._cuts[name].read(region(self.shapes[name], offsets, lengths), head)
+        head_size = self.model.head_size if name.endswith(PERMUTED) else None
+        return self._tensors[name].read(resolve_bounds(self.shapes[name], offsets, lengths), head_size)
 
     def _check_heads(self) -> None:
         """Raise ConfigError when a head is split between files."""
-        for name, cut in self._cuts.items():
-            if name.endswith(TURNED) and cut.parts[0].shape[0] % self.model.head_size:
+        for name, tensor in self._tensors.items():
+            if name.endswith(PERMUTED) and tensor.shards[0].shape[0] % self.model.head_size:
                 raise ConfigError(f"{self.label}: {name} is sharded within a head; give files with whole heads.")
 
 
-def neighbours(first: int, last: int, head: int) -> Tensor:
-    """Return Meta's row for each of titan's rows [first, last), with heads of size `head`."""
+def map_to_meta_rows(first: int, last: int, head_size: int) -> Tensor:
+    """Return Meta's row for each of titan's rows [first, last), with heads of size `head_size`."""
     rows = torch.arange(first, last)
-    inside = rows % head
-    return rows - inside + inside % (head // 2) * 2 + inside // (head // 2)
+    offsets = rows % head_size
+    return rows - offsets + offsets % (head_size // 2) * 2 + offsets // (head_size // 2)
 
 
-def halves(first: int, last: int, head: int) -> Tensor:
-    """Return titan's row for each of Meta's rows [first, last): the inverse of `neighbours`."""
+def map_to_titan_rows(first: int, last: int, head_size: int) -> Tensor:
+    """Return titan's row for each of Meta's rows [first, last): the inverse of `map_to_meta_rows`."""
     rows = torch.arange(first, last)
-    inside = rows % head
-    return rows - inside + inside % 2 * (head // 2) + inside // 2
+    offsets = rows % head_size
+    return rows - offsets + offsets % 2 * (head_size // 2) + offsets // 2
 
 
-def _take(part: Tensor, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
+def _copy_slice(shard: Tensor, bounds: Sequence[tuple[int, int]], head_size: int | None) -> Tensor:
     """Return a copy of a slice."""
-    if head is None:
-        return part[tuple(slice(*place) for place in places)].clone()
-    (first, last), *rest = places
-    return part[(slice(None), *(slice(*place) for place in rest))][neighbours(first, last, head)]
+    if head_size is None:
+        return shard[tuple(slice(*bound) for bound in bounds)].clone()
+    (first, last), *other_bounds = bounds
+    return shard[(slice(None), *(slice(*bound) for bound in other_bounds))][map_to_meta_rows(first, last, head_size)]
 
 
-def _cut(parts: Sequence[Tensor], whole: tuple[int, ...]) -> SplitTensor:
-    """Find how a tensor of the shape `whole` is sharded; an impossible sharding shows in `SplitTensor.shape`."""
-    shape, count = tuple(parts[0].shape), len(parts)
-    different = [dim for dim, size in enumerate(shape) if dim < len(whole) and size != whole[dim]]
-    if not different or len(shape) != len(whole) or any(tuple(part.shape) != shape for part in parts):
-        return SplitTensor(None, (parts[0],))
+def _find_sharding(shards: Sequence[Tensor], full_shape: tuple[int, ...]) -> ShardedTensor:
+    """Find how a tensor of the shape `full_shape` is sharded; an impossible sharding shows in `ShardedTensor.shape`."""
+    shape, count = tuple(shards[0].shape), len(shards)
+    different = [dim for dim, size in enumerate(shape) if dim < len(full_shape) and size != full_shape[dim]]
+    if not different or len(shape) != len(full_shape) or any(tuple(shard.shape) != shape for shard in shards):
+        return ShardedTensor(None, (shards[0],))
     dim = different[0]
-    times, rest = divmod(shape[dim] * count, whole[dim])  # above 1: so many files have the same heads
-    if rest or times < 1 or count % times:
-        return SplitTensor(dim, tuple(parts))
-    return SplitTensor(dim, tuple(parts[::times]))
+    copies, remainder = divmod(shape[dim] * count, full_shape[dim])  # above 1: so many files have the same heads
+    if remainder or copies < 1 or count % copies:
+        return ShardedTensor(dim, tuple(shards))
+    return ShardedTensor(dim, tuple(shards[::copies]))
 
 
-def _files(folder: Path, label: str) -> list[Path]:
+def _list_files(folder: Path, label: str) -> list[Path]:
     files = sorted(folder.glob("consolidated.*.pth"))
-    numbers = [int(found[1]) for file in files if (found := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))]
+    numbers = [int(match[1]) for file in files if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))]
     if not numbers:
         raise ConfigError(f"{label}: has a {PARAMS} but no consolidated.NN.pth; fetch the weights too.")
     for i, number in enumerate(sorted(numbers)):
@@ -150,7 +152,7 @@ def _files(folder: Path, label: str) -> list[Path]:
     return files
 
 
-def _load(file: Path, label: str) -> dict[str, Tensor]:
+def _load_file(file: Path, label: str) -> dict[str, Tensor]:
     """Map a file's tensors into memory: unused ones are not read."""
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -161,7 +163,7 @@ def _load(file: Path, label: str) -> dict[str, Tensor]:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(
-            f"{label}: {file.name} is broken or incomplete ({as_line(error)[:100]}); fetch it again."
+            f"{label}: {file.name} is broken or incomplete ({format_error(error)[:100]}); fetch it again."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ConfigError(f"{label}: {file.name} is not a mapping of names to tensors; give another folder.")
@@ -176,7 +178,7 @@ def _is_tied(files: Sequence[dict[str, Tensor]]) -> bool:
     return all(a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
-def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[str, list[Tensor]]:
+def _collect_shards(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[str, list[Tensor]]:
     """Return the shards of each tensor by titan's names, which differ only in the head's."""
     names = [name for name in files[0] if name != _COMPUTED and not (tied and name == _HEAD)]
     for name in names:
@@ -185,7 +187,7 @@ def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[s
     return {"head.weight" if name == _HEAD else name: [file[name] for file in files] for name in names}
 
 
-def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
+def _build_schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
     """Return the model's schema from params.json and, for what it doesn't say, from the tensors' shapes."""
     _check_params(params, label)
     for name in (_EMBEDDING, _FEED_FORWARD):
@@ -199,16 +201,16 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
         "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
         "head_dim": params.get("head_dim"),
         "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
-        "vocab": _vocabulary(params, files),
+        "vocab": _read_vocabulary(params, files),
         "norm_eps": params.get("norm_eps", 1e-5),
         "rope_theta": params.get("rope_theta", 10_000.0),
         "tied": tied,
     }
-    return model_config.model(Llama, {**values, **_rope_scaling(params, tied)}, f"{label}: its {PARAMS}")
+    return model_config.build_model(Llama, {**values, **_read_rope_scaling(params, tied)}, f"{label}: its {PARAMS}")
 
 
 def _check_params(params: dict[str, Any], label: str) -> None:
-    for key in _UNKNOWN:
+    for key in _UNSUPPORTED:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
                 f"{label}: its {PARAMS} has {key}={format_value(params[key])}, which titan doesn't support; give a text model."
@@ -218,16 +220,16 @@ def _check_params(params: dict[str, Any], label: str) -> None:
             raise ConfigError(f"{label}: its {PARAMS} has no {key}; fetch it again.")
 
 
-def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
+def _read_vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
     """Return `vocab_size`, or if it is -1 (Llama 2) the rows of the embedding."""
-    given = params.get("vocab_size", -1)
-    if isinstance(given, int) and given > 0:
-        return given
+    vocab_size = params.get("vocab_size", -1)
+    if isinstance(vocab_size, int) and vocab_size > 0:
+        return vocab_size
     rows, width = files[0][_EMBEDDING].shape
     return int(rows) * (len(files) if width == params["dim"] else 1)
 
 
-def _rope_scaling(params: dict[str, Any], tied: bool) -> dict[str, float]:
+def _read_rope_scaling(params: dict[str, Any], tied: bool) -> dict[str, float]:
     """Return Llama 3.1's RoPE scaling: factor 8, or 32 for the small models of 3.2 (the only tied ones)."""
     if not params.get("use_scaled_rope"):
         return {}

@@ -14,7 +14,7 @@ _FACTOR = 8.0
 """The default factor of `use_scaled_rope`."""
 
 
-def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
+def build_params(model: Decoder, ranks: int) -> dict[str, Any]:
     """Return a params.json from which Meta's code builds the same model.
 
     Args:
@@ -24,9 +24,9 @@ def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
     Raises:
         ConfigError: when Meta's code has no such model, or it can't be sharded so.
     """
-    _check(model)
+    _check_model(model)
     _check_ranks(model, ranks)
-    multiple, multiplier = feed_forward(model.dim, model.ffn)
+    multiple, multiplier = find_ffn_multiplier(model.dim, model.ffn)
     scaling: dict[str, Any] = {"use_scaled_rope": model.rope_factor != 1}
     if model.rope_factor not in (1, _FACTOR):
         scaling["rope_scaling_factor"] = model.rope_factor
@@ -44,17 +44,17 @@ def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
     }
 
 
-def feed_forward(dim: int, ffn: int) -> tuple[int, float]:
+def find_ffn_multiplier(dim: int, ffn: int) -> tuple[int, float]:
     """Return Meta's `multiple_of` and `ffn_dim_multiplier` for a feed-forward layer of width `ffn`.
 
     Meta's width is 8 / 3 of `dim`, times the multiplier, both rounded down, and then rounded up to a multiple.
     """
     multiple = min(1024, ffn & -ffn)
-    wanted = ffn - multiple // 2 + 0.5  # far from where either rounding changes
-    return multiple, wanted / (8 * dim // 3)
+    target = ffn - multiple // 2 + 0.5  # far from where either rounding changes
+    return multiple, target / (8 * dim // 3)
 
 
-def _check(model: Decoder) -> None:
+def _check_model(model: Decoder) -> None:
     if type(model) is not Llama:
         raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
     if model.logit_cap is not None:
@@ -67,10 +67,10 @@ def _check(model: Decoder) -> None:
             f"format=meta: heads of width model.head_dim={model.head_size} are not model.dim={model.dim} / "
             f"model.heads={model.heads}, as Meta's are; give format=hf."
         )
-    for name, only in _ROPE_SCALING.items():
-        if model.rope_factor != 1 and getattr(model, name) != only:
+    for name, fixed_value in _ROPE_SCALING.items():
+        if model.rope_factor != 1 and getattr(model, name) != fixed_value:
             raise ConfigError(
-                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(only)}; give format=hf."
+                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(fixed_value)}; give format=hf."
             )
 
 

@@ -16,7 +16,7 @@ D = TypeVar("D", bound=Decoder)
 _ROPE_SCALING = ("rope_low", "rope_high", "rope_original", "rope_mscale", "rope_mscale_all")
 
 
-def load(path: Path, label: str) -> dict[str, Any]:
+def load_json(path: Path, label: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
@@ -39,48 +39,50 @@ def load(path: Path, label: str) -> dict[str, Any]:
     return content
 
 
-def model(family: type[D], values: Mapping[str, Any], where: str) -> D:
+def build_model(family: type[D], values: Mapping[str, Any], source: str) -> D:
     """Build and check the schema of a model.
 
     Raises:
         ConfigError: when a value has a wrong type or is out of range, or values contradict each other.
     """
     try:
-        shape: D = settings.build(family, values)
-        shape.check()
+        schema: D = settings.build(family, values)
+        schema.check()
     except ConfigError as error:
-        raise ConfigError(f"{where} describes an invalid model: {error}") from None
-    return shape
+        raise ConfigError(f"{source} describes an invalid model: {error}") from None
+    return schema
 
 
-def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> None:
+def check_model(model: Any, weights_model: Any, label: str, prefix: str = "model.") -> None:
     """Raise ConfigError when weights are of another model; the message names all differing settings and their values.
 
     Weights with a tied head may initialise a model without: its head starts as a copy of the embedding.
 
     Args:
         model: the run's model.
-        found: the weights' model.
+        weights_model: the weights' model.
         label: the user's setting, for messages.
         prefix: the prefix of the settings' names.
     """
-    if type(model) is not type(found):
+    if type(model) is not type(weights_model):
         raise ConfigError(
-            f"{label}: the weights are of a {type(found).__name__}, and the model is a {type(model).__name__}; "
-            f"choose a {type(found).__name__}."
+            f"{label}: the weights are of a {type(weights_model).__name__}, and the model is a {type(model).__name__}; "
+            f"choose a {type(weights_model).__name__}."
         )
-    ours, theirs = _settings(model), _settings(found)
-    if theirs.get("tied"):
-        ours["tied"] = True
-    idle = (*model.FREE, *(_ROPE_SCALING if theirs.get("rope_factor") == 1 else ()))
-    differ = [key for key in theirs if ours.get(key) != theirs[key] and key not in idle]
-    if differ:
-        have = ", ".join(f"{prefix}{key}={format_value(ours.get(key))}" for key in differ)
-        fit = " ".join(f"{prefix}{key}={format_value(theirs[key])}" for key in differ)
-        raise ConfigError(f"{label}: the weights are of another model than {have}; give {fit}.")
+    run_settings, weights_settings = _collect_settings(model), _collect_settings(weights_model)
+    if weights_settings.get("tied"):
+        run_settings["tied"] = True
+    ignored = (*model.FREE, *(_ROPE_SCALING if weights_settings.get("rope_factor") == 1 else ()))
+    differing = [
+        key for key in weights_settings if run_settings.get(key) != weights_settings[key] and key not in ignored
+    ]
+    if differing:
+        current_text = ", ".join(f"{prefix}{key}={format_value(run_settings.get(key))}" for key in differing)
+        fitting_text = " ".join(f"{prefix}{key}={format_value(weights_settings[key])}" for key in differing)
+        raise ConfigError(f"{label}: the weights are of another model than {current_text}; give {fitting_text}.")
 
 
-def _settings(model: Any) -> dict[str, Any]:
+def _collect_settings(model: Any) -> dict[str, Any]:
     """Return the settings of a model, with the actual head size."""
     head = {"head_dim": model.head_size} if hasattr(model, "head_size") else {}
     return {**settings.to_plain(model), **head}

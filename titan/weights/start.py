@@ -9,7 +9,7 @@ from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
 
 
-def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
+def load_initial_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
     """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together.
 
     Raises:

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.checkpoint.state import EVALUATION, MODEL
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.errors import ConfigError
-from titan.weights.interface import check_types, compare, expected, region
-from titan.weights.origin import model_of
+from titan.weights.interface import check_dtypes, check_shapes, compute_expected_shapes, resolve_bounds
+from titan.weights.origin import build_model
 
 
 class TitanFormat:
@@ -33,10 +33,10 @@ class TitanFormat:
             ConfigError: when it can't be read, or its tensors don't match its model.
         """
         self.path, self.label, self._reader = str(folder), label, CheckpointReader(folder)
-        found = manifest.inspect(folder)
-        if found is None:
+        saved_manifest = manifest.inspect(folder)
+        if saved_manifest is None:
             raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
-        self.model = model_of(found, label)
+        self.model = build_model(saved_manifest, label)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
         self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
@@ -48,62 +48,66 @@ class TitanFormat:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(tensor.size) for name, tensor in self._tensors.items()
         }
-        compare(self.shapes, expected(self.model), label)
+        check_shapes(self.shapes, compute_expected_shapes(self.model), label)
         self.dtypes: Mapping[str, torch.dtype] = {
             name: tensor.properties.dtype for name, tensor in self._tensors.items()
         }
-        check_types(self.dtypes, label)
-        self.config = {"max_position_embeddings": found.seq_len} if found.seq_len else {}
-        tokenizer = found.tokenizer
+        check_dtypes(self.dtypes, label)
+        self.config = {"max_position_embeddings": saved_manifest.seq_len} if saved_manifest.seq_len else {}
+        tokenizer = saved_manifest.tokenizer
         self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
-        self.checksums = [f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(found.files.items())]
+        self.checksums = [
+            f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(saved_manifest.files.items())
+        ]
 
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
-        places = region(self.shapes[name], offsets, lengths)
+        bounds = resolve_bounds(self.shapes[name], offsets, lengths)
         for chunk in self._tensors[name].chunks:
-            if places == tuple(_whole(chunk)):
-                return self._chunk(name, chunk)  # without another copy: it may be the largest tensor
-        out = torch.empty([last - first for first, last in places], dtype=self.dtypes[name])
+            if bounds == tuple(_iter_bounds(chunk)):
+                return self._read_chunk(name, chunk)  # without another copy: it may be the largest tensor
+        out = torch.empty([last - first for first, last in bounds], dtype=self.dtypes[name])
         if not out.numel():
             return out
         for chunk in self._tensors[name].chunks:
-            inside = list(_overlap(places, chunk))
-            if all(first < last for first, last in inside):
-                part = self._chunk(name, chunk)
-                theirs = tuple(slice(a - o, b - o) for (a, b), o in zip(inside, chunk.offsets, strict=True))
-                ours = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(inside, places, strict=True))
-                out[ours] = part[theirs]
+            overlap = list(_intersect_bounds(bounds, chunk))
+            if all(first < last for first, last in overlap):
+                values = self._read_chunk(name, chunk)
+                chunk_slices = tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, chunk.offsets, strict=True))
+                out_slices = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(overlap, bounds, strict=True))
+                out[out_slices] = values[chunk_slices]
         return out
 
-    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Read a whole chunk: a file can't be read in smaller pieces."""
-        place = self._metadata.storage_data[MetadataIndex(self._prefix + name, chunk.offsets)]
+        storage_info = self._metadata.storage_data[MetadataIndex(self._prefix + name, chunk.offsets)]
         try:
-            with (Path(self.path) / place.relative_path).open("rb") as file:
-                part: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
+            with (Path(self.path) / storage_info.relative_path).open("rb") as file:
+                values: Tensor = torch.load(
+                    self._reader._slice_file(file, storage_info), map_location="cpu", weights_only=True
+                )
         except Exception as error:  # torch's unpickler raises errors of many types for a broken file
             raise ConfigError(
-                f"{self.label}: {name} can't be read from {place.relative_path} "
-                f"({type(error).__name__}: {as_line(error)[:100]}); give another checkpoint."
+                f"{self.label}: {name} can't be read from {storage_info.relative_path} "
+                f"({type(error).__name__}: {format_error(error)[:100]}); give another checkpoint."
             ) from error
-        return part.detach()
+        return values.detach()
 
     def _read_metadata(self) -> Any:
         try:
             return self._reader.read_metadata()
         except (UnknownContentError, OSError) as error:
             raise ConfigError(
-                f"{self.label}: .metadata can't be used: {as_line(error)}; give another checkpoint."
+                f"{self.label}: .metadata can't be used: {format_error(error)}; give another checkpoint."
             ) from error
 
 
-def _whole(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+def _iter_bounds(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
     """Yield the chunk's (start, end) in the whole tensor along each dimension."""
     return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
-def _overlap(places: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+def _intersect_bounds(bounds: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the intersection along each dimension."""
-    for (first, last), offset, size in zip(places, chunk.offsets, chunk.sizes, strict=True):
+    for (first, last), offset, size in zip(bounds, chunk.offsets, chunk.sizes, strict=True):
         yield max(first, offset), min(last, offset + size)

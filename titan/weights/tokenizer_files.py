@@ -22,7 +22,7 @@ _CLASS = "PreTrainedTokenizerFast"
 """The class with which transformers uses a tokenizer.json unchanged; a model's class may change it."""
 
 
-def copy(name: str | None, folder: Path) -> str | None:
+def copy_files(name: str | None, folder: Path) -> str | None:
     """Copy a tokenizer's files unchanged.
 
     Args:
@@ -36,33 +36,33 @@ def copy(name: str | None, folder: Path) -> str | None:
     if name is None or not Path(name).is_file():
         return name if name is not None and manifest.is_tokenizer(name, ()) else None
     source = Path(name)
-    for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
+    for file in (source, *(source.with_name(extra_name) for extra_name in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):
             shutil.copyfile(file, folder / file.name)
             sync_path(folder / file.name)
     return source.name
 
 
-def copy_listed(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile], str | None]:
-    """Copy a tokenizer's files unchanged; return them by name, and the result of `copy`."""
-    copied = copy(name, folder)
-    return listed(copied, folder), copied
+def copy_and_list(name: str | None, folder: Path) -> tuple[dict[str, ManifestFile], str | None]:
+    """Copy a tokenizer's files unchanged; return them by name, and the result of `copy_files`."""
+    copied_name = copy_files(name, folder)
+    return list_files(copied_name, folder), copied_name
 
 
-def listed(name: str | None, folder: Path) -> dict[str, ManifestFile]:
-    """Return size and checksum of the files that `copy` wrote into a folder, by name.
+def list_files(name: str | None, folder: Path) -> dict[str, ManifestFile]:
+    """Return size and checksum of the files that `copy_files` wrote into a folder, by name.
 
     Args:
-        name: the result of `copy`.
+        name: the result of `copy_files`.
         folder: the target.
     """
     names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
     return {file: manifest.checksum_file(folder / file) for file in names if (folder / file).is_file()}
 
 
-def copy_whole(name: str | None, folder: Path) -> None:
+def copy_complete(name: str | None, folder: Path) -> None:
     """Copy a tokenizer's files unchanged; write those of a built-in tokenizer or one of the hub."""
-    if name is not None and copy(name, folder) == BUILT_IN:
+    if name is not None and copy_files(name, folder) == BUILT_IN:
         tokenizer = load_tokenizer(name)
         tokenizer.name = "tokenizer.model"  # `save` writes no file for a built-in name
         (folder / tokenizer.save(folder)).rename(folder / "tokenizer.model")
@@ -84,7 +84,7 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
     """
     if name is None:
         return None, None
-    copy(name, folder)
+    copy_files(name, folder)
     try:
         tokenizer = load_tokenizer(name)
     except ConfigError:
@@ -92,28 +92,28 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
             raise
         return None, None
     if isinstance(tokenizer, RankTokenizer):
-        (folder / "tokenizer.json").write_text(as_json(tokenizer), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(_config(tokenizer), indent=2) + "\n")
+        (folder / "tokenizer.json").write_text(build_tokenizer_json(tokenizer), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(_build_config(tokenizer), indent=2) + "\n")
     else:
         if not Path(name).is_file():
             tokenizer.save(folder)
-        _name_class(folder / "tokenizer_config.json")
+        _set_class(folder / "tokenizer_config.json")
     return tokenizer.bos, tokenizer.eos
 
 
-def _name_class(file: Path) -> None:
+def _set_class(file: Path) -> None:
     """Set the class with which transformers reads tokenizer.json, unless it is set."""
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     file.write_text(json.dumps({"tokenizer_class": _CLASS, **config}, indent=2) + "\n")
 
 
-def _config(tokenizer: RankTokenizer) -> dict[str, Any]:
+def _build_config(tokenizer: RankTokenizer) -> dict[str, Any]:
     names = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
     tokens = {key: tokenizer.decode([i]) for key, i in names.items() if i is not None}
     return {"tokenizer_class": _CLASS, **tokens, "clean_up_tokenization_spaces": False}
 
 
-def as_json(tokenizer: RankTokenizer) -> str:
+def build_tokenizer_json(tokenizer: RankTokenizer) -> str:
     """Return the tokenizer.json that gives the same ids as a rank file.
 
     tiktoken merges two neighbours whenever they form a token, that of the lowest rank first, and uses a piece that is a
@@ -123,12 +123,12 @@ def as_json(tokenizer: RankTokenizer) -> str:
     tokenizers = import_optional("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
-    ranks, letters = tokenizer.ranks, _letters()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    ranks, letters = tokenizer.ranks, _map_bytes()
+    spellings = {token: "".join(letters[byte] for byte in token) for token in ranks}
     order = sorted(ranks, key=lambda token: ranks[token])
-    vocabulary = {spelled[token]: ranks[token] for token in order}
+    vocabulary = {spellings[token]: ranks[token] for token in order}
     merges = [
-        (spelled[token[:i]], spelled[token[i:]])
+        (spellings[token[:i]], spellings[token[i:]])
         for token in order
         for i in range(1, len(token))
         if token[:i] in ranks and token[i:] in ranks
@@ -146,8 +146,8 @@ def as_json(tokenizer: RankTokenizer) -> str:
     return str(out.to_str())
 
 
-def _letters() -> list[str]:
+def _map_bytes() -> list[str]:
     """Return the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100."""
-    printed = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+    printable = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
+    spare_codes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare_codes)) for byte in range(256)]

@@ -14,7 +14,7 @@ from titan.hooks.context import Context
 from titan.hooks.schema import Hook
 
 
-class _At:
+class _StepHook:
     """Calls `act` before the optimizer of one step, on one rank."""
 
     def __init__(self, step: int, rank: int, act: Any) -> None:
@@ -33,9 +33,9 @@ class StandStill(Hook):
     rank: int = setting(0, "the rank", at_least=0)
     seconds: float = setting(10.0, "how long", above=0)
 
-    def build(self) -> _At:
+    def build(self) -> _StepHook:
         """See `Hook`."""
-        return _At(self.step, self.rank, lambda context: time.sleep(self.seconds))
+        return _StepHook(self.step, self.rank, lambda context: time.sleep(self.seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,12 @@ class NotFinite(Hook):
 
     step: int = setting(1, "the step", at_least=1)
 
-    def build(self) -> _At:
+    def build(self) -> _StepHook:
         """See `Hook`."""
-        return _At(self.step, 0, _spoil)
+        return _StepHook(self.step, 0, _set_gradient_nan)
 
 
-def _spoil(context: Context) -> None:
+def _set_gradient_nan(context: Context) -> None:
     for _, gradient in context.named_gradients():
         gradient.mul_(math.nan)
         return
@@ -61,12 +61,12 @@ class OutOfMemory(Hook):
 
     step: int = setting(1, "the step", at_least=1)
 
-    def build(self) -> _At:
+    def build(self) -> _StepHook:
         """See `Hook`."""
-        return _At(self.step, 0, _exhaust)
+        return _StepHook(self.step, 0, _exhaust_memory)
 
 
-def _exhaust(context: Context) -> None:
-    kept = []
+def _exhaust_memory(context: Context) -> None:
+    allocations = []
     while True:
-        kept.append(torch.empty(1 << 30, dtype=torch.uint8, device=context.device))
+        allocations.append(torch.empty(1 << 30, dtype=torch.uint8, device=context.device))

@@ -21,33 +21,34 @@ NO_TRITON = "triton is not installed"
 
 def main(device: str) -> int:
     """Print a line of JSON for each kernel and type: its error, or why it can't run."""
-    for name in (*_sdpa(), "flex"):
-        for word, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    for name in (*_list_sdpa_kernels(), "flex"):
+        for dtype_name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
             print(
-                json.dumps({"kernel": name, "type": word, **_compared(name, dtype, torch.device(device))}), flush=True
+                json.dumps({"kernel": name, "type": dtype_name, **_compare_kernel(name, dtype, torch.device(device))}),
+                flush=True,
             )
     return 0
 
 
-def _sdpa() -> tuple[str, ...]:
+def _list_sdpa_kernels() -> tuple[str, ...]:
     from titan.model.attention import BACKENDS
 
     return tuple(BACKENDS)
 
 
-def _compared(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    inputs = _inputs()
-    wanted = _results("math", [x.clone().requires_grad_() for x in inputs])
+def _compare_kernel(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    inputs = _make_inputs()
+    reference = _run_attention("math", [x.clone().requires_grad_() for x in inputs])
     try:
-        moved = [x.to(device, dtype).requires_grad_() for x in inputs]
-        found = _results(name, moved)
+        device_inputs = [x.to(device, dtype).requires_grad_() for x in inputs]
+        results = _run_attention(name, device_inputs)
     except (RuntimeError, NotImplementedError) as error:
         return {"refused": " ".join(str(error).split())[:200]}
-    errors = [_error(a.detach().float().cpu(), b.detach()) for a, b in zip(found, wanted, strict=True)]
+    errors = [_compute_error(a.detach().float().cpu(), b.detach()) for a, b in zip(results, reference, strict=True)]
     return {"error": float(torch.tensor(errors).max())}  # of NaN too
 
 
-def _inputs() -> list[Tensor]:
+def _make_inputs() -> list[Tensor]:
     """Return query, key, value, and the gradient of the output; values that bf16 holds."""
     generator = torch.Generator().manual_seed(0)
     rows, _, tokens, width = SHAPE
@@ -55,14 +56,14 @@ def _inputs() -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
 
 
-def _results(name: str, inputs: list[Tensor]) -> list[Tensor]:
+def _run_attention(name: str, inputs: list[Tensor]) -> list[Tensor]:
     """Return output and gradients of causal attention."""
     q, k, v, upstream = inputs
-    out = _flex(q, k, v) if name == "flex" else _scaled(name, q, k, v)
+    out = _run_flex(q, k, v) if name == "flex" else _run_sdpa(name, q, k, v)
     return [out, *torch.autograd.grad(out, (q, k, v), upstream.detach())]
 
 
-def _scaled(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch.nn.attention import sdpa_kernel
 
     from titan.model.attention import BACKENDS
@@ -71,7 +72,7 @@ def _scaled(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if q.device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -82,12 +83,12 @@ def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device=q.device)
     compute: Any = torch.compile(flex_attention) if q.device.type == "cuda" else flex_attention
-    found: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=True)
-    return found
+    attended: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=True)
+    return attended
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def _compute_error(result: Tensor, reference: Tensor) -> float:
+    return float((result - reference).norm() / reference.norm())
 
 
 if __name__ == "__main__":

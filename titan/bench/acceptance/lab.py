@@ -47,7 +47,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run of `titan.train` that has ended.
 
     Attributes:
@@ -69,7 +69,7 @@ class Trained:
         """The loss of each step, the last attempt's where there are several."""
         return [line["loss"] for _, line in sorted({line["step"]: line for line in self.steps}.items())]
 
-    def after(self, step: int) -> Trained:
+    def select_after(self, step: int) -> TrainedRun:
         """Return the run with the steps after this one only."""
         return replace(self, steps=[line for line in self.steps if line["step"] > step])
 
@@ -88,7 +88,7 @@ class Trained:
         """The peak memory of rank 0."""
         return max((line["memory_gib"] for line in self.steps), default=float("nan"))
 
-    def tail(self) -> str:
+    def find_last_line(self) -> str:
         """Return the last line that it printed."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return lines[-1][:300] if lines else "it printed nothing"
@@ -114,7 +114,7 @@ class Lab:
 
     def train(
         self, name: str, *settings: str, stop_after: int | None = None, seconds: float = SECONDS, small: bool = True
-    ) -> Trained:
+    ) -> TrainedRun:
         """Run `titan.train` in the folder `runs/NAME`, where it may go on with what is there.
 
         Args:
@@ -127,9 +127,9 @@ class Lab:
         run = self.folder / "runs" / name
         base = (*(SMALL if small else ()), f"cluster.device={self.device}", f"hydra.run.dir={run}")
         command = ["-m", "titan.train", *base, *settings, *self.overrides]
-        began = time.monotonic()
-        code, output = self.run(name, command, lambda: _stops(run, stop_after), seconds)
-        return Trained(run, code, output, list(_steps(run)), time.monotonic() - began)
+        start = time.monotonic()
+        code, output = self.run(name, command, lambda: _has_steps(run, stop_after), seconds)
+        return TrainedRun(run, code, output, list(_read_steps(run)), time.monotonic() - start)
 
     def remove_runs(self, part: str) -> None:
         """Remove what an earlier attempt of a part has left: a run that is there is finished, or goes on."""
@@ -137,7 +137,11 @@ class Lab:
             shutil.rmtree(run)
 
     def run(
-        self, name: str, command: Sequence[str], stops: Callable[[], bool] = lambda: False, seconds: float = SECONDS
+        self,
+        name: str,
+        command: Sequence[str],
+        should_stop: Callable[[], bool] = lambda: False,
+        seconds: float = SECONDS,
     ) -> tuple[int, str]:
         """Run a Python command; its output is also in `logs/NAME.txt`.
 
@@ -150,18 +154,18 @@ class Lab:
             process = subprocess.Popen(
                 [sys.executable, *command], stdout=out, stderr=out, env=dict(os.environ), start_new_session=True
             )
-            code = _wait(process, stops, time.monotonic() + seconds)
+            code = _wait_for_process(process, should_stop, time.monotonic() + seconds)
         return code, log.read_text(errors="replace")
 
 
-def _wait(process: subprocess.Popen[bytes], stops: Callable[[], bool], deadline: float) -> int:
-    """Wait for a process, ask it to stop when `stops` says so, and kill all that it started at the deadline."""
-    asked = False
+def _wait_for_process(process: subprocess.Popen[bytes], should_stop: Callable[[], bool], deadline: float) -> int:
+    """Wait for a process, ask it to stop when `should_stop` says so, and kill all that it started at the deadline."""
+    is_stopping = False
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            if not asked and stops():
+            if not is_stopping and should_stop():
                 process.send_signal(signal.SIGTERM)
-                asked = True
+                is_stopping = True
             time.sleep(0.05)
         return -1 if process.poll() is None else process.returncode
     finally:
@@ -170,17 +174,17 @@ def _wait(process: subprocess.Popen[bytes], stops: Callable[[], bool], deadline:
             process.wait()
 
 
-def _stops(run: Path, after: int | None) -> bool:
-    return after is not None and sum(1 for _ in _steps(run)) >= after
+def _has_steps(run: Path, step_count: int | None) -> bool:
+    return step_count is not None and sum(1 for _ in _read_steps(run)) >= step_count
 
 
-def _steps(run: Path) -> Iterator[Mapping[str, Any]]:
+def _read_steps(run: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of metrics.jsonl that have a loss."""
     file = run / "metrics.jsonl"
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except ValueError:  # it is being written
             continue
-        if "loss" in found:
-            yield found
+        if "loss" in record:
+            yield record

@@ -35,11 +35,20 @@ def main(device: str, file: str) -> int:
         dist.destroy_process_group()
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_bytes(content)
-    found = flight.read_collectives(content)
-    numbers = {"entered": max(found.entered.values(), default=0), "completed": max(found.completed.values(), default=0)}
+    collectives = flight.read_collectives(content)
+    numbers = {
+        "entered": max(collectives.entered.values(), default=0),
+        "completed": max(collectives.completed.values(), default=0),
+    }
     started = {None: "not known", True: "yes", False: "no"}
     print(
-        json.dumps({**numbers, "pending": len(found.pending), "started": [started[o.started] for o in found.pending]})
+        json.dumps(
+            {
+                **numbers,
+                "pending": len(collectives.pending),
+                "started": [started[o.started] for o in collectives.pending],
+            }
+        )
     )
     return 0
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from titan.bench.acceptance.lab import Findings, Lab
-from titan.bench.acceptance.parts import PARTS, Part
+from titan.bench.acceptance.parts import PARTS, AcceptancePart
 from titan.files.atomic import write_atomic
 
 REPORT, FIGURES = "report.md", "report.json"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """What became of a part.
 
     Attributes:
@@ -39,88 +39,88 @@ class Outcome:
     @property
     def word(self) -> str:
         """The outcome in a word."""
-        found = self.findings
-        return "skipped" if found.skipped else "fails" if found.problems else "holds"
+        findings = self.findings
+        return "skipped" if findings.skipped else "fails" if findings.problems else "holds"
 
 
-def run(lab: Lab, parts: Sequence[Part], about: Mapping[str, Any]) -> int:
+def run_parts(lab: Lab, parts: Sequence[AcceptancePart], provenance: Mapping[str, Any]) -> int:
     """Run parts, print a line for each, and write the report after each.
 
     Args:
         lab: where.
         parts: which.
-        about: the machine and the versions; a part is run again when they change.
+        provenance: the machine and the versions; a part is run again when they change.
 
     Returns:
         0 where all parts hold, else 1.
     """
     lab.folder.mkdir(parents=True, exist_ok=True)
-    about = {**about, "settings": list(lab.overrides)}
-    key, outcomes = json.dumps(about, sort_keys=True, default=str), list[Outcome]()
+    provenance = {**provenance, "settings": list(lab.overrides)}
+    key, outcomes = json.dumps(provenance, sort_keys=True, default=str), list[PartOutcome]()
     for part in parts:
-        outcome = _kept(lab.folder, part, key) or _answered(lab, part, key)
+        outcome = _load_outcome(lab.folder, part, key) or _run_part(lab, part, key)
         outcomes.append(outcome)
         print(f"{outcome.word:<8}{part.name:<16}{outcome.seconds:>6.0f} s  {part.question}", flush=True)
         for problem in outcome.findings.problems:
             print(f"        {problem}", flush=True)
-        _write(lab.folder, about, outcomes)
+        _write_report(lab.folder, provenance, outcomes)
     print(f"report: {lab.folder / REPORT}")
     return int(any(outcome.findings.problems for outcome in outcomes))
 
 
-def _kept(folder: Path, part: Part, key: str) -> Outcome | None:
+def _load_outcome(folder: Path, part: AcceptancePart, key: str) -> PartOutcome | None:
     """Return the outcome of a part that held before; None where it has to run."""
     try:
         content = json.loads((folder / "parts" / f"{part.name}.json").read_text())
-        outcome = Outcome(**{**content, "findings": Findings(**content["findings"])})
+        outcome = PartOutcome(**{**content, "findings": Findings(**content["findings"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return outcome if outcome.key == key and not outcome.findings.problems else None
 
 
-def _answered(lab: Lab, part: Part, key: str) -> Outcome:
+def _run_part(lab: Lab, part: AcceptancePart, key: str) -> PartOutcome:
     """Run a part; an error in it is one of its problems."""
-    began = time.monotonic()
+    start = time.monotonic()
     lab.remove_runs(part.name)
     try:
-        found = part.answer(lab)
+        findings = part.check(lab)
     except Exception as error:
-        found = Findings(problems=[f"{type(error).__name__}: {error}"])
-    outcome = Outcome(part.name, found, time.monotonic() - began, key)
+        findings = Findings(problems=[f"{type(error).__name__}: {error}"])
+    outcome = PartOutcome(part.name, findings, time.monotonic() - start, key)
     (lab.folder / "parts").mkdir(exist_ok=True)
     write_atomic(lab.folder / "parts" / f"{part.name}.json", json.dumps(asdict(outcome), indent=1))
     return outcome
 
 
-def _write(folder: Path, about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    content = {"about": about, "parts": {o.name: {"outcome": o.word, **asdict(o.findings)} for o in outcomes}}
+def _write_report(folder: Path, provenance: Mapping[str, Any], outcomes: Sequence[PartOutcome]) -> None:
+    content = {"about": provenance, "parts": {o.name: {"outcome": o.word, **asdict(o.findings)} for o in outcomes}}
     write_atomic(folder / FIGURES, json.dumps(content, indent=1, default=str))
-    write_atomic(folder / REPORT, render(about, outcomes))
+    write_atomic(folder / REPORT, render_report(provenance, outcomes))
 
 
-def render(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+def render_report(provenance: Mapping[str, Any], outcomes: Sequence[PartOutcome]) -> str:
     """Return the report as Markdown."""
     questions = {part.name: part.question for part in PARTS}
     problems = [f"- {o.name}: {problem}" for o in outcomes for problem in o.findings.problems]
-    lines = ["# Acceptance of a device", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    lines = ["# Acceptance of a device", "", *(f"- {name}: {value}" for name, value in provenance.items()), ""]
     lines += ["All parts hold." if not problems else "Problems:", *problems, ""]
     lines += ["| part | question | outcome | seconds |", "| --- | --- | --- | --- |"]
-    lines += [f"| {o.name} | {questions.get(o.name, '')} | {_outcome(o)} | {o.seconds:.0f} |" for o in outcomes]
+    lines += [f"| {o.name} | {questions.get(o.name, '')} | {_format_outcome(o)} | {o.seconds:.0f} |" for o in outcomes]
     for outcome in (o for o in outcomes if o.findings.figures):
         lines += ["", f"## {outcome.name}", "", "| figure | value |", "| --- | --- |"]
-        lines += [f"| {name} | {_value(value)} |" for name, value in outcome.findings.figures.items()]
+        lines += [f"| {name} | {_format_value(value)} |" for name, value in outcome.findings.figures.items()]
     return "\n".join(lines) + "\n"
 
 
-def _outcome(outcome: Outcome) -> str:
+def _format_outcome(outcome: PartOutcome) -> str:
     return f"{outcome.word}: {outcome.findings.skipped}" if outcome.findings.skipped else outcome.word
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_value(part)}" for name, part in value.items() if part is not None)
+        return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items() if part is not None)
     if isinstance(value, list):
-        return ", ".join(map(_value, value))
+        return ", ".join(map(_format_value, value))
     return str(value).replace("|", "\\|")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.console.text import safe
+from titan.console.text import sanitize_line
 from titan.dataset.documents import Document, Skip, Source, SourcePart
 from titan.dataset.preprocess.encode import Content, Encoder, group_documents, read_documents
 from titan.dataset.preprocess.plan import PreparationPlan
@@ -219,7 +219,7 @@ class _ShardWriter:
     def _add_group(self, group: list[tuple[Content, Document] | Skip]) -> None:
         for skip in group:
             if isinstance(skip, Skip):
-                self.skipped.setdefault(skip.reason, [0, safe(skip.location)])[0] += 1
+                self.skipped.setdefault(skip.reason, [0, sanitize_line(skip.location)])[0] += 1
         documents = [entry for entry in group if not isinstance(entry, Skip)]
         if not documents:
             return

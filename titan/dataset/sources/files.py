@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from titan.config.optional import import_optional
-from titan.console.text import as_line, redact
+from titan.console.text import format_error, redact
 from titan.dataset.documents import Skip, SourcePart, content_digest
 from titan.errors import ConfigError
 from titan.files.atomic import write_atomic
@@ -114,7 +114,7 @@ def convert_read_errors(path: str) -> Iterator[None]:
         package = type(error).__module__.partition(".")[0]
         if package == "titan" or (package == "builtins" and not isinstance(error, (OSError, EOFError))):
             raise  # the rest are errors of a file system's package
-        reason = getattr(error, "strerror", None) or as_line(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or format_error(error) or type(error).__name__
         raise ConfigError(f"{path}: can't be read ({reason}); make it readable, or choose other files.") from error
 
 
@@ -246,7 +246,7 @@ def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[So
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # each file system raises errors of its own
-        reason = f"{type(error).__name__}: {as_line(error)}"
+        reason = f"{type(error).__name__}: {format_error(error)}"
         raise ConfigError(
             f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in to its server."
         ) from error
@@ -276,10 +276,12 @@ def _open_filesystem(path: str) -> tuple[Any, str]:
         filesystem, remote_path = fsspec.url_to_fs(path)
     except ImportError as error:
         raise ConfigError(
-            f"dataset.path={path}: needs another package: {as_line(error)}; install it with pip."
+            f"dataset.path={path}: needs another package: {format_error(error)}; install it with pip."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"dataset.path={path}: {as_line(error)}; give a path, or a URL such as s3://...") from error
+        raise ConfigError(
+            f"dataset.path={path}: {format_error(error)}; give a path, or a URL such as s3://..."
+        ) from error
     return filesystem, remote_path
 
 
@@ -325,7 +327,7 @@ class _DecompressedStream(io.RawIOBase):
             problem = f"ends too early (truncated download?) after {self._bytes_read} bytes of content"
             raise BadDocumentError("broken file", f"{problem}; {way_out}") from error
         except (gzip.BadGzipFile, zlib.error, _CorruptStreamError) as error:
-            problem = f"is broken after {self._bytes_read} bytes of content ({as_line(error)})"
+            problem = f"is broken after {self._bytes_read} bytes of content ({format_error(error)})"
             raise BadDocumentError("broken file", f"{problem}; {way_out}") from error
 
 

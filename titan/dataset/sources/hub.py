@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.optional import import_optional
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.dataset.documents import Source, SourcePart
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError
@@ -129,7 +129,7 @@ class HubReader(RowReader):
             if not _is_broken(error):
                 raise translate_hub_error(error, f"dataset.name={self.name}", part.name) from error
             way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
-            cause = as_line(error.__cause__ or error) or type(error).__name__
+            cause = format_error(error.__cause__ or error) or type(error).__name__
             yield part.name, BadDocumentError("broken file", f"a file is broken or truncated ({cause}); {way_out}")
 
     def _read_tables(self, first: int, last: int) -> Iterator[Any]:
@@ -193,7 +193,7 @@ class HubReader(RowReader):
 
     def _translate_open_error(self, error: Exception) -> ConfigError:
         """Translate the library's error of a dataset that can't be opened."""
-        text = as_line(error)
+        text = format_error(error)
         if isinstance(error, (StopIteration, IndexError)):  # the library raises them for an empty dataset
             return ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
         match = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
@@ -233,11 +233,11 @@ def translate_hub_error(error: Exception, setting: str, revision: str) -> Config
     if status in (401, 403):
         return ConfigError(f"{setting}: the hub denies access ({status}); {LOG_IN}.")
     if status is None and kinds & {"OSError", "HTTPError", "TimeoutError", "OfflineModeIsEnabled"}:
-        reason = f"{type(error).__name__}: {as_line(error)}"
+        reason = f"{type(error).__name__}: {format_error(error)}"
         return ConfigError(
             f"{setting}: the hub can't be reached ({reason}); check the network, or fetch it on another machine."
         )
-    return ConfigError(f"{setting}: {type(error).__name__}: {as_line(error)}; fix this, or choose another.")
+    return ConfigError(f"{setting}: {type(error).__name__}: {format_error(error)}; fix this, or choose another.")
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

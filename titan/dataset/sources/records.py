@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from titan.config.optional import import_optional
 from titan.config.settings import format_value
-from titan.console.text import as_line
+from titan.console.text import format_error
 from titan.dataset.documents import Document, Skip, Source, SourcePart, content_digest
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_skip
@@ -261,7 +261,7 @@ class ParquetReader(RowReader):
                 if getattr(error, "errno", None):  # an error of the system or the network, not of the file
                     raise
                 way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
-                problem = f"not a Parquet file, or a broken or truncated one ({as_line(error)})"
+                problem = f"not a Parquet file, or a broken or truncated one ({format_error(error)})"
                 yield part.name, BadDocumentError("broken file", f"{problem}; {way_out}")
 
     def _list_row_groups(self, file: SourceFile) -> list[SourcePart]:

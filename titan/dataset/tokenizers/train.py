@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from titan.config.arguments import describe_version
 from titan.console import output
-from titan.console.text import one_line
+from titan.console.text import format_message
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
 from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_intermixed_args(arguments)
         _train_file(options.out, options.paths, options.ranks)
     except ConfigError as error:
-        print(f"titan: {one_line(str(error))}", file=sys.stderr)
+        print(f"titan: {format_message(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from titan.console.numbers import rounded
+from titan.console.numbers import format_rounded
 from titan.report.findings import Comparison
 from titan.report.render.charts import Chart, format_marks
 from titan.report.render.table_data import compute_step_ms, find_peak_memory
@@ -36,7 +36,7 @@ def draw_throughput(comparison: Comparison) -> Chart | None:
                 else f"{variant.speed_ratio.estimate:.2f} of baseline"
             )
             whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(variant.label, format_marks(comparison, i), value, rounded(value), ratio, whisker))
+            bars.append(Bar(variant.label, format_marks(comparison, i), value, format_rounded(value), ratio, whisker))
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan.console.numbers import power, short, tick
+from titan.console.numbers import format_log_tick, format_tick, format_tokens
 from titan.metrics.plot import SMOOTHING_SHARE
 from titan.report.findings import Comparison, Numbers, RunResult
 from titan.report.render import svg
@@ -165,7 +165,7 @@ def _draw_losses(
         return None
     low, high, cut = compute_loss_range([line.points for line in lines])
     frame = Frame(_build_token_scale(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    body = frame.draw_axes("tokens", unit, short, tick) + _draw_lines(comparison, frame, lines, name)
+    body = frame.draw_axes("tokens", unit, format_tokens, format_tick) + _draw_lines(comparison, frame, lines, name)
     legend = caption + _format_legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
     return Chart(title, legend, svg.draw_picture(frame, title, body))
 
@@ -227,7 +227,7 @@ def _draw_difference_chart(
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
     levels = {name: level for name, level in levels.items() if level > 0}
     frame = _build_difference_frame(lines, list(levels.values()))
-    body = frame.draw_axes("tokens", "difference, nats", short, power)
+    body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
     body += _draw_lines(comparison, frame, lines, "differences") + _draw_levels(frame, levels)
     return Chart(name, caption + _format_legend(comparison), svg.draw_picture(frame, name, body))
 

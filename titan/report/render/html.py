@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from titan.console.numbers import fixed, rounded
+from titan.console.numbers import format_fixed, format_rounded
 from titan.report import ranking
 from titan.report.findings import Comparison, RunResult
 from titan.report.render import hook_metrics, predicted
@@ -146,7 +146,7 @@ def _list_settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _format_run(run: RunResult) -> list[str]:
-    times = [rounded(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
+    times = [format_rounded(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
     return [
         run.label,
         run.directory,
@@ -154,11 +154,11 @@ def _format_run(run: RunResult) -> list[str]:
         f"{run.step:,} of {run.steps:,}",
         str(run.seed),
         f"{run.devices} {run.hardware}".strip(),
-        "" if run.loss is None else fixed(run.loss),
-        "" if run.validation is None else fixed(run.validation),
-        "" if run.speed is None else rounded(1e3 * run.speed.step_seconds.median),
+        "" if run.loss is None else format_fixed(run.loss),
+        "" if run.validation is None else format_fixed(run.validation),
+        "" if run.speed is None else format_rounded(1e3 * run.speed.step_seconds.median),
         ", ".join(times) if len(times) > 1 else "",
-        rounded(run.cost.device_hours),
+        format_rounded(run.cost.device_hours),
         "" if run.cost.goodput is None else f"{run.cost.goodput:.1%}",
         str(run.cost.attempts),
         run.science_id,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from titan.console.numbers import rounded, tick
+from titan.console.numbers import format_rounded, format_tick
 from titan.report.findings import Comparison
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
@@ -45,7 +45,7 @@ def draw_pareto(comparison: Comparison) -> Chart | None:
         HEIGHT,
     )
     best = select_front(spots)
-    axes = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
+    axes = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", format_tick, format_tick)
     body = (
         axes
         + draw_front(frame, best)
@@ -95,7 +95,7 @@ def _sort_for_drawing(comparison: Comparison, spots: Sequence[ParetoSpot]) -> li
 
 def _draw_spot(comparison: Comparison, frame: Frame, spot: ParetoSpot) -> str:
     variant = comparison.variants[spot.index]
-    title = escape(f"{variant.label}: {rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
+    title = escape(f"{variant.label}: {format_rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
     position = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
     hollow = "hollow" if spot.is_excluded else "dot"
     return f'<g {format_marks(comparison, spot.index)}><circle class="{hollow}" {position}><title>{title}</title></circle></g>'

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.console.numbers import plural, rounded, tick
+from titan.console.numbers import format_plural, format_rounded, format_tick
 from titan.estimate.plan import Plan
 from titan.estimate.step_time import CAUSES, StepTime
 from titan.report.render import svg
@@ -114,7 +114,7 @@ def _draw_time_axis(frame: Frame, unit: str) -> str:
     low, high = frame.y.start, frame.y.end
     lines = "".join(f"M{frame.x.at(value):.1f} {high:.1f}V{low:.1f}" for value in frame.x.compute_ticks())
     words = "".join(
-        svg.draw_text(frame.x.at(value), low + 18, tick(value), "middle") for value in frame.x.compute_ticks()
+        svg.draw_text(frame.x.at(value), low + 18, format_tick(value), "middle") for value in frame.x.compute_ticks()
     )
     name = svg.draw_text((frame.x.start + frame.x.end) / 2, low + 36, f"time in the step, {unit}", "middle", "name")
     return f'<path class="grid" d="{lines}"/>{words}{name}'
@@ -124,7 +124,7 @@ def _draw_part(frame: Frame, row: int, cause: str, start: float, end: float, tot
     colour = next(colour for colour, causes in GROUPS.values() if cause in causes)
     top, left, right = TOP + ROW * row, frame.x.at(start), frame.x.at(end)
     share = (end - start) / total
-    words = f"{rounded(end - start)} ({f'{share:.0%}' if share >= 0.005 else '<1%'})"
+    words = f"{format_rounded(end - start)} ({f'{share:.0%}' if share >= 0.005 else '<1%'})"
     return (
         svg.draw_text(frame.x.start - 10, top + 17, cause, "end", "name")
         + f'<rect class="bar {colour}" x="{left:.2f}" y="{top + 4:.1f}" width="{max(1.0, right - left):.2f}" '
@@ -138,14 +138,14 @@ def _draw_total(frame: Frame, row: int, figure: Sequence[float], unit: str) -> s
     value, low, high = figure
     top, (at, left, right) = TOP + ROW * row, frame.x(figure)
     middle = top + ROW / 2
-    words = f"{rounded(value)} {unit} ({rounded(low)} to {rounded(high)})"
+    words = f"{format_rounded(value)} {unit} ({format_rounded(low)} to {format_rounded(high)})"
     return (
         svg.draw_text(frame.x.start - 10, top + 17, "step", "end", "name")
         + f'<rect class="bar total" x="{frame.x.start:.2f}" y="{top + 4:.1f}" width="{at - frame.x.start:.2f}" '
         f'height="{ROW - 8:g}"><title>{escape(f"step: {words}")}</title></rect>'
         + f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
         f'M{right:.1f} {middle - 5:.1f}v10"/>'
-        + svg.draw_text(right + 7, top + 17, f"{rounded(value)} {unit}", "start", "halo")
+        + svg.draw_text(right + 7, top + 17, f"{format_rounded(value)} {unit}", "start", "halo")
     )
 
 
@@ -178,7 +178,7 @@ def _describe_timetable(step: StepTime, ranks: int, numbered: bool) -> str:
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
     numbers = " Numbers are micro-batches." if numbered else ""
     return (
-        f"When each of {plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this time. "
+        f"When each of {format_plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this time. "
         f"Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"
     )
 
@@ -219,7 +219,7 @@ def _draw_actions(frame: Frame, spans: Sequence[ActionSpan], top: float, height:
         colour, name = KINDS[span.action.kind]
         title = (
             f"{name} of micro-batch {span.action.microbatch}, stage {span.action.stage}: "
-            f"{rounded(span.start)} to {rounded(span.end)} s"
+            f"{format_rounded(span.start)} to {format_rounded(span.end)} s"
         )
         yield (
             f'<rect class="bar {colour}" x="{left:.1f}" y="{top + 1:.1f}" width="{max(0.5, right - left - 0.7):.1f}" '

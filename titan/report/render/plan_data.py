@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.console.numbers import plural, rounded
+from titan.console.numbers import format_plural, format_rounded
 from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
@@ -49,8 +49,8 @@ class PlanOutcome:
     def layout(self) -> str:
         """The layout and its micro-batches."""
         run = self.run
-        batches = plural(run.microbatches, "micro-batch", "micro-batches")
-        return f"{run.layout}; {batches} of {plural(run.microbatch_rows, 'row')}"
+        batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
+        return f"{run.layout}; {batches} of {format_plural(run.microbatch_rows, 'row')}"
 
     @property
     def faster(self) -> list[PredictedLayout]:
@@ -90,8 +90,8 @@ class FigureText(NamedTuple):
 
 def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
     """Return a figure as text."""
-    low, high = rounded(figure.low), rounded(figure.high)
-    return FigureText(name, rounded(figure.value), unit, f"{low} to {high}", note)
+    low, high = format_rounded(figure.low), format_rounded(figure.high)
+    return FigureText(name, format_rounded(figure.value), unit, f"{low} to {high}", note)
 
 
 def format_run_time(plan: Plan) -> FigureText:
@@ -122,7 +122,7 @@ def list_figures(plan: Plan) -> list[FigureText]:
         format_run_time(plan),
         format_figure("device-hours", plan.device_hours),
         *cost,
-        FigureText("checkpoint", rounded(plan.checkpoint_bytes / GIB), "GiB"),
+        FigureText("checkpoint", format_rounded(plan.checkpoint_bytes / GIB), "GiB"),
     ]
 
 

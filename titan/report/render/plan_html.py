@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from titan.console.numbers import plural, rounded
+from titan.console.numbers import format_plural, format_rounded
 from titan.estimate.plan import Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
@@ -72,11 +72,11 @@ def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: st
 
 def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str = "") -> str:
     """Return the page of a grid: a table of its trials, and charts of step time and memory."""
-    total = rounded(sum_device_hours(plans))
+    total = format_rounded(sum_device_hours(plans))
     priced = [plan.cost.value for plan in plans if plan.cost is not None]
-    cost = f", cost {rounded(sum(priced))}" if priced else ""
+    cost = f", cost {format_rounded(sum(priced))}" if priced else ""
     return _render_template(
-        title=f"Plan of {plural(len(plans), 'trial')}",
+        title=f"Plan of {format_plural(len(plans), 'trial')}",
         question=f"{total} device-hours in all{cost}.",
         lead=_format_grid_lead(labels, plans),
         trials=[_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
@@ -111,9 +111,9 @@ def _describe_trace(outcome: PlanOutcome) -> dict[str, Any]:
     charts = [plan_charts.draw_traced_waterfall(traced.step), plan_memory.draw_over_traced_step(traced.fullest)]
     return {
         "trace_lead": f"The real step of {ranks} on tensors without values, with the operations of the uncompiled "
-        f"model: {rounded(traced.step.seconds)} s (predicted {rounded(outcome.plan.step.seconds)} s) and "
-        f"{rounded(traced.fullest.gib)} GiB (predicted {rounded(outcome.plan.fullest.gib)} GiB), of which "
-        f"{rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak.",
+        f"model: {format_rounded(traced.step.seconds)} s (predicted {format_rounded(outcome.plan.step.seconds)} s) and "
+        f"{format_rounded(traced.fullest.gib)} GiB (predicted {format_rounded(outcome.plan.fullest.gib)} GiB), of which "
+        f"{format_rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak.",
         "trace_charts": charts,
     }
 
@@ -143,9 +143,9 @@ def _list_cards(plan: Plan) -> list[tuple[FigureText, str, str]]:
 def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[str]:
     return [
         " ".join(outcome.build_overrides(result)),
-        f"{rounded(result.step.seconds)} s",
+        f"{format_rounded(result.step.seconds)} s",
         f"{1 + outcome.compute_gain(result):.2f}x",
-        f"{rounded(result.gib)} GiB",
+        f"{format_rounded(result.gib)} GiB",
     ]
 
 
@@ -168,9 +168,9 @@ def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[st
 def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[str]:
     return [
         name,
-        f"{rounded(result.step.seconds)} s",
+        f"{format_rounded(result.step.seconds)} s",
         f"{1 + outcome.compute_gain(result):.2f}x",
-        f"{rounded(result.gib)} GiB",
+        f"{format_rounded(result.gib)} GiB",
         name_largest_loss(result.step),
         outcome.format_command(result),
     ]
@@ -225,7 +225,7 @@ def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Char
 
 
 def _build_bar(label: str, figure: PredictedValue, unit: str) -> Bar:
-    interval = f"{rounded(figure.low)} to {rounded(figure.high)}"
+    interval = f"{format_rounded(figure.low)} to {format_rounded(figure.high)}"
     return Bar(
-        label, 'class="c1"', figure.value, f"{rounded(figure.value)} {unit}", interval, (figure.low, figure.high)
+        label, 'class="c1"', figure.value, f"{format_rounded(figure.value)} {unit}", interval, (figure.low, figure.high)
     )

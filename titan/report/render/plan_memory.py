@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.console.numbers import rounded, tick
+from titan.console.numbers import format_rounded, format_tick
 from titan.estimate.memory import Usage
 from titan.estimate.plan import Plan
 from titan.estimate.rank_sizes import GIB
@@ -105,7 +105,7 @@ def draw_over_traced_step(rank: RankResult) -> Chart:
     frame = Frame(
         Scale(0.0, float(len(moments) - 1), 78, WIDTH - 20), Scale(0, 1.08 * peak.total, 340, 40), WIDTH, HEIGHT
     )
-    axes = frame.draw_axes("events of the step in their order", "GiB", lambda value: "", tick)
+    axes = frame.draw_axes("events of the step in their order", "GiB", lambda value: "", format_tick)
     body = axes + "".join(_draw_layers(frame, moments)) + _draw_peak(frame, peak)
     name = "Memory over the traced step"
     caption = f"Live tensors on rank {rank.rank} after each of {rank.events:,} events, GiB by category."
@@ -195,8 +195,8 @@ def _thin_moments(moments: list[Moment]) -> list[Moment]:
 def _draw_axes(frame: Frame, course: MemoryCourse) -> str:
     """Return the axes: to scale in time, or with bands of actions."""
     if course.unit:
-        return frame.draw_axes(f"time in the step, {course.unit}", "GiB", tick, tick)
-    axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", tick)
+        return frame.draw_axes(f"time in the step, {course.unit}", "GiB", format_tick, format_tick)
+    axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", format_tick)
     words = (
         svg.draw_text(frame.x.at((start + end) / 2), frame.y.start + 18, name, "middle")
         for start, end, name in course.bands
@@ -242,7 +242,7 @@ def _draw_peak(frame: Frame, peak: Moment) -> str:
     """Return the mark of the peak, with its phase."""
     x, y = frame.x.at(peak.x), frame.y.at(peak.total)
     right = _is_right(frame, peak)
-    words = f"peak {rounded(peak.total)} GiB: {peak.phase}"
+    words = f"peak {format_rounded(peak.total)} GiB: {peak.phase}"
     label = svg.draw_text(x - 8 if right else x + 8, y - 7, words, "end" if right else "start", "halo")
     return f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>{label}'
 
@@ -293,7 +293,7 @@ def _draw_rank_row(rank: int, usage: Usage, most: float, limit: float | None) ->
         shapes += _draw_bar(start, end, colour) if end > start else ""
         start = end
     shapes += f'<path d="M{100 * limit / most:.2f} 0v16"/>' if limit else ""
-    return _format_row(f"rank {rank}", shapes, f"{rounded(usage.gib)} GiB", usage.phase)
+    return _format_row(f"rank {rank}", shapes, f"{format_rounded(usage.gib)} GiB", usage.phase)
 
 
 def _draw_bar(start: float, end: float, colour: str) -> str:
@@ -325,7 +325,9 @@ def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
     xs, ys = [spot.x for spot in all_spots], [spot.y for spot in all_spots]
     frame = Frame(pareto.build_padded_scale(xs, 78, WIDTH - 30), pareto.build_padded_scale(ys, 340, 40), WIDTH, HEIGHT)
     names = [name_layout(k) for k in range(len(front))] + [""] * len(best) + ["as given"]
-    body = frame.draw_axes("tokens/s per device (right is faster)", "memory of the fullest rank, GiB", tick, tick)
+    body = frame.draw_axes(
+        "tokens/s per device (right is faster)", "memory of the fullest rank, GiB", format_tick, format_tick
+    )
     body += pareto.draw_front(frame, spots[: len(front)]) + _draw_device_line(frame, outcome.plan.memory_gib)
     kinds = ["dot c1"] * len(front) + ["hollow c1"] * len(best) + ["dot c2"]
     body += "".join(_draw_dot(frame, spot, kind) for spot, kind in reversed([*zip(all_spots, kinds, strict=True)]))
@@ -351,7 +353,7 @@ def _draw_device_line(frame: Frame, limit: float | None) -> str:
 
 
 def _draw_dot(frame: Frame, spot: ParetoSpot, kind: str) -> str:
-    title = f"{rounded(spot.x)} tokens/s per device, {rounded(spot.y)} GiB"
+    title = f"{format_rounded(spot.x)} tokens/s per device, {format_rounded(spot.y)} GiB"
     x, y = frame.x.at(spot.x), frame.y.at(spot.y)
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{title}</title></circle>'
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from titan.console.numbers import billions, plural, rounded
+from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.estimate.plan import Plan, PredictedValue, list_memory_parts
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
@@ -52,9 +52,9 @@ def _format_memory(plan: Plan) -> list[str]:
     lines += _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
-        lines.append(f"  by stage   {rounded(min(rank_gibs))} to {rounded(max(rank_gibs))} GiB")
+        lines.append(f"  by stage   {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
     elif len(rank_gibs) > 1:
-        lines.append(f"  by stage   {', '.join(map(rounded, rank_gibs))} GiB")
+        lines.append(f"  by stage   {', '.join(map(format_rounded, rank_gibs))} GiB")
     return lines
 
 
@@ -73,22 +73,22 @@ def _format_bars(parts: Any, unit: str) -> list[str]:
 
 
 def _format_speed(outcome: PlanOutcome) -> list[str]:
-    plan, tokens = outcome.plan, billions(outcome.run.training.tokens)
+    plan, tokens = outcome.plan, format_count(outcome.run.training.tokens)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu.value:.1%}"
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
     hours = format_figure("", plan.device_hours, "device-hours")
     return [
-        f"speed        {per_device.format_line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
+        f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {plan.steps:,} steps, {tokens} tokens: {format_run_time(plan).format_line()}, {hours.format_line()}{cost}",
-        f"checkpoint   {rounded(plan.checkpoint_bytes / GIB)} GiB",
+        f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
         f"intervals    (low to high): {plan.intervals}",
     ]
 
 
 def _format_changes(outcome: PlanOutcome) -> list[str]:
     return [
-        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, {rounded(result.gib)} GiB"
+        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, {format_rounded(result.gib)} GiB"
         for result in outcome.faster
     ] or ["no single change"]
 
@@ -98,15 +98,13 @@ def _format_trace(outcome: PlanOutcome) -> list[str]:
     if traced is None:
         return []
     fullest = traced.fullest
-    trace_summary = (
-        f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
-    )
+    trace_summary = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
     lines = ["", f"trace        {trace_summary}"]
-    reserved = "" if fullest.reserved is None else f"{rounded(fullest.gib)} GiB reserved; "
+    reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
     lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
-        lines.append(f"  by stage   {', '.join(rounded(rank.gib) for rank in traced.ranks)} GiB")
-    lines.append(f"  step       {rounded(traced.step.seconds)} s, of which")
+        lines.append(f"  by stage   {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
+    lines.append(f"  step       {format_rounded(traced.step.seconds)} s, of which")
     return lines + _format_bars(traced.step.parts, "s")
 
 
@@ -114,8 +112,8 @@ def _format_traced_memory(rank: RankResult) -> str:
     """Return what is live at the peak of a rank, and when that is."""
     live, region = rank.live, describe_region(rank.live.region)
     largest = sorted(live.parts.items(), key=lambda part: -part[1])
-    parts = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
-    return f"{rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {region} ({parts})"
+    parts = ", ".join(f"{name} {format_rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
+    return f"{format_rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {region} ({parts})"
 
 
 def _format_search(outcome: PlanOutcome) -> list[str]:
@@ -145,9 +143,9 @@ def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     for label, plan in zip(labels, plans, strict=True):
         lines.append(
             f"{label:<{width}}  {plan.step.seconds:>6.3g} s  {plan.tokens_per_second_per_device.value:>9,.0f}  "
-            f"{plan.fullest.gib:>6.1f}  {rounded(plan.device_hours.value)}"
+            f"{plan.fullest.gib:>6.1f}  {format_rounded(plan.device_hours.value)}"
         )
-    total = f"{plural(len(plans), 'trial')}, {rounded(sum_device_hours(plans))} device-hours"
+    total = f"{format_plural(len(plans), 'trial')}, {format_rounded(sum_device_hours(plans))} device-hours"
     return "\n".join([*lines, total]) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from titan.console.numbers import bounds, fixed, rounded
+from titan.console.numbers import format_fixed, format_interval, format_rounded
 from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, sum_groups
 from titan.report import ranking
 from titan.report.findings import Comparison, Interval, RunPrediction, RunResult, Variant
@@ -64,23 +64,24 @@ def _compute_median(values: Sequence[float | None]) -> float | None:
 
 
 def _format_ms(seconds: float | None) -> Cell:
-    return Cell() if seconds is None else Cell(rounded(1e3 * seconds))
+    return Cell() if seconds is None else Cell(format_rounded(1e3 * seconds))
 
 
 def _format_gib(value: float) -> str:
-    return fixed(value, 2 if value < 100 else 1)
+    return format_fixed(value, 2 if value < 100 else 1)
 
 
 def _format_predicted_step(runs: Runs) -> Cell:
     interval = runs[-1][1].step_seconds
     return Cell(
-        rounded(1e3 * interval.estimate), bounds(interval.low, interval.high, lambda value: rounded(1e3 * value))
+        format_rounded(1e3 * interval.estimate),
+        format_interval(interval.low, interval.high, lambda value: format_rounded(1e3 * value)),
     )
 
 
 def _format_predicted_memory(runs: Runs) -> Cell:
     interval = runs[-1][1].memory_gib
-    return Cell(_format_gib(interval.estimate), bounds(interval.low, interval.high, _format_gib))
+    return Cell(_format_gib(interval.estimate), format_interval(interval.low, interval.high, _format_gib))
 
 
 def _format_measured_step(runs: Runs) -> Cell:

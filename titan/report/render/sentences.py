@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.console.numbers import multiple, plural, rounded, short
+from titan.console.numbers import format_plural, format_ratio, format_rounded, format_tokens
 from titan.report.findings import Comparison, Interval, Quality, TimeToTarget, Variant
 from titan.report.render import summary
 from titan.report.render.summary import format_counts
@@ -100,12 +100,12 @@ def describe_speed(times: Interval, doubt: str = "") -> str:
         times: the ratio.
         doubt: why speed is not ranked; empty where it is.
     """
-    parts = f"{multiple(times.estimate)} times the baseline's tokens/s"
+    parts = f"{format_ratio(times.estimate)} times the baseline's tokens/s"
     if doubt:
         return f"Speed is not ranked ({doubt}): {parts}."
     if times.low is None or times.high is None:
         return f"Speed: {parts}, without a confidence interval yet."
-    phrase = f"(95% interval {multiple(times.low)} to {multiple(times.high)})"
+    phrase = f"(95% interval {format_ratio(times.low)} to {format_ratio(times.high)})"
     if times.low <= 1 <= times.high:
         return f"No measurable speed difference: {parts} {phrase}."
     return f"{'Faster' if times.estimate > 1 else 'Slower'}: {parts} {phrase}."
@@ -115,8 +115,12 @@ def _describe_reached(reached: TimeToTarget, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
         return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
-    hours = "" if reached.median_device_hours is None else f" and {rounded(reached.median_device_hours)} device-hours"
-    middle = f"after {short(reached.median_tokens)} tokens{hours} (median)"
+    hours = (
+        ""
+        if reached.median_device_hours is None
+        else f" and {format_rounded(reached.median_device_hours)} device-hours"
+    )
+    middle = f"after {format_tokens(reached.median_tokens)} tokens{hours} (median)"
     return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
 
 
@@ -158,7 +162,7 @@ def _describe_fastest(variants: Sequence[Variant]) -> list[str]:
         return [f"{subject} shown to be faster than the baseline."]
     times, variant = max(sure, key=lambda item: item[0])
     subject = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
-    return [f"{subject} {multiple(times)} times the baseline's tokens/s."]
+    return [f"{subject} {format_ratio(times)} times the baseline's tokens/s."]
 
 
 def _is_faster(variant: Variant) -> bool:
@@ -175,5 +179,5 @@ def _describe_unfinished(comparison: Comparison) -> list[str]:
     diverged = {run.directory for run in runs if run.diverged}
     failed = sum(failure not in without and failure.directory not in diverged for failure in comparison.failed)
     if without:
-        parts.append(f"{plural(len(without), 'trial')} without metrics yet.")
+        parts.append(f"{format_plural(len(without), 'trial')} without metrics yet.")
     return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

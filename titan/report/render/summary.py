@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from titan.console.numbers import plural, rounded, short, size
+from titan.console.numbers import format_magnitude, format_plural, format_rounded, format_tokens
 from titan.report import ranking, statistics
 from titan.report.findings import Comparison, Quality, Variant
 from titan.report.ranking import select_verdict
@@ -80,7 +80,7 @@ def _format_gap(variant: Variant, turned: bool = False) -> str:
     quality = select_verdict(variant)
     difference = quality.difference.estimate if quality and quality.difference else 0.0
     by = -difference if not turned else difference
-    return f"{size(by)} {'below' if by >= 0 else 'above'}"
+    return f"{format_magnitude(by)} {'below' if by >= 0 else 'above'}"
 
 
 def _describe_test(variant: Variant, comparison: Comparison) -> str:
@@ -143,7 +143,7 @@ def _describe_diverged_variant(variant: Variant) -> str:
     count_text = "all" if variant.outcomes.diverged == seed_count else f"{variant.outcomes.diverged} of"
     if variant.against_best:
         return f"{variant.against_best} (compared with its best learning rate)"
-    return f"{count_text} {plural(seed_count, 'seed')} diverged"
+    return f"{count_text} {format_plural(seed_count, 'seed')} diverged"
 
 
 def _count_answers(variants: Sequence[Variant]) -> list[str]:
@@ -201,7 +201,7 @@ def _describe_target(comparison: Comparison) -> list[str]:
     variants.sort(key=_read_median_tokens)
     variant = variants[0]
     rival = next((candidate for candidate in variants if not candidate.baseline), variant)
-    fewest = f"Fewest tokens: {variant.label}, {short(_read_median_tokens(variant))} (median){_describe_rival(rival, comparison)}."
+    fewest = f"Fewest tokens: {variant.label}, {format_tokens(_read_median_tokens(variant))} (median){_describe_rival(rival, comparison)}."
     return [fewest, _describe_soonest(comparison)]
 
 
@@ -227,7 +227,9 @@ def _describe_soonest(comparison: Comparison) -> str:
         for variant in comparison.variants
         if variant.reached and variant.reached.median_device_hours is not None
     ]
-    return f"Fewest device-hours (median, not tested): {min(hours)[1]}, {rounded(min(hours)[0])}." if hours else ""
+    return (
+        f"Fewest device-hours (median, not tested): {min(hours)[1]}, {format_rounded(min(hours)[0])}." if hours else ""
+    )
 
 
 def format_counts(*groups: tuple[int, str, str]) -> str:

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from titan.console.numbers import power, tick
+from titan.console.numbers import format_log_tick, format_tick
 from titan.report import ranking
 from titan.report.findings import Comparison, RunResult, Variant
 from titan.report.render import svg
@@ -46,10 +46,10 @@ def draw_settings(comparison: Comparison) -> Chart | None:
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
     frame = _build_frame(spots)
-    show = power if frame.x.log else tick
+    show = format_log_tick if frame.x.log else format_tick
     unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
-    body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, tick)
+    body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, format_tick)
     body += _draw_ticks(frame, spots) + _draw_lines(comparison, frame, spots, name)
     title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
     return Chart(title, _format_caption(spots, point), svg.draw_picture(frame, title, body))
@@ -122,7 +122,7 @@ def _draw_ticks(frame: Frame, spots: Sequence[SettingSpot]) -> str:
     if not frame.x.log:
         return ""
     tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.compute_ticks()]
-    return "".join(svg.draw_text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in tried[:12])
+    return "".join(svg.draw_text(frame.x.at(x), frame.y.start + 18, format_log_tick(x), "middle") for x in tried[:12])
 
 
 def _draw_lines(comparison: Comparison, frame: Frame, spots: Sequence[SettingSpot], name: str) -> str:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Literal
 
-from titan.console.numbers import bounds, fixed, multiple, plural, rounded, short
+from titan.console.numbers import (
+    format_fixed,
+    format_interval,
+    format_plural,
+    format_ratio,
+    format_rounded,
+    format_tokens,
+)
 from titan.report import ranking, statistics
 from titan.report.findings import Comparison, Interval, MeasuredSpeed, Quality, RunResult, TimeToTarget, Variant
 
@@ -169,7 +176,7 @@ _LOAD = {
 
 def _average_load(variant: Variant, key: str) -> Cell:
     values = [run.experts[key] for run in variant.runs if key in run.experts]
-    return Cell(rounded(fmean(values))) if values else Cell()
+    return Cell(format_rounded(fmean(values))) if values else Cell()
 
 
 _PREFERRED = ("acc_norm", "acc", "bits_per_byte", "perplexity", "loss", "validation_loss")
@@ -242,12 +249,12 @@ def format_lost_seeds(quality: Quality) -> str:
     return ", ".join(parts + [f"baseline: {quality.baseline_diverged} {event}"] * bool(quality.baseline_diverged))
 
 
-def format_range(interval: Interval, show: Callable[[float], str] = fixed) -> str:
+def format_range(interval: Interval, show: Callable[[float], str] = format_fixed) -> str:
     """Return the interval in brackets; empty where there is none."""
-    return bounds(interval.low, interval.high, show)
+    return format_interval(interval.low, interval.high, show)
 
 
-def format_estimate(interval: Interval | None, show: Callable[[float], str] = fixed) -> Cell:
+def format_estimate(interval: Interval | None, show: Callable[[float], str] = format_fixed) -> Cell:
     """Return an estimate with its interval."""
     return Cell() if interval is None else Cell(show(interval.estimate), format_range(interval, show))
 
@@ -276,7 +283,7 @@ def find_peak_memory(variant: Variant) -> float | None:
 
 def _format_runs(variant: Variant) -> Cell:
     seeds, states = len({run.seed for run in variant.runs}), Counter(map(_classify_state, variant.runs))
-    details = [plural(seeds, "seed")] if seeds != len(variant.runs) else []
+    details = [format_plural(seeds, "seed")] if seeds != len(variant.runs) else []
     details += [
         _format_progress(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"
     ]
@@ -295,14 +302,18 @@ def _format_progress(runs: tuple[RunResult, ...], state: str, count: int) -> str
 
 def _format_step(variant: Variant) -> Cell:
     times = compute_step_ms(variant)
-    return Cell() if times is None else Cell(rounded(times[0]), f"({rounded(times[1])}-{rounded(times[2])})")
+    return (
+        Cell()
+        if times is None
+        else Cell(format_rounded(times[0]), f"({format_rounded(times[1])}-{format_rounded(times[2])})")
+    )
 
 
 def _format_validation(variant: Variant) -> Cell:
     """Return the mean, with the number of diverged runs, which it excludes, and of outliers, which it includes."""
     outlier_count, cell = sum(run.outlier for run in variant.runs), format_estimate(variant.validation)
     remarks = [f"without {variant.outcomes.diverged} diverged"] if variant.outcomes.diverged and cell.main else []
-    remarks += [plural(outlier_count, "outlier")] if outlier_count else []
+    remarks += [format_plural(outlier_count, "outlier")] if outlier_count else []
     return Cell(cell.main, " ".join(filter(None, [cell.detail, ", ".join(remarks)])))
 
 
@@ -311,13 +322,13 @@ def _format_tokens(variant: Variant) -> Cell:
 
 
 def _format_speed(variant: Variant) -> Cell:
-    return Cell() if variant.speed is None else Cell(rounded(variant.speed.estimate))
+    return Cell() if variant.speed is None else Cell(format_rounded(variant.speed.estimate))
 
 
 def _format_ratio(variant: Variant) -> Cell:
     if variant.speed_ratio is None or variant.baseline:
         return Cell("1" if variant.baseline and variant.speed else "")
-    cell = format_estimate(variant.speed_ratio, multiple)
+    cell = format_estimate(variant.speed_ratio, format_ratio)
     return replace(cell, detail="not ranked") if variant.speed_doubt else cell
 
 
@@ -329,12 +340,12 @@ def _format_mfu(variant: Variant) -> Cell:
 
 def _format_memory(variant: Variant) -> Cell:
     most = find_peak_memory(variant)
-    return Cell() if most is None else Cell(fixed(most, 2 if most < 100 else 1))
+    return Cell() if most is None else Cell(format_fixed(most, 2 if most < 100 else 1))
 
 
 def _format_hours(variant: Variant) -> Cell:
     hours = [run.cost.device_hours for run in variant.runs]
-    return Cell(rounded(sum(hours) / len(hours))) if any(hours) else Cell()
+    return Cell(format_rounded(sum(hours) / len(hours))) if any(hours) else Cell()
 
 
 def _format_goodput(variant: Variant) -> Cell:
@@ -344,13 +355,13 @@ def _format_goodput(variant: Variant) -> Cell:
 
 def _format_loss(variant: Variant) -> Cell:
     losses = [run.loss for run in variant.runs if run.loss is not None]
-    return Cell(fixed(sum(losses) / len(losses))) if losses else Cell()
+    return Cell(format_fixed(sum(losses) / len(losses))) if losses else Cell()
 
 
 def _format_reached(reached: TimeToTarget | None) -> Cell:
     if reached is None:
         return Cell()
-    tokens_text = "" if reached.median_tokens is None else f"({short(reached.median_tokens)} tokens)"
+    tokens_text = "" if reached.median_tokens is None else f"({format_tokens(reached.median_tokens)} tokens)"
     return Cell(f"{reached.reached} of {reached.runs}", tokens_text)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from titan.console.text import safe
+from titan.console.text import sanitize_line
 from titan.training.replay.result import ModuleDifference, ReplayedStep, Statistics
 
 LAYER_COLUMNS = {
@@ -38,7 +38,7 @@ def format_replay(replay: ReplayedStep, recorded: Mapping[str, Any]) -> Iterator
     yield ""
     yield "tokens with the largest losses:"
     for token in replay.tokens:
-        text = f"...{safe(token.before[-TEXT_CHARACTERS:])}>>>{safe(token.text)}<<<"
+        text = f"...{sanitize_line(token.before[-TEXT_CHARACTERS:])}>>>{sanitize_line(token.text)}<<<"
         yield f"  {_format_number(token.loss):>10}  row {token.row}, token {token.position}: {text}"
 
 
