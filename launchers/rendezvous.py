@@ -107,8 +107,8 @@ def _allow_connections(ranks: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and needed_files > hard:
         raise ConfigError(
-            f"ulimit -n {hard}: rank 0 needs {needed_files:,} open files for connections of {ranks:,} ranks; have the limit "
-            "raised on its node."
+            f"ulimit -n {hard}: rank 0 needs {needed_files:,} open files for connections of {ranks:,} ranks; have the "
+            "limit raised on its node."
         )
     if soft != resource.RLIM_INFINITY and needed_files > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))

@@ -78,8 +78,8 @@ def expand_trials(
         overrides: of each trial.
         first: Hydra's number of the first trial.
         remote, trusted: see `titan.run.compose.freeze_run`.
-        fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another, in which a
-            trial may be there twice; None: those that are the same in all trials.
+        fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another,
+            in which a trial may be there twice; None: those that are the same in all trials.
 
     Raises:
         ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
@@ -155,7 +155,7 @@ def _detect_machine(cluster: Cluster) -> Machine:
 
 
 def _cache_machines(find_machine: MachineFinder) -> MachineFinder:
-    """Return `find_machine` with a cache by description of the nodes: looking for GPUs takes seconds on some machines."""
+    """Return `find_machine` with a cache by description of the nodes: finding GPUs takes seconds on some machines."""
     machines: list[tuple[Cluster, Machine]] = []
 
     def find_cached_machine(cluster: Cluster) -> Machine:

@@ -494,7 +494,8 @@ def test_directory_that_can_not_be_written_to() -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    program = f"from titan.run.lock import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
+    imports = "from titan.run.lock import lock_directory; from pathlib import Path"
+    program = f"{imports}\nwith lock_directory(Path({run.directory!r})): "
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True); input()"],
         stdin=subprocess.PIPE,

@@ -193,8 +193,8 @@ def _check_process() -> None:
     current_rank = rank_info.from_environment(os.environ)
     if current_rank is not None:
         raise ConfigError(
-            f"api.train: this process is rank {current_rank.rank} of {current_rank.world_size} of torchrun or srun; start it alone, or "
-            "start titan.train with torchrun."
+            f"api.train: this process is rank {current_rank.rank} of {current_rank.world_size} of torchrun or srun; "
+            "start it alone, or start titan.train with torchrun."
         )
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("api.train: handles signals, which only the main thread can; call it from there.")

@@ -26,7 +26,7 @@ from titan.errors import ConfigError, RunError, exit_code
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
 
-FORMAT_NAMES = {"TitanFormat": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
+FORMAT_NAMES = {"TitanFormat": "titan", "HuggingFaceFormat": "Hugging Face", "MetaFormat": "Meta"}
 MARK = ".titan-convert"
 """The marker file of a folder whose conversion is not finished."""
 VALIDITY_FILES = ("config.json", "params.json", "manifest.json")
@@ -165,8 +165,8 @@ def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
-            f"to={target}: needs {report.format_bytes(size + SPARE)}, and the disk has {report.format_bytes(free)} free; "
-            "free space, or choose another folder."
+            f"to={target}: needs {report.format_bytes(size + SPARE)}, and the disk has {report.format_bytes(free)} "
+            "free; free space, or choose another folder."
         )
 
 
@@ -222,7 +222,7 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
 
 
 def cli() -> None:
-    """The console script `titan-convert_weights`."""
+    """The console script `titan-convert`."""
     output.run(main)
 
 

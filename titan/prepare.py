@@ -54,17 +54,18 @@ def _run_preparation(arguments: list[str]) -> int:
         if isinstance(dataset, Prepared):
             print(f"{name}: already prepared, in {sanitize_line(dataset.path)}")
             continue
-        _prepare_corpus(name, dataset, verify="--verify" in flags, dry="--dry-run" in flags)
+        _prepare_corpus(name, dataset, verify="--verify" in flags, is_dry_run="--dry-run" in flags)
     return 0
 
 
-def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
+def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, is_dry_run: bool) -> None:
     summary = survey_dataset(dataset)
+    parts = f"{summary.parts:,} part{'s' * (summary.parts != 1)}"
     completion = "complete" if summary.complete else f"{summary.finished:,} of them done"
     print(f"{name}:")
     print_table(
         {
-            "source": f"{summary.source}: {summary.parts:,} part{'s' * (summary.parts != 1)}, {report.format_bytes(summary.bytes)}",
+            "source": f"{summary.source}: {parts}, {report.format_bytes(summary.bytes)}",
             "shards": f"{summary.shards:,}, {completion}",
             "tokenizer": summary.tokenizer,
             "folder": os.path.relpath(summary.folder)
@@ -72,7 +73,7 @@ def _prepare_corpus(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> 
             else str(summary.folder),
         }
     )
-    if dry:
+    if is_dry_run:
         return
     with progress_line() as show:
         folder = prepare(dataset, show, verify=verify)

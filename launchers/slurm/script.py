@@ -180,9 +180,9 @@ Slurm's KillWait.
 
 After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
 second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
-failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take the
-job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long
-enough, since the credential of its last attempt has to expire first.
+failed first (see `titan.sweep.job_exit.find_error`) is excluded, unless Slurm reports that the other nodes can't take
+the job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits
+long enough, since the credential of its last attempt has to expire first.
 """
 
 
@@ -193,8 +193,8 @@ def build_parameters(shape: JobShape, submission: Submission) -> dict[str, Any]:
     """Return submitit's parameters: the options of sbatch."""
     cluster = shape.cluster
     options: dict[str, Any] = {
-        "job_name": f"{_UNSAFE_CHARACTERS.sub('-', submission.name)}-{submission.token}",  # the comment may be the user's own
-        "comment": submission.token,
+        "job_name": f"{_UNSAFE_CHARACTERS.sub('-', submission.name)}-{submission.token}",
+        "comment": submission.token,  # replaced where the user sets a comment
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _count_cores(shape),

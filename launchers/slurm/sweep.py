@@ -125,8 +125,8 @@ class SlurmSweep:
         longest_chain = max(job_shape.cluster.chain for job_shape in self.shapes.values())
         if self.settings.max_jobs is not None and longest_chain > self.settings.max_jobs:
             raise ConfigError(
-                f"hydra.launcher.max_jobs={self.settings.max_jobs}: is less than the cluster.chain={longest_chain} jobs of one "
-                "chain; give at least as many."
+                f"hydra.launcher.max_jobs={self.settings.max_jobs}: is less than the cluster.chain={longest_chain} "
+                "jobs of one chain; give at least as many."
             )
 
     def _submit_first(self, todo: list[Trial]) -> list[Trial]:
@@ -322,8 +322,8 @@ class SlurmSweep:
     def _print_unsubmitted(self, unsubmitted: list[Trial]) -> None:
         if unsubmitted:
             print(
-                f"{len(unsubmitted)} trials were not submitted (hydra.launcher.max_jobs={self.settings.max_jobs}): give the "
-                "same command again when jobs have ended."
+                f"{len(unsubmitted)} trials were not submitted (hydra.launcher.max_jobs={self.settings.max_jobs}): "
+                "give the same command again when jobs have ended."
             )
         print(self._describe_next_commands(), flush=True)
 

@@ -54,7 +54,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with the packages that compiling and float8 need."""
     monkeypatch.setattr(devices, "detect_machine", detector("h200"))
     for module in (checks, compile_scope):
-        monkeypatch.setattr(module, "missing_compiler", lambda *rest: None)
+        monkeypatch.setattr(module, "find_missing_compiler", lambda *rest: None)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
 

@@ -62,7 +62,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
                 seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
 
         watch(StoreExchange, name, note)
-    for owner, name in ((plans, "local_items"), (plans, "assign")):
+    for owner, name in ((plans, "create_write_items"), (plans, "assign_boxes")):
         watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
     return seen
 
@@ -78,7 +78,7 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
         first, *later = [[size for kind, size in save if kind == "gather"] for save in found["saves"]]
         assert all(size < 200 < first[0] for save in later for size in save), "what has changed is sent, and no more"
         planned = [name for name, _ in found["planned"]]
-        assert planned == ["local_items", *(["assign"] if rank == 0 else [])]
+        assert planned == ["create_write_items", *(["assign_boxes"] if rank == 0 else [])]
         assert all(thread.startswith("titan-checkpoint") for _, thread in found["planned"])
     assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-4", "step-6"]
 
@@ -127,7 +127,7 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     first, second = train(tiny(tmp_path / "run", *how, layout="fsdp2"), broken)
     for rank, found in enumerate((first.extra, second.extra)):
         names = [name for name, _ in found["planned"]]
-        assert names == ["local_items", *(["assign"] if rank == 0 else [])] * 2
+        assert names == ["create_write_items", *(["assign_boxes"] if rank == 0 else [])] * 2
     assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-2", "step-6"]
     whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
     train(whole)
@@ -144,8 +144,8 @@ class TestPlans:
         found = Plans(0)
         first, second, more = self.proposed("a8"), self.proposed("b8"), self.proposed("b8", "c8")
         assert found.global_plan([first, second]) == [b"\1", b"\1"]
-        assert found.global_plan([first.digest(), second.digest()]) == [None, None]
-        assert found.global_plan([first.digest(), more]) == [b"\1", b"\1\1"]
+        assert found.global_plan([first.compute_digest(), second.compute_digest()]) == [None, None]
+        assert found.global_plan([first.compute_digest(), more]) == [b"\1", b"\1\1"]
         assert found.rank0_plan.assignment is not None
         assert sorted(info.name for info in found.rank0_plan.assignment.tensors) == ["a8", "b8", "c8"]
 

@@ -439,7 +439,7 @@ def test_peaks_are_plausible(row: Any) -> None:
 def test_the_real_machine_without_torch() -> None:
     """detect() works here and imports no torch; a program that fails or is missing gives None."""
     code = (
-        "import sys; from titan.cluster.devices import detect; m = detect('cpu');"
+        "import sys; from titan.cluster.devices import detect_machine; m = detect_machine('cpu');"
         "from titan.cluster.probe import run_program;"
         "assert m.cores >= 1 and m.memory_gib > 0, m; assert 'torch' not in sys.modules;"
         "assert run_program(['no-such-program-here']) is None and run_program(['false']) is None"

@@ -219,7 +219,7 @@ def test_epochs_go_on_without_a_gap(corpus: Corpus) -> None:
 def test_documents_are_kept_apart(corpus: Corpus) -> None:
     """Against the plain definition, token for token: every token is its own number, so it tells its document."""
     document = np.searchsorted(BEGINS, np.arange(200), side="right")
-    batches = read(alone(corpus), plan(5), DataShard(0, 1), 8, 2, documents=True)
+    batches = read(alone(corpus), plan(5), DataShard(0, 1), 8, 2, mask_documents=True)
     met = 0
     for batch in batches:
         rows = batch.fields.reshape(4, -1, SEQ_LEN).transpose(1, 2, 0)
@@ -253,8 +253,8 @@ def test_tokens_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_read_has_room_for_what_it_is_handed(corpus: Corpus) -> None:
-    reading = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True)
-    silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True, read=False)
+    reading = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, mask_documents=True)
+    silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, mask_documents=True, read=False)
     for one, other in zip(reading, silent, strict=True):
         assert (one.first, one.last, one.rows_read) == (other.first, other.last, other.rows_read)
         assert one.fields.shape == other.fields.shape

@@ -322,7 +322,7 @@ from tests.support.made_source import Made, words
 from titan import errors
 from titan.dataset.preprocess import plan, prepare
 
-plan.UNIT_LEAST = 1000
+plan.MIN_SHARD_BYTES = 1000
 sys.exit(errors.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), cache=sys.argv[1], workers=2)) and 0))
 """
 
@@ -361,7 +361,7 @@ def killing(function, calls):
         return function(*arguments, **more)
     return wrapped
 
-plan.UNIT_LEAST = 1000
+plan.MIN_SHARD_BYTES = 1000
 where, name = {place}
 setattr(where, name, killing(getattr(where, name), {calls}))
 prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.2, workers=1))
@@ -409,7 +409,7 @@ def body():
     return 0
 
 if __name__ == "__main__":
-    plan.UNIT_LEAST = 1000
+    plan.MIN_SHARD_BYTES = 1000
     sys.exit(errors.exit_code(body))
 """
 

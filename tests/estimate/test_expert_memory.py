@@ -18,7 +18,7 @@ from titan.training.trace.ranks import build_rank_trace
 
 SHAPES = {
     "tokens": "model.vocab=512 training.seq_len=512 training.global_batch=8192",
-    "experts": "model.vocab=512 model.dim=512 model.expert_ffn=512 model.experts=32 model.chosen_experts=4 "
+    "experts": "model.vocab=512 model.dim=512 model.expert_ffn=512 model.experts=32 model.top_k=4 "
     "training.seq_len=512 training.global_batch=2048",
     "wide": "model.vocab=512 model.dim=512 model.expert_ffn=2048 training.seq_len=512 training.global_batch=8192",
 }
@@ -99,7 +99,7 @@ BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "shape", "more"), further(lambda: BY_FAMILY, 3, rest=(FAMILY_REST,)))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
-    chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
+    chosen = ["model.top_k=1"] if model == "llama4_debug" else []
     estimated, found = both(run(shape, *chosen, *more.split(), model=model))
     assert estimated == pytest.approx(found, rel=CLOSE)
 
@@ -107,7 +107,7 @@ def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more
 @pytest.mark.full
 @pytest.mark.parametrize("model", FAMILIES)
 def test_norms_as_gpus_compute_them(model: str) -> None:
-    chosen = ["model.chosen_experts=1"] if model == "llama4_debug" else []
+    chosen = ["model.top_k=1"] if model == "llama4_debug" else []
     estimated, found = both(run("tokens", "precision=bf16", *chosen, model=model), device="cuda")
     assert estimated == pytest.approx(found, rel=CLOSE)
 

@@ -42,7 +42,7 @@ def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
 def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
     one = run("parallelism.expert=8", "parallelism.microbatches=1")
-    size = one.model.chosen_experts * one.training.global_batch / 8 * one.model.dim * 2
+    size = one.model.top_k * one.training.global_batch / 8 * one.model.dim * 2
     exchanges = 4 * one.model.layers * estimate_collective("all-to-all", size, 8, 1, speeds())
     assert divided.parts["expert parallelism"] == pytest.approx(exchanges)
     assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]

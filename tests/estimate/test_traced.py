@@ -130,10 +130,10 @@ class Seconds(Pricing):
     def __init__(self, launch: float = 0.0, synchronous: bool = False) -> None:
         self.launch, self.synchronous = launch, synchronous
 
-    def operation(self, event: Event) -> float:
+    def price_operation(self, event: Event) -> float:
         return event.size
 
-    def collective(self, event: Event) -> float:
+    def price_collective(self, event: Event) -> float:
         return event.size
 
 

@@ -73,7 +73,7 @@ def test_a_token_does_not_depend_on_the_others() -> None:
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
-    layer, x = mixture(sigmoid=True, biased=True, scale=2.5), torch.randn(2, 5, 16)
+    layer, x = mixture(sigmoid=True, has_bias=True, scale=2.5), torch.randn(2, 5, 16)
     assert layer.router.bias is not None
     layer.router.bias[6] = 10.0
     route = layer.router(x)

@@ -40,7 +40,7 @@ class Plain(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-class Module(llama.Llama):
+class Module(llama.LlamaModel):
     def block(self):
         block, c = super().block(), self.config
         block.feed_forward = Plain(c.dim, int(c.ffn * c.widening), c.bias, c.layer)
@@ -48,7 +48,7 @@ class Module(llama.Llama):
 
 
 class Planned(Module):
-    BLOCK_PLAN = {name: how for name, how in llama.Llama.BLOCK_PLAN.items() if "feed_forward." not in name} | {
+    BLOCK_PLAN = {name: how for name, how in llama.LlamaModel.BLOCK_PLAN.items() if "feed_forward." not in name} | {
         "feed_forward.up": "colwise", "feed_forward.down": "rowwise",
     }
 

@@ -21,7 +21,7 @@ from titan.weights.interface import list_stored_parts, parse_fused_part
 transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
-MOE: dict[str, Any] = {"experts": 8, "chosen_experts": 3, "expert_ffn": 24, "head_dim": 32}
+MOE: dict[str, Any] = {"experts": 8, "top_k": 3, "expert_ffn": 24, "head_dim": 32}
 LLAMA4: dict[str, Any] = {
     **SMALL,
     "layers": 4,
@@ -42,11 +42,11 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "experts": 8,
-    "chosen_experts": 3,
+    "top_k": 3,
     "expert_ffn": 24,
 }
-V2: dict[str, Any] = {**LATENT, "scores": "softmax", "normalise_chosen": False, "bias_rate": None}
-GROUPS: dict[str, Any] = {**LATENT, "groups": 4, "chosen_groups": 2, "routed_scale": 2.5, "q_lora_rank": 20}
+V2: dict[str, Any] = {**LATENT, "scoring_func": "softmax", "norm_topk_prob": False, "bias_rate": None}
+GROUPS: dict[str, Any] = {**LATENT, "groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 20}
 YARN: dict[str, Any] = {"rope_factor": 4.0, "rope_original": 32, "rope_mscale": 1.0, "rope_mscale_all": 0.7}
 ORIGINAL = 32
 """The length before stretching; rows are longer, so that a stretch matters."""
@@ -219,11 +219,11 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         pytest.param(Llama4(**LLAMA4, moe_every=2, qk_norm=False), id="llama4-interleaved"),
         pytest.param(Llama4(**LLAMA4 | STRETCH, rope_low=2.0, rope_high=2.0), id="llama4-stretched"),
         pytest.param(
-            Llama4(**LLAMA4 | {"attention_chunk": None, "nope_every": 9, "chosen_experts": 2}),
+            Llama4(**LLAMA4 | {"attention_chunk": None, "nope_every": 9, "top_k": 2}),
             id="llama4-whole-rows-of-2",
         ),
         pytest.param(Llama4(**LLAMA4, attn_temperature_tuning=False), id="llama4-one-temperature"),
-        pytest.param(Qwen3Moe(**SMALL, **MOE | {"normalise_chosen": False, "chosen_experts": 1}), id="qwen3-moe-of-1"),
+        pytest.param(Qwen3Moe(**SMALL, **MOE | {"norm_topk_prob": False, "top_k": 1}), id="qwen3-moe-of-1"),
         pytest.param(DeepseekV3(**LATENT, norm_eps=1e-3), id="deepseek-v3"),
         pytest.param(DeepseekV3(**GROUPS), id="deepseek-v3-groups-latent-queries"),
         pytest.param(DeepseekV3(**GROUPS, **YARN, first_dense=0), id="deepseek-v3-yarn"),

@@ -211,8 +211,8 @@ def test_flops_of_attention_in_chunks() -> None:
     assert config.flops_per_token(8192) == whole.flops_per_token(8192)
     weights = 6 * (config.active_parameters() - config.embedding_parameters() - (2 * 48 + 1) * 5120)
     assert config.flops_per_token(0) == weights
-    assert [config.masked(length) for length in (8192, 8193)] == [False, True]
-    assert not whole.masked(65536)
+    assert [config.needs_mask(length) for length in (8192, 8193)] == [False, True]
+    assert not whole.needs_mask(65536)
 
 
 def test_flops_of_latent_attention_are_those_counted_in_a_step() -> None:
@@ -237,9 +237,9 @@ def test_flops_of_latent_attention_are_those_counted_in_a_step() -> None:
         pytest.param({"qk_rope_head_dim": 7}, ["model.qk_rope_head_dim=7", "give 8"], id="odd"),
         pytest.param({"v_head_dim": 193}, ["model.v_head_dim=193", "192"], id="wide-values"),
         pytest.param({"groups": 5}, ["model.groups=5", "model.experts=64"], id="unequal-groups"),
-        pytest.param({"groups": 64, "chosen_groups": 6}, ["model.groups=64", "at least 2"], id="groups-of-one"),
-        pytest.param({"groups": 4, "chosen_groups": 5}, ["model.chosen_groups=5", "model.groups=4"], id="more-groups"),
-        pytest.param({"groups": 16}, ["model.chosen_groups=1", "model.chosen_experts=6"], id="too-few-experts"),
+        pytest.param({"groups": 64, "topk_groups": 6}, ["model.groups=64", "at least 2"], id="groups-of-one"),
+        pytest.param({"groups": 4, "topk_groups": 5}, ["model.topk_groups=5", "model.groups=4"], id="more-groups"),
+        pytest.param({"groups": 16}, ["model.topk_groups=1", "model.top_k=6"], id="too-few-experts"),
         pytest.param({"first_dense": 7}, ["model.first_dense=7", "model.layers=6"], id="more-dense-blocks"),
     ],
 )
@@ -329,8 +329,8 @@ def test_what_is_kept_between_forward_and_backward(
     config = kind(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | DOMINANT[dominant]))
     share = RankBatch(256, dtype.itemsize, fused=device == "cuda")
     block = config.block_activations(share)
-    kept = {"none": block.kept, "full": block.input, "selective": block.selective}[checkpointing]
-    stated = config.layers * kept + config.head_activations(share).kept
+    kept = {"none": block.saved, "full": block.input, "selective": block.selective}[checkpointing]
+    stated = config.layers * kept + config.head_activations(share).saved
     assert stated == pytest.approx(between(config, checkpointing, dtype, device), rel=0.06 if device == "cpu" else 0.2)
 
 

@@ -20,7 +20,7 @@ from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 
 MOE = (
-    "model=qwen3_moe_debug", "model.experts=4", "model.chosen_experts=2", "model.expert_ffn=64", "model.head_dim=16",
+    "model=qwen3_moe_debug", "model.experts=4", "model.top_k=2", "model.expert_ffn=64", "model.head_dim=16",
     "model.aux_loss=0.1",
 )  # fmt: skip
 LAYOUTS = {

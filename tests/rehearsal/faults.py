@@ -68,7 +68,8 @@ DEVICES = (
 WAITS = (
     _found(
         "single", "Trainer._step: aten::_local_scalar_dense", "item() in a step",
-        TRAINER, "compute_norm = self.train_step.compute_norm()\n", "compute_norm = self.train_step.compute_norm()\n        compute_norm.item()\n",
+        TRAINER, "norm = self.train_step.compute_norm()\n",
+        "norm = self.train_step.compute_norm()\n        norm.item()\n",
     ),
     _found(
         "single", "_to_device.*pageable", "a batch in pageable memory",
@@ -108,7 +109,8 @@ STREAMS = (
     ),
     _found(
         "muon, async save", "write after read: .* does not wait for copy_", "an event recorded on the wrong stream",
-        STAGING, "self.pending_copy = self.stream.record_event()", "self.pending_copy = torch.cuda.current_stream().record_event()",
+        STAGING, "self.pending_copy = self.stream.record_event()",
+        "self.pending_copy = torch.cuda.current_stream().record_event()",
     ),
     _found(
         "muon, async save", "had this memory before", "memory that is freed while another stream copies it",

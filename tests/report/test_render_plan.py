@@ -56,7 +56,7 @@ def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
 def searched() -> tuple[PlanOutcome, int, ActionPhases]:
     outcome, rank, steps = made("fsdp")
     found = search.search_layouts(outcome.run, 8, outcome.run.machine, keep=3)
-    return replace(outcome, found=found), rank, steps
+    return replace(outcome, search_result=found), rank, steps
 
 
 def page(name: str) -> str:
@@ -178,7 +178,7 @@ def test_a_long_step_stays_small() -> None:
 def test_names_can_not_break_out() -> None:
     outcome, rank, steps = made("fsdp")
     run = replace(outcome.run, machine=replace(outcome.run.machine, name=NASTY), choices={"model": NASTY})
-    hostile = replace(outcome, run=run, given=(*outcome.arguments, f"name={NASTY}"))
+    hostile = replace(outcome, run=run, arguments=(*outcome.arguments, f"name={NASTY}"))
     for text in (
         plan_html.render_page(hostile, rank, steps, NASTY),
         plan_html.render_grid_page([NASTY], [outcome.plan], NASTY),

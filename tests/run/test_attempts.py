@@ -226,8 +226,8 @@ def test_lives_are_recorded_as_documents() -> None:
 def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from titan.run.lock import locked
-with locked(Path({str(tmp_path / "run")!r})):
+from titan.run.lock import lock_directory
+with lock_directory(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     input()
 """

@@ -82,7 +82,7 @@ def test_every_choice_composes(axis: str, choice: str, request: pytest.FixtureRe
     for name, value in written.items():
         if value != "auto":
             found = getattr(getattr(run, axis), str(name))
-            assert (found.given() if name == "hardware" else found) == value
+            assert (found.collect_figures() if name == "hardware" else found) == value
 
 
 def test_every_axis_has_choices() -> None:
@@ -104,7 +104,7 @@ def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None
 
 
 def test_composing_a_run_imports_no_torch() -> None:
-    program = "import sys; from titan.run.compose import composed; composed([]); print('torch' in sys.modules)"
+    program = "import sys; from titan.run.compose import compose_run; compose_run([]); print('torch' in sys.modules)"
     assert python("-c", program).stdout == "False\n"
 
 
@@ -276,7 +276,7 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
     program = (  # that stores a schema before titan stores any
         "from hydra.core.config_store import ConfigStore as Store\n"
         "Store.instance().store('theirs', {{}}, 'schema/optimizer')\n"
-        "from titan.run.compose import composed\nprint(composed({}).optimizer)"
+        "from titan.run.compose import compose_run\nprint(compose_run({}).optimizer)"
     )
     trusted = python("-c", program.format(["optimizer=lion", "modules=[mypack]"]), PYTHONPATH=str(site))
     assert "Lion(" in trusted.stdout and "zeal=0.7" in trusted.stdout

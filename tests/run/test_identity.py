@@ -213,8 +213,9 @@ def test_ids_are_the_same_in_another_process(base: Run) -> None:
     program = (
         "from titan.run import compose, identity; from titan.cluster import devices\n"
         "from tests.support.machines import detector\n"
-        "devices.detect = detector('cpu'); run = compose.composed(['name=y'])\n"
-        "ids = identity.ids(run, identity.science_of(run, 'd', None)); print(ids.science, ids.group, ids.execution)"
+        "devices.detect_machine = detector('cpu'); run = compose.compose_run(['name=y'])\n"
+        "ids = identity.compute_ids(run, identity.collect_science(run, 'd', None))\n"
+        "print(ids.science, ids.group, ids.execution)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     ids = of(base)

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.training.test_reading import expected_rows
 
 from tests.support.processes import alive, descendants, kill, program
 from tests.support.runs import LAYOUTS, TINY, Seen, Tensors, difference, same, saved, steps, train
+from tests.training.test_loader_setup import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote

@@ -101,7 +101,7 @@ def _in_save(act: Callable[[], object]) -> Callable[[int], None]:
 def _in_loader(step: int) -> None:
     from titan.dataset.loader import Loader
 
-    _before(Loader, "_batch", lambda loader, number, *more: _sleep() if number == step else None)
+    _before(Loader, "_build_batch", lambda loader, number, *more: _sleep() if number == step else None)
 
 
 def _in_compiler(step: int) -> None:

@@ -20,13 +20,13 @@ from titan.training.trainer import Trainer
 
 MODELS = {
     "qwen3_moe": (
-        "training.global_batch=256", "model=qwen3_moe_debug", "model.experts=4", "model.chosen_experts=2",
+        "training.global_batch=256", "model=qwen3_moe_debug", "model.experts=4", "model.top_k=2",
         "model.expert_ffn=24", "model.head_dim=8", "model.aux_loss=0.5", "model.seq_aux_loss=0.5",
         "model.router_z_loss=0.1", "model.bias_rate=0.1",
     ),
     "llama4": (*LLAMA4, "model.seq_aux_loss=0.5", "model.router_z_loss=0.1", "model.bias_rate=0.1"),
     "deepseek_v3": (
-        "training.global_batch=256", "model=deepseek_v3_debug", "model.experts=8", "model.chosen_experts=2",
+        "training.global_batch=256", "model=deepseek_v3_debug", "model.experts=8", "model.top_k=2",
         "model.expert_ffn=24", "model.kv_heads=4", "model.q_lora_rank=20", "model.kv_lora_rank=16",
         "model.qk_nope_head_dim=8", "model.qk_rope_head_dim=8", "model.v_head_dim=8", "model.aux_loss=0.5",
         "model.seq_aux_loss=0.5", "model.router_z_loss=0.1", "model.bias_rate=0.1", "model.rope_factor=4",
@@ -75,9 +75,9 @@ SCIENCE = {
     "growing": ("training.grow=[[256,384],[640,512]]", "training.steps=4"),
     "short": ("training.global_batch=80",),
     "capacity": ("model.capacity=0.6",),
-    "of-one": ("model.normalise_chosen=false", "model.chosen_experts=1"),
+    "of-one": ("model.norm_topk_prob=false", "model.top_k=1"),
     "muon": ("optimizer=muon",),
-    "skewed": ("model.chosen_experts=1", "model.bias_rate=0"),
+    "skewed": ("model.top_k=1", "model.bias_rate=0"),
 }
 """What differs in the recipe: attention within documents; batches that grow; fewer rows than micro-batches of ranks, so
 that some compute rows that count nothing; choices that are dropped; one expert that gets all tokens."""

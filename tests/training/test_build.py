@@ -111,7 +111,7 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
     train_step: Any = built(tiny(tmp_path))
     assert not train_step.evaluate(Microbatches(*batch(1, 2))).requires_grad
-    assert train_step.gradients() == []
+    assert train_step.list_gradients() == []
 
 
 @pytest.mark.parametrize(("memory", "times"), [("none", 1), ("full", 2)])

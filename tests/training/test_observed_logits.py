@@ -18,11 +18,11 @@ def largest(chunk: int | None, positions: Tensor | None, documents: Tensor | Non
     q = torch.full((2, 1, 6, 4), -1e3)
     q[:, :, 5] = 0.5
     fake: Any = SimpleNamespace(
-        rows=SimpleNamespace(count=lambda microbatch: 2),
+        rows=SimpleNamespace(count_rows=lambda microbatch: 2),
         train_step=SimpleNamespace(world=SimpleNamespace(context=None)),
     )
     given = {"positions": positions, "document_ids": documents}
-    call: Any = SimpleNamespace(microbatch=0, argument=lambda place, name: given[name])
+    call: Any = SimpleNamespace(microbatch=0, get_argument=lambda place, name: given[name])
     return float(Observer._find_largest_logit(fake, call, q, k, chunk))
 
 

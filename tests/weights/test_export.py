@@ -389,15 +389,15 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from titan.weights.export import export
+from titan.weights.export import export_files
 from titan.weights.save import save_weights
-from titan.weights.interface import expected
+from titan.weights.interface import compute_expected_shapes
 from titan.model.schema import Llama
 
 class Drawn:
     path, tokenizer = "nowhere", None
     model = Llama(dim=256, layers=16, heads=8, kv_heads=8, ffn=1024, vocab=4096)
-    shapes = expected(model)
+    shapes = compute_expected_shapes(model)
     dtypes = {name: torch.float32 for name in shapes}
     def read(self, name, offsets=None, lengths=None):
         return torch.rand(tuple(lengths or self.shapes[name]))
@@ -419,7 +419,7 @@ def work(format):
         return [weights.read(name) for name in weights.shapes] and None
     if format == "titan":
         return save_weights(weights, folder, dtype="fp32", shard_bytes=10_000_000)
-    export(weights, folder, format=format, dtype="fp32", shard_bytes=10_000_000, meta_ranks=8)
+    export_files(weights, folder, format=format, dtype="fp32", shard_bytes=10_000_000, meta_ranks=8)
 
 weights = Drawn()
 peak(lambda: torch.save(weights.read("norm.weight").bfloat16(), Path(sys.argv[1]) / "x"))

@@ -100,7 +100,7 @@ def test_deepseek_that_titan_has_not_is_refused(changes: dict[str, Any], words: 
     [
         pytest.param(DEEPSEEK_V3, {"bias_rate": None}, "model.bias_rate=null", id="v3-without-bias"),
         pytest.param(DEEPSEEK_V2, {"bias_rate": 0.0}, "model.bias_rate=0", id="v2-with-bias"),
-        pytest.param(DEEPSEEK_V2, {"normalise_chosen": True}, "model.normalise_chosen=true", id="v2-normalised"),
+        pytest.param(DEEPSEEK_V2, {"norm_topk_prob": True}, "model.norm_topk_prob=true", id="v2-normalised"),
         pytest.param(DEEPSEEK_V2, {"groups": 2}, "model.groups=2", id="v2-groups"),
         pytest.param(DEEPSEEK_V3, {"shared_experts": 0}, "model.shared_experts=0", id="nothing-shared"),
         pytest.param(DEEPSEEK_V3, {"rope_mscale": 2.0, "rope_mscale_all": 0.0}, "model.rope_mscale=2", id="magnitude"),
@@ -171,7 +171,7 @@ def test_layers_of_llama4_without_a_pattern_are_refused(changes: dict[str, Any],
     ("changes", "words"),
     [
         pytest.param({"bias_rate": 0.0}, "model.bias_rate=0.0", id="bias"),
-        pytest.param({"normalise_chosen": True}, "model.normalise_chosen=true", id="normalised"),
+        pytest.param({"norm_topk_prob": True}, "model.norm_topk_prob=true", id="normalised"),
     ],
 )
 def test_what_llama4_of_transformers_lacks_is_refused(changes: dict[str, Any], words: str) -> None:

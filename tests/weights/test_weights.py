@@ -156,9 +156,9 @@ def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
 
 PEEK = """
 import sys
-from titan.weights.origin import find
+from titan.weights.origin import find_weights
 from titan.weights.model_config import check_model
-models = [find(path).model() for path in sys.argv[1:]]
+models = [find_weights(path).read_model() for path in sys.argv[1:]]
 check_model(models[0], models[1], "x")
 print(models[0] == models[1], models[2], "torch" in sys.modules)
 """

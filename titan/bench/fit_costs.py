@@ -212,7 +212,8 @@ def print_unseen(fitted: Constants) -> None:
         )
     share_within, coverage = compute_share_within(errors), compute_coverage(errors, fitted)
     print(
-        f"{_format_summary(f'unseen: all {len(errors)}', errors)}, {share_within:.0%} within {TOLERANCE:.0%}, {coverage:.0%} in the interval"
+        f"{_format_summary(f'unseen: all {len(errors)}', errors)}, {share_within:.0%} within {TOLERANCE:.0%}, "
+        f"{coverage:.0%} in the interval"
     )
     for name, differences in compute_ratio_errors(unseen, errors).items():
         print(

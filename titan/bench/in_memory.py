@@ -53,7 +53,7 @@ class DictFolder:
         """Return the content of a file; None where there is none."""
         return self.files.get(name)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of the files."""
         return list(self.files)
 

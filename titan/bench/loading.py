@@ -68,7 +68,8 @@ def check_permutation() -> dict[str, float]:
     bijective = bool((np.bincount(row_indices, minlength=CHECKED) == 1).all())
     worst = max(abs(_compute_deviation(row_indices, modulus)) for modulus in (2, 3, 7, 8, 64, 1000))
     print(
-        f"permutation: {format_count(rate)} indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};"
+        f"permutation: {format_count(rate)} indices/s; {CHECKED:,} rows "
+        f"{'each once' if bijective else 'NOT each once'};"
     )
     print(f"  residues of position and row: at most {worst:.1f} standard deviations from independence")
     return {"indices_per_second": rate, "bijective": bijective, "residues": worst}

@@ -182,7 +182,7 @@ def _run_command(words: list[str]) -> int:
     rows = []
     for case, run in runs.items():
         rows.append(PredictionRow(case, predictions[case], *measure_run(run, settings.steps)))
-        print(rows[-1].line(), flush=True)
+        print(rows[-1].row(), flush=True)
         _write_rows(settings.to, rows)
     print("\n".join(summarise_rows(rows)))
     return 0

@@ -126,7 +126,7 @@ def _measure_kills(folder: Path, kills: int) -> dict[str, Any]:
 
 
 def _count_repeated(cache: Path, write_times: dict[str, int]) -> int:
-    """Return how many shard jobs with a manifest wrote their files again; update `write_times` with all that have one."""
+    """Return how many shard jobs wrote their files again; update `write_times` with all that have a manifest."""
     manifests = (str(file) for file in cache.glob("datasets/*/unit-*.json"))
     tokens = (Path(file.replace("/unit-", "/train-").replace(".json", ".tokens")) for file in manifests)
     current_times = {str(file): file.stat().st_mtime_ns for file in tokens}

@@ -4,7 +4,8 @@ A part is a box of a tensor: offsets and sizes along each dimension. The boxes o
 the time on rank 0 grows with their number at the speed of sorting, and Python's interpreter lock is free meanwhile:
 
 1. every rank: `describe_items` its items, once for a state of one form;
-2. rank 0: `assign_boxes` each box to one of the ranks that have it, and check that the chosen boxes make up every tensor,
+2. rank 0: `assign_boxes` each box to one of the ranks that have it, and check that the chosen boxes make up every
+tensor,
    each element once. A tensor for which they don't is an error before any rank writes.
 
 In arrays all tensors have D dimensions, the largest number of any: the others have sizes of 1 behind their own.

@@ -1,7 +1,7 @@
 """Collective operations of the ranks for checkpoints.
 
-They use an `StoreExchange`, which works from any thread and doesn't need the GPU's process groups. An operation sends at
-most one message from each rank to rank 0 and one back. If it fails on one rank it fails on all, so that all ranks
+They use an `StoreExchange`, which works from any thread and doesn't need the GPU's process groups. An operation sends
+at most one message from each rank to rank 0 and one back. If it fails on one rank it fails on all, so that all ranks
 continue in the same way.
 """
 
@@ -170,7 +170,7 @@ class Coordinator:
     def _send_result(
         self, compute: Callable[[], tuple[Any, CoordinationError | _ErrorMessage | None]], is_scattered: bool = False
     ) -> Any:
-        """Call `compute` on rank 0 and send its result (if `is_scattered`, each rank's own) or its error to all ranks."""
+        """Call `compute` on rank 0 and send its result (`is_scattered`: one for each rank) or its error to all."""
         result: Any = None
         error: CoordinationError | _ErrorMessage | None = None
         if self.rank == 0:

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,11 +119,7 @@ class Remote:
         self._call(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
             remote_path = f"{self.root}/{folder.name}/{name}"
-            self._call(
-                lambda name=name, remote_path=remote_path: self.fs.put_file(
-                    str(folder / name), remote_path, callback=parts
-                )
-            )  # type: ignore[misc]
+            self._call(partial(self._upload_file, folder / name, remote_path, parts))
             advance()
 
     def begin_upload(self, checkpoint_manifest: Manifest) -> None:
@@ -144,7 +140,8 @@ class Remote:
         """Add an uploaded checkpoint to the index, and retire those that are not kept.
 
         Returns:
-            The steps to `remove_files`, and then to report as `record_removal`, with their files: those retired for `settings.grace`
+            The steps to `remove_files`, and then to report as `record_removal`, with their files: those retired for
+                `settings.grace`
             seconds, and incomplete uploads.
         """
         self.write_file(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
@@ -203,13 +200,14 @@ class Remote:
         """
         for name, expected in files.items():
             check_file_name(name)
-            actual = self._call(
-                lambda name=name: self._copy_file(f"{self.root}/step-{step}/{name}", folder / name, advance)
-            )  # type: ignore[misc]
+            actual = self._call(partial(self._copy_file, f"{self.root}/step-{step}/{name}", folder / name, advance))
             if actual != expected:
                 raise CorruptCheckpointError(
                     f"{self.url}/step-{step}/{name} has another checksum than when it was saved"
                 )
+
+    def _upload_file(self, source: Path, target: str, callback: Any) -> None:
+        self.fs.put_file(str(source), target, callback=callback)
 
     def _copy_file(self, source: str, target: Path, advance: Callable[[], None]) -> ManifestFile:
         target.unlink(missing_ok=True)  # it may be a link

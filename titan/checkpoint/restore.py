@@ -168,9 +168,9 @@ def _describe_difference(
     name = differ[0]
     suffix = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
     return (
-        f"checkpoint.resume={path}: was saved with another model or optimizer: it {_describe_tensor(saved_shapes, name)}, this run "
-        f"{_describe_tensor(differing, name)}{suffix}; give the model and optimizer of the run that saved it, or take its weights alone "
-        f"with checkpoint.weights={path}."
+        f"checkpoint.resume={path}: was saved with another model or optimizer: it "
+        f"{_describe_tensor(saved_shapes, name)}, this run {_describe_tensor(differing, name)}{suffix}; give the "
+        f"model and optimizer of the run that saved it, or take its weights alone with checkpoint.weights={path}."
     )
 
 

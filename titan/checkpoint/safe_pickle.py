@@ -2,8 +2,8 @@
 
 A pickle is a program for a stack machine. Python's unpickler calls what the program names, and one restricted to some
 classes still calls them and sets their attributes. This parser supports the opcodes that `pickle.dump` writes for plain
-values and objects since protocol 4; instead of calling a class or function it creates a `PickledObject` with the name, the
-arguments and the state. Everything else is rejected.
+values and objects since protocol 4; instead of calling a class or function it creates a `PickledObject` with the name,
+the arguments and the state. Everything else is rejected.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def find_latest(
     try:
         if run_id and remote.read_run_id() not in (None, run_id):
             raise ConfigError(
-                f"checkpoint.path={remote_path}: has checkpoints of another run of the same name, at {remote.url}; give "
-                "another checkpoint.path, or another name."
+                f"checkpoint.path={remote_path}: has checkpoints of another run of the same name, at {remote.url}; "
+                "give another checkpoint.path, or another name."
             )
         remote_candidate, remote_notes = _find_latest_remote(
             remote, local_candidate.manifest.step if local_candidate else 0, run_id
@@ -135,8 +135,8 @@ def _find_latest_local(
     last, notes, checkpoints_folder = None, [], directory / "checkpoints"
     if checkpoints_folder.exists() and not checkpoints_folder.is_dir():
         raise ConfigError(
-            f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of checkpoints; "
-            "move it away, or choose another name."
+            f"hydra.run.dir={directory}: {checkpoints_folder.name} in it is a file instead of the folder of "
+            "checkpoints; move it away, or choose another name."
         )
     for folder in manifest.list_folders(directory):
         try:
@@ -159,7 +159,8 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     """
     if checkpoint_manifest and run_id and checkpoint_manifest.run_id != run_id:
         raise CorruptCheckpointError(
-            f"{manifest.NAME} is of another run ({describe_value(checkpoint_manifest.run_id)}, and this one is {run_id})"
+            f"{manifest.NAME} is of another run ({describe_value(checkpoint_manifest.run_id)}, and this one is "
+            f"{run_id})"
         )
     return checkpoint_manifest
 

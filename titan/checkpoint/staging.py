@@ -31,7 +31,8 @@ class Staging:
     def start_copy(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy `state`; the returned tensors are valid once `wait_for_copies` has returned.
 
-        The copies of the previous call must no longer be in use, and the state must not change before `wait_before_update`.
+        The copies of the previous call must no longer be in use, and the state must not change before
+        `wait_before_update`.
         """
         pairs = [
             (self._get_buffer(name, local), local) for name, local in ((n, _local_tensor(t)) for n, t in state.items())

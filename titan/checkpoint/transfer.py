@@ -57,7 +57,7 @@ def fetch_checkpoint(remote: Remote, step: int, directory: Path, coordinator: An
     folder = manifest.folder_of(directory, step)
     checkpoint_manifest: Manifest = coordinator.on_rank0(lambda: _begin_fetch(remote, step, folder))
     rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
-    coordinator.run_all(lambda: remote.fetch_files(step, folder, rank_files, coordinator.activity.advance))
+    coordinator.run_all(lambda: remote.fetch_files(step, folder, rank_files, coordinator.activity.record_progress))
     coordinator.on_rank0(lambda: manifest.write(folder, checkpoint_manifest))
     return folder
 

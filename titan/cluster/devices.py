@@ -1,7 +1,7 @@
 """The devices of this machine, their memory and speed, detected without importing torch.
 
-`detect_machine` uses GPUs if the installed torch is built for them, the driver reports some, and the environment leaves some
-visible (`titan.cluster.gpus`); else the CPU, with the cores and memory that affinity and cgroups allow.
+`detect_machine` uses GPUs if the installed torch is built for them, the driver reports some, and the environment
+leaves some visible (`titan.cluster.gpus`); else the CPU, with the cores and memory that affinity and cgroups allow.
 """
 
 from __future__ import annotations

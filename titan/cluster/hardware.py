@@ -119,8 +119,8 @@ class Hardware:
         value = getattr(self, name)
         if value is None:
             raise ConfigError(
-                f"cluster.hardware.{name}=null: {purpose} needs it; give the figure, choose a cluster that has it, such "
-                "as cluster=h100, or measure this machine with python -m titan.calibrate."
+                f"cluster.hardware.{name}=null: {purpose} needs it; give the figure, choose a cluster that has it, "
+                "such as cluster=h100, or measure this machine with python -m titan.calibrate."
             )
         return float(value)
 

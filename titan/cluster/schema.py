@@ -167,7 +167,8 @@ class Cluster:
             )
         if invalid := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ConfigError(
-                f"cluster.environment={format_value(self.environment)}: {invalid[0]} is not a valid name of a variable; correct it."
+                f"cluster.environment={format_value(self.environment)}: {invalid[0]} is not a valid name of a "
+                "variable; correct it."
             )
         if reserved := sorted(set(self.sbatch or {}) & RESERVED_OPTIONS):
             raise ConfigError(

@@ -65,7 +65,7 @@ def show_help(argv: Sequence[str], help: str) -> bool:
 
 
 def describe_version() -> str:
-    """Return what `--describe_version` prints: the versions of titan and of torch, without importing torch."""
+    """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
     try:
         return f"titan {titan.__version__} (torch {metadata.version('torch')})"
     except metadata.PackageNotFoundError:

@@ -51,8 +51,9 @@ def check_modules(modules: Any, trusted: Sequence[str]) -> None:
         raise ConfigError(f"modules={modules}: expected a list, such as modules=[mine].")
     if unknown := [str(name) for name in modules if str(name) not in trusted]:
         raise ConfigError(
-            f"modules={format_value(unknown)}: a configuration file asks for it, and only you may let code be imported; if you "
-            f"trust it, give modules={format_value(unknown)} on the command line, or set {VARIABLE}={','.join(unknown)}."
+            f"modules={format_value(unknown)}: a configuration file asks for it, and only you may let code be "
+            f"imported; if you trust it, give modules={format_value(unknown)} on the command line, or set "
+            f"{VARIABLE}={','.join(unknown)}."
         )
 
 

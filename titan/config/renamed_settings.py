@@ -1,8 +1,8 @@
 """Renamed settings on command lines: an override of a former key becomes one of the present key, with a warning.
 
 A field `setting(..., formerly="old")` says what it was called, `formerly="axis.old"` also on which other axis. In
-configuration files `settings.build` accepts the former key of the same axis, and `move_settings` that of another; overrides need
-the present one before Hydra composes, which rejects unknown keys. Ids hash the former key.
+configuration files `settings.build` accepts the former key of the same axis, and `move_settings` that of another;
+overrides need the present one before Hydra composes, which rejects unknown keys. Ids hash the former key.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def move_settings(config: Mapping[str, Any], former: Mapping[str, str], defaults
         new_value = target.get(new_name)
         if new_value not in (defaults.get(new_axis, {}).get(new_name, new_value), old_value):
             raise ConfigError(
-                f"{old}={format_value(old_value)}: is the former name of {new}, which is {format_value(new_value)}; leave one out."
+                f"{old}={format_value(old_value)}: is the former name of {new}, which is {format_value(new_value)}; "
+                "leave one out."
             )
         warn_once(f"{old}={format_value(old_value)}: this setting is now called {new}; use that name.")
         target[new_name] = old_value

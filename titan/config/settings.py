@@ -146,7 +146,8 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
             field_path = _join_path(path, str(key))
             names = [_join_path(path, name) for name in fields]
             raise ConfigError(
-                f"{field_path}={format_value(data[key])}: there is no such setting{suggest_nearest(field_path, names)}{_suggest_target(cls)}"
+                f"{field_path}={format_value(data[key])}: there is no such "
+                f"setting{suggest_nearest(field_path, names)}{_suggest_target(cls)}"
             )
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
@@ -379,7 +380,8 @@ def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
             raise ConfigError(f"{typed}: must be a finite number.")
         if abs(value) > cap:
             raise ConfigError(
-                f"{typed}: must be at {f'most {_format_number(cap)}' if value > 0 else f'least -{_format_number(cap)}'}."
+                f"{typed}: must be at "
+                f"{f'most {_format_number(cap)}' if value > 0 else f'least -{_format_number(cap)}'}."
             )
 
 

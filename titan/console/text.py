@@ -1,7 +1,7 @@
 """Text that may be shown and saved: without secrets, and without characters that change what a terminal shows.
 
-`redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `sanitize_line` does both.
-All that titan prints, logs or writes into a run's directory goes through one of them.
+`redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `sanitize_line`
+does both. All that titan prints, logs or writes into a run's directory goes through one of them.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ def _check_tokenizers(corpora: Corpora) -> None:
     if len(by_fingerprint) > 1:
         first_name, second_name, *_ = by_fingerprint.values()
         raise ConfigError(
-            f"dataset.sources: {first_name} and {second_name} have different tokenizers ({corpora[first_name].tokenizer['name']} and "
-            f"{corpora[second_name].tokenizer['name']}); prepare all with the same one."
+            f"dataset.sources: {first_name} and {second_name} have different tokenizers "
+            f"({corpora[first_name].tokenizer['name']} and {corpora[second_name].tokenizer['name']}); prepare all "
+            "with the same one."
         )
 
 
@@ -135,8 +136,8 @@ def check_epochs(dataset: Dataset, training: Training, mixture: RowMixture) -> N
         if settings.epochs is not None and sequences.corpus.complete and rows_read > settings.epochs * epoch_rows:
             prefix = "dataset" if len(mixture.sources) == 1 else f"dataset.sources.{sequences.name}"
             raise ConfigError(
-                f"{prefix}.epochs={settings.epochs:g}: training.steps={training.steps} reads {sequences.name} {rows_read / epoch_rows:.2f} "
-                "times; decrease the steps or its weight, or increase the epochs."
+                f"{prefix}.epochs={settings.epochs:g}: training.steps={training.steps} reads {sequences.name} "
+                f"{rows_read / epoch_rows:.2f} times; decrease the steps or its weight, or increase the epochs."
             )
 
 

@@ -78,7 +78,8 @@ class TokenSequences:
         if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
             limit = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
             raise RunError(
-                f"{self.name} has {rows:,} rows and may be read {limit}; decrease training.steps or increase its epochs."
+                f"{self.name} has {rows:,} rows and may be read {limit}; decrease training.steps or increase its "
+                "epochs."
             )
 
     @property
@@ -104,7 +105,8 @@ class TokenSequences:
 
     def _describe_progress(self) -> str:
         finished, shards = self.corpus.shard_jobs
-        return f"{self.name} is still being prepared: {finished} of {shards} shards, {self.split.tokens:,} tokens, are done"
+        tokens = f"{self.split.tokens:,} tokens"
+        return f"{self.name} is still being prepared: {finished} of {shards} shards, {tokens}, are done"
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class RowMixture:
         rows = np.zeros_like(flat)
         for k in np.unique(corpus_ids):
             mask = corpus_ids == k
-            rows[mask] = self.sources[k].at(index[mask], wait)
+            rows[mask] = self.sources[k].rows_at(index[mask], wait)
         return corpus_ids.reshape(numbers.shape), rows.reshape(numbers.shape)
 
     def count_rows_read(self, rows: int) -> tuple[int, ...]:

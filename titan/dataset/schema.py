@@ -275,7 +275,8 @@ class Mixture(Dataset):
         for tokens, weights in (self.stages or {}).items():
             if tokens < 1:
                 raise ConfigError(
-                    f"dataset.stages={format_value(self.stages)}: a stage begins at {tokens}; give a number of tokens above 0."
+                    f"dataset.stages={format_value(self.stages)}: a stage begins at {tokens}; give a number of tokens "
+                    "above 0."
                 )
             compute_block_counts(weights, list(self.sources), f"dataset.stages at {tokens}")
 

@@ -297,8 +297,8 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check_siz
         return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the prepared dataset {folder} is corrupt ({_describe_error(error)}): run python -m titan.prepare with the "
-            "settings that it was prepared with, which rebuilds it, or copy the folder again from its source."
+            f"the prepared dataset {folder} is corrupt ({_describe_error(error)}): run python -m titan.prepare with "
+            "the settings that it was prepared with, which rebuilds it, or copy the folder again from its source."
         ) from error
 
 

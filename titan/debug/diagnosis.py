@@ -60,8 +60,8 @@ class Diagnosis:
 
     Attributes:
         ranks: those that it waits for; empty where they are not known.
-        sentence: the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp), step
-            118; rank 3: stopped (SIGSTOP), process 123 on n1".
+        sentence: the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp),
+            step 118; rank 3: stopped (SIGSTOP), process 123 on n1".
         is_expected: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
         node: the name of the node of the first of these ranks; empty where it is not known.
         all_entered: whether ranks wait in a collective that all of them have entered.
@@ -331,7 +331,8 @@ def _diagnose_common_collective(live: Mapping[int, RankState]) -> Diagnosis | No
     if started is None:
         cause += ": TORCH_NCCL_ENABLE_TIMING=1 records which of them have begun it"
     waiting_ranks = [state.rank for state in waiting if _describe_operation(state, state.pending[0]) == words]
-    sentence = f"{format_ranks(waiting_ranks)} have entered the {words}{_format_step(waiting[0].step)}, and none has completed it; {cause}"
+    operation = f"{words}{_format_step(waiting[0].step)}"
+    sentence = f"{format_ranks(waiting_ranks)} have entered the {operation}, and none has completed it; {cause}"
     return Diagnosis((), sentence, all_entered=True)
 
 

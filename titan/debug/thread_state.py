@@ -16,7 +16,7 @@ SAVER, LOADER = "titan-checkpoint", "titan-loader"
 """How the names of the threads begin that write checkpoints and read data."""
 _COMPILER = ("/torch/_inductor/compile_fx", "/torch/_inductor/async_compile", "/torch/_dynamo/convert_frame")
 _MESSAGES = ("/titan/parallelism/exchange.py",)
-_JOINING = ("/torch/distributed/rendezvous.py", "init_process_group", "split_group", "_group_along")
+_JOINING = ("/torch/distributed/rendezvous.py", "init_process_group", "split_group", "_create_group_along")
 _TRANSFERS = ("_wait_batch_p2p", "_transfer", "batch_isend_irecv")
 _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/debug/", "/contextlib.py")
 

@@ -126,7 +126,7 @@ class RankWork:
         return layout.sharded, layout.tensor
 
     def estimate_reduce(self, size: float, experts: bool = False) -> float:
-        """Return the time to reduce gradients of so many bytes over shards and replicas; `experts`: see `estimate_gather`."""
+        """Return the time to reduce gradients of `size` bytes over shards and replicas; see `estimate_gather`."""
         layout, (shards, stride) = self.layout, self._find_shards(experts)
         if layout.only_replicated:
             host = self.speeds.host["replicate"][0] if self.speeds.synchronous else 0.0

@@ -188,8 +188,9 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -
         raise ConfigError(_explain_process_memory(recipe, layout, machine))
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     raise ConfigError(
-        f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but {_describe_machine(machine, layout, available_gib)}. "
-        f"{_describe_requirement(recipe)} Try {_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
+        f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but "
+        f"{_describe_machine(machine, layout, available_gib)}. {_describe_requirement(recipe)} Try "
+        f"{_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
         "detected memory is wrong."
     )
 
@@ -199,7 +200,8 @@ def _explain_process_memory(recipe: Recipe, layout: Layout, machine: Machine) ->
     max_ranks = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
     return (
         f"{recipe.describe()}: each of {layout.devices} ranks ({layout}) needs about {overhead.PROCESS_GIB} GiB for "
-        f"its process alone, but {_describe_machine(machine, Layout(), 0)}; reduce the degrees to at most {max_ranks} ranks."
+        f"its process alone, but {_describe_machine(machine, Layout(), 0)}; reduce the degrees to at most {max_ranks} "
+        "ranks."
     )
 
 
@@ -218,7 +220,8 @@ def _describe_requirement(recipe: Recipe) -> str:
             layout, gib = smallest
             if layout.devices == 1:
                 return f"{change} 1 device of {memory_gib} GiB, using {_format_gib(gib)}."
-            return f"{change} at least {layout.devices} devices of {memory_gib} GiB ({layout}), using {_format_gib(gib)} each."
+            devices = f"{layout.devices} devices of {memory_gib} GiB ({layout})"
+            return f"{change} at least {devices}, using {_format_gib(gib)} each."
     single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
     fsdp_recipe = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
     for suffix, fsdp_layout in (

@@ -27,7 +27,7 @@ HOPPER = 9.0
 PUBLISHED = "nine in ten published runs that the fit has not seen lie within"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
 OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
-"""What the interval of a figure is: on GPUs, on CPUs, and with `build_plan.fit`; `EXPERTS` on GPUs for models with them."""
+"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `EXPERTS` on GPUs for models with them."""
 EXPERTS = "models with experts: no constant is fitted on them, and three published runs lie within"
 EXPERTS_ERROR = 1.6
 """The relative error of step times of models with experts on GPUs: the largest of those is 1.55 (docs/plan.md)."""

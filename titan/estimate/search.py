@@ -122,8 +122,9 @@ def search_layouts(
     fastest = space.find_fastest(keep, space.available_gib, prune)
     if not fastest.results:
         raise ConfigError(
-            f"plan.search=true: none of {len(space.ordered):,} layouts on {devices} devices fits {space.available_gib:.0f} GiB; "
-            "give more cluster.nodes, a smaller training.seq_len, or memory.offload=true."
+            f"plan.search=true: none of {len(space.ordered):,} layouts on {devices} devices fits "
+            f"{space.available_gib:.0f} GiB; give more cluster.nodes, a smaller training.seq_len, or "
+            "memory.offload=true."
         )
     front = [fastest.list_best(1)[0]]
     while len(front) < FRONT and (smaller := space.find_fastest(1, front[-1].gib * SMALLER, prune)).results:

@@ -89,8 +89,8 @@ def read_items(
             items.append(_check_item(parse_item(record)))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(
-                f"{setting}={path}: line {number} is no item of this task ({type(error).__name__}: {error}); correct it, "
-                "or give another format."
+                f"{setting}={path}: line {number} is no item of this task ({type(error).__name__}: {error}); correct "
+                "it, or give another format."
             ) from error
     if not items:
         raise ConfigError(f"{setting}={path}: has no items; give another file.")

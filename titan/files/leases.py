@@ -2,8 +2,8 @@
 
 A lock is a file that only one process can create. Its owner refreshes its time every few seconds; it is stale when its
 process is gone or, if that process runs on another machine, when it was not refreshed for ten minutes. All files are
-written under temporary names first (`temporary_path`), so if two processes ever hold a lock at once, they write the same
-bytes twice and nothing worse.
+written under temporary names first (`temporary_path`), so if two processes ever hold a lock at once, they write the
+same bytes twice and nothing worse.
 
 `filelock` doesn't fit: its locks with a heartbeat (SoftFileLease) expire only for a process that has watched one lock
 for its whole duration, and no other process can ask whether a lock is stale without taking it; here workers scan

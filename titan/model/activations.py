@@ -238,7 +238,7 @@ class SharedExperts(NamedTuple):
         """Return their activation memory, with their input where it is gathered."""
         activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
         return activations._replace(
-            kept=activations.saved + batch.bytes * dim * batch.tokens * self.gathers_input(batch)
+            saved=activations.saved + batch.bytes * dim * batch.tokens * self.gathers_input(batch)
         )
 
 
@@ -250,7 +250,8 @@ def _count_reduced_bytes(batch: RankBatch, dim: int) -> float:
 def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, ffn: int) -> BlockActivations:
     """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
-    In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks all-gather.
+    In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks
+    all-gather.
 
     Args:
         batch: the part that the rank computes.
@@ -368,7 +369,8 @@ def count_head_bytes(
         vocab: V.
         parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
         chunk: tokens whose logits exist at a time; None: all.
-        has_terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no more.
+        has_terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no
+            more.
         reads_logits: whether a term reads the logits themselves, all of them on every tensor-parallel rank.
         is_capped: whether logits are soft-capped.
     """

@@ -91,5 +91,5 @@ class DeepseekV3Model(MoeDecoder):
     def compute_rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of each position's angles, with YaRN's factor of magnitudes."""
         cos, sin = super().compute_rotation(positions)
-        scale = self.config.rotated_scale
+        scale = self.config.rotary_scale
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)

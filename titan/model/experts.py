@@ -327,7 +327,7 @@ class MoeBlock(Block):
         """Create the modules of a schema with experts, such as `titan.model.schema_moe.Qwen3Moe`."""
         c = config
         super().__init__(c.dim, c.heads, c.kv_heads, c.head_size, 1, c.norm_eps, norm_heads)
-        router = Router(c.dim, c.experts, c.chosen_experts, **c.routing())
+        router = Router(c.dim, c.experts, c.top_k, **c.build_router_options())
         options = {"shared": c.shared_ffn, "scale_inputs": c.scale_inputs}
         self.feed_forward = MixtureOfExperts(c.dim, c.expert_ffn, router, **options)
         self.feed_forward.balance = balance.Balance(c.experts, tuple(c.balance_losses()), c.capacity)

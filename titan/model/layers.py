@@ -76,7 +76,7 @@ class Embedding(nn.Embedding):
         self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up
 
     def reset_parameters(self) -> None:
-        """Do nothing: `titan.model.init_weights.materialise_model` initialises, and torch's method imports its compiler on
+        """Do nothing: `titan.model.init_weights.materialise_model` initialises; torch's method imports its compiler on
         meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:

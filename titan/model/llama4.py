@@ -97,16 +97,16 @@ class Llama4Model(MoeDecoder):
     def block_at(self, layer: int) -> nn.Module:
         """Return the block of an index: its attention and feed-forward layer are each one of two kinds."""
         c = self.config
-        if c.routes(layer):
+        if c.has_experts(layer):
             block: Block = MoeBlock(c)
         else:
             block = Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)
-        block.attention = Llama4Attention(c, c.rotary(layer))
+        block.attention = Llama4Attention(c, c.has_rope(layer))
         return block
 
     def block_plan(self, layer: int) -> Mapping[str, Placement]:
         """Return the tensor-parallel plan of a block."""
-        return self.MOE_PLAN if self.config.routes(layer) else self.BLOCK_PLAN
+        return self.MOE_PLAN if self.config.has_experts(layer) else self.BLOCK_PLAN
 
     def build_masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> AttentionInputs:
         """Return what attention takes; see `titan.model.decoder.DecoderModel.build_masks`."""

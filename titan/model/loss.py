@@ -45,7 +45,8 @@ def loss_and_grad_(
     """Return the summed cross-entropy in nats, overwriting the logits.
 
     Args:
-        logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot targets.
+        logits: float32 [N, V]; overwritten, with `needs_grad` by the gradient of the loss: softmax minus one-hot
+            targets.
         targets: int64 [N], -100 where ignored.
         needs_grad: whether the gradient is requested.
         first: index of the rank's first vocabulary entry, with a sharded vocabulary.

@@ -145,12 +145,12 @@ class DeepseekV3(Moe):
             )
         if self.topk_groups > self.groups:
             raise ConfigError(
-                f"model.chosen_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
+                f"model.topk_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
             )
         if self.topk_groups * group_size < self.top_k:
             raise ConfigError(
-                f"model.chosen_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
-                f"fewer than model.chosen_experts={self.top_k}; give more groups or fewer experts."
+                f"model.topk_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
+                f"fewer than model.top_k={self.top_k}; give more groups or fewer experts."
             )
 
     def kind(self, layer: int) -> str:
@@ -163,7 +163,7 @@ class DeepseekV3(Moe):
 
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
-        groups = {"groups": self.groups, "chosen_groups": self.topk_groups}
+        groups = {"groups": self.groups, "topk_groups": self.topk_groups}
         return {
             **super().build_router_options(),
             **groups,
@@ -209,7 +209,7 @@ class DeepseekV3(Moe):
     def attention_activations(
         self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
     ) -> LayerActivations:
-        """Return the activation memory of a block's attention; see `titan.model.activations.count_latent_attention_bytes`."""
+        """Return the activation memory of attention; see `titan.model.activations.count_latent_attention_bytes`."""
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         return count_latent_attention_bytes(
             batch, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context

@@ -109,7 +109,7 @@ class Llama4(Moe):
             return activations
         heads = (self.heads + self.kv_heads) / batch.tensor
         return activations._replace(
-            kept=activations.saved + batch.tokens * batch.count_unweighted_norm_bytes(heads * self.head_size, heads)
+            saved=activations.saved + batch.tokens * batch.count_unweighted_norm_bytes(heads * self.head_size, heads)
         )
 
     def block_modules(self, layer: int = 0) -> tuple[str, ...]:

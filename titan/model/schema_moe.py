@@ -79,7 +79,7 @@ class Moe(Decoder):
 
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router; see `titan.model.experts.Router`."""
-        return {"normalise": self.norm_topk_prob, "biased": self.has_router_bias}
+        return {"norm_topk_prob": self.norm_topk_prob, "has_bias": self.has_router_bias}
 
     def balance_losses(self) -> dict[str, float]:
         """Return the coefficients of the losses that balance the experts' load, by name; without those that are 0."""
@@ -89,9 +89,7 @@ class Moe(Decoder):
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
         super().check()
         if self.top_k > self.experts:
-            raise ConfigError(
-                f"model.chosen_experts={self.top_k}: must be at most model.experts={self.experts}; give fewer."
-            )
+            raise ConfigError(f"model.top_k={self.top_k}: must be at most model.experts={self.experts}; give fewer.")
 
     def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
         """Return the linear layers of attention by the name of their module in a block; experts are none of them."""

@@ -32,8 +32,8 @@ def check_tensor_plan(schema: Decoder, degree: int) -> None:
     error = next(_find_errors(model, degree), None)
     if error is not None:
         raise ConfigError(
-            f"parallelism.tensor={degree}: the model {get_kind(type(schema))} can't be split: {error}; correct BLOCK_PLAN "
-            f"of {type(model).__qualname__}, or give parallelism.tensor=1."
+            f"parallelism.tensor={degree}: the model {get_kind(type(schema))} can't be split: {error}; correct "
+            f"BLOCK_PLAN of {type(model).__qualname__}, or give parallelism.tensor=1."
         )
 
 
@@ -66,7 +66,7 @@ def _find_entry_errors(
         weight = parameters.get(f"{name}.weight")
         if weight is None:
             yield f"its plan has {placement} for {name}, which has no weight"
-        elif not hasattr(modules[name], "use"):
+        elif not hasattr(modules[name], "get_weight"):
             yield f"{name} is a {type(modules[name]).__name__} and no layer of titan.model.layers"
         elif placement in SPLIT and weight.shape[SPLIT[placement]] % degree:
             yield f"{degree} does not divide dimension {SPLIT[placement]} of {name}.weight {tuple(weight.shape)}"

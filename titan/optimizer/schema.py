@@ -121,8 +121,9 @@ class Optimizer:
             for pattern in content.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ConfigError(
-                        f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model matches "
-                        f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{suggest_nearest(pattern, names)}"
+                        f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model "
+                        f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
+                        f"{names[-1]}{suggest_nearest(pattern, names)}"
                     )
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
@@ -157,7 +158,7 @@ class AdamW(Optimizer):
     )
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-        """Return torch's AdamW if weights and moments have one type, else `titan.optimizer.mixed_precision.MixedPrecisionAdamW`."""
+        """Return torch's AdamW if weights and moments have one type, else `mixed_precision.MixedPrecisionAdamW`."""
         import torch
 
         from titan.optimizer import mixed_precision
@@ -191,8 +192,9 @@ class AdamW(Optimizer):
         super().check(model, weight_bytes)
         if self.moment_bytes(weight_bytes) == 2 and self.betas[1] > LARGEST_BETA2:
             raise ConfigError(
-                f"optimizer.betas={format_value(self.betas)}: a second moment in bf16 has 8 significant bits and can't decay "
-                f"so slowly; give at most {LARGEST_BETA2:.3f} as the second value, or optimizer.moments=fp32."
+                f"optimizer.betas={format_value(self.betas)}: a second moment in bf16 has 8 significant bits and "
+                f"can't decay so slowly; give at most {LARGEST_BETA2:.3f} as the second value, or "
+                "optimizer.moments=fp32."
             )
 
 

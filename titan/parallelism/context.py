@@ -206,7 +206,8 @@ class ContextAttention(nn.Module):
             group: the ranks that have a row's parts, in the order of its chunks.
             balance: see `titan.parallelism.context_chunks`.
             kernels: torch's kernels for attention that is not merged from blocks: to whole rows, and with a dense mask.
-            kernel: of attention to blocks of keys, see `titan.parallelism.context_kernels.choose_kernel`; "flex": everywhere.
+            kernel: of attention to blocks of keys, see `titan.parallelism.context_kernels.choose_kernel`; "flex":
+                everywhere.
             scale: factor of scores; None: d ** -0.5.
 
         Raises:

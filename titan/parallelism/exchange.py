@@ -8,11 +8,11 @@ round takes a few small requests per rank to one server, and any thread may make
     broadcast  rank 0 writes its message under one key; every other rank reads it
     scatter    rank 0 writes a message for each rank under a key, which that rank reads and deletes
 
-A message above `MAX_PART_BYTES` bytes is split over further keys, because torch's TCPStore drops a connection that sends a
-value of 8 MiB. The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread
-at a time. A rank that leaves writes a mark in place of its next message, so that rank 0 (or all others where it is rank
-0) fails at once instead of waiting. A killed rank causes a timeout after `MESSAGE_TIMEOUT`; the launcher ends the other ranks
-before that.
+A message above `MAX_PART_BYTES` bytes is split over further keys, because torch's TCPStore drops a connection that
+sends a value of 8 MiB. The rounds are numbered, so all ranks have to make the same ones in the same order, each from
+one thread at a time. A rank that leaves writes a mark in place of its next message, so that rank 0 (or all others
+where it is rank 0) fails at once instead of waiting. A killed rank causes a timeout after `MESSAGE_TIMEOUT`; the
+launcher ends the other ranks before that.
 """
 
 from __future__ import annotations

@@ -204,8 +204,9 @@ def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
     for pattern in group.match:
         if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
             raise ConfigError(
-                f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches {pattern}; "
-                f"names are such as {names[0]}, {_find_deepest(names)} and {names[-1]}{suggest_nearest(pattern, names)}"
+                f"parallelism.groups.{name}.match={format_value(group.match)}: no module of the model matches "
+                f"{pattern}; names are such as {names[0]}, {_find_deepest(names)} and "
+                f"{names[-1]}{suggest_nearest(pattern, names)}"
             )
 
 
@@ -221,6 +222,6 @@ def _check_shards(name: str, group: Strategy, layout: Layout) -> None:
             f"parallelism.groups.{name}.shard={shards}" if group.shard else f"parallelism.groups.{name}: {shards}"
         )
         raise ConfigError(
-            f"{setting_text}: does not divide the {ranks} ranks of replicate, shard and context; give one that does, such as "
-            f"{layout.sharded}."
+            f"{setting_text}: does not divide the {ranks} ranks of replicate, shard and context; give one that does, "
+            f"such as {layout.sharded}."
         )

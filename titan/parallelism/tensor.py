@@ -56,7 +56,7 @@ def apply_tensor_plan(
         model.head.weight = model.tok_embeddings.weight
     if model.head is not None:
         group = mesh.get_group()
-        model.head.whole = partial(_gather_logits, complete=model.head.whole, group=group)
+        model.head.complete_logits = partial(_gather_logits, complete=model.head.complete_logits, group=group)
         model.head.loss = partial(_compute_split_loss if loss_parallel else _compute_gathered_loss, group=group)
         if isinstance(model.head.fused, Objective):
             model.head.fused = replace(model.head.fused, vocabulary=_SplitVocabulary(group))
@@ -122,7 +122,7 @@ def _distribute_weight(module: nn.Module, mesh: DeviceMesh, placement: Placement
     """Distribute a module's weight; `sums_gradient`: each rank's gradient is a part of a sum until the step's end."""
     weight = module.get_parameter("weight")
     module.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement], src_data_rank=None))
-    module.use, module.sums_gradient = local_shard, sums_gradient  # type: ignore[assignment]
+    module.get_weight, module.sums_gradient = local_shard, sums_gradient  # type: ignore[assignment]
 
 
 def _apply_vocab(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:

@@ -120,8 +120,8 @@ def split_product(product: Any) -> tuple[Any, tuple[Any, ...], bool]:
     is transposed."""
     keywords = product.keywords
     return (
-        (keywords["function"], keywords["how"], False)
-        if "how" in keywords
+        (keywords["function"], keywords["arguments"], False)
+        if "arguments" in keywords
         else (keywords["function"], (keywords["mm"], keywords["config"]), True)
     )
 
@@ -156,11 +156,11 @@ def _build_mxfp8(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     kernels = (MXFP8Dim0CastKernelChoice.TORCH if emulate else MXFP8Dim0CastKernelChoice.TRITON, dim1)
     preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
     arguments = (e4m3, e4m3, e4m3, block_size, preference, *kernels, ScaleCalculationMode.RCEIL, False)
-    return partial(_multiply_mx, function=mx_mm, how=arguments)
+    return partial(_multiply_mx, function=mx_mm, arguments=arguments)
 
 
-def _multiply_mx(x: Tensor, weight: Tensor, function: Any, how: tuple[Any, ...]) -> Tensor:
-    out: Tensor = function.apply(x, weight, *how)
+def _multiply_mx(x: Tensor, weight: Tensor, function: Any, arguments: tuple[Any, ...]) -> Tensor:
+    out: Tensor = function.apply(x, weight, *arguments)
     return out
 
 

@@ -164,7 +164,7 @@ def _judge_learning(
 
 
 def _must_learn_the_same(candidate: VariantCandidate, reference: VariantCandidate, baseline: VariantCandidate) -> bool:
-    """Return whether a variant must learn the same as `reference`, which is the baseline or another learning rate of it."""
+    """Return whether a variant must learn the same as `reference`: the baseline, or another learning rate of it."""
     same_group = candidate.group.group_id == reference.group.group_id
     return same_group and candidate is not reference and reference.group.other_settings == baseline.group.other_settings
 

@@ -60,7 +60,7 @@ def _count_last_nonfinite(history: History) -> int:
 
 
 def find_spikes(history: History) -> tuple[Spike, ...]:
-    """Return the loss spikes: those that the run marked, and `SPIKE_DEVIATIONS` deviations above the median of the block before."""
+    """Return the loss spikes: those that the run marked, and those far above the median of the block before."""
     steps, losses = history.steps.step, history.steps.loss
     usual = _compute_usual_losses(losses)
     high = np.flatnonzero(np.isin(steps, list(history.spike_marks)) | np.isfinite(usual))

@@ -198,7 +198,8 @@ def _describe_diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
     variant_only, baseline_only = outcomes.count((True, False)), outcomes.count((False, True))
     if not variant_only and not baseline_only:
         return None
-    return f"of {format_plural(len(pairs), 'pair')}, {variant_only} diverged in this variant only and {baseline_only} in the baseline only"
+    only = f"{variant_only} diverged in this variant only and {baseline_only} in the baseline only"
+    return f"of {format_plural(len(pairs), 'pair')}, {only}"
 
 
 def _describe_missing_losses(pairs: Sequence[tuple[Member, Member]]) -> str:

@@ -50,8 +50,8 @@ def _note_unfinished(members: Sequence[Member]) -> list[str]:
     failed = f" ({failed_count} failed)" if failed_count else ""
     rest = "; the final results are those of the other runs" if len(unfinished) < len(members) else ""
     return [
-        f"{len(unfinished)} of {len(members)} runs not finished{failed}: their learning rate schedule is incomplete, so they "
-        f"are not ranked{rest}"
+        f"{len(unfinished)} of {len(members)} runs not finished{failed}: their learning rate schedule is incomplete, "
+        f"so they are not ranked{rest}"
     ]
 
 
@@ -68,8 +68,8 @@ def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) ->
     ):
         return []
     return [
-        f"its validation set has {variant_bytes / baseline_bytes:.2f} times the baseline's text, so bits per byte are measured on different "
-        "amounts of text"
+        f"its validation set has {variant_bytes / baseline_bytes:.2f} times the baseline's text, so bits per byte are "
+        "measured on different amounts of text"
     ]
 
 
@@ -148,7 +148,8 @@ def _note_baseline_choice(
     fitting = [groups[i] for i in variants.find_fitting(groups, wanted_settings)]
     if len({group.other_settings for group in fitting}) > 1 or (len(fitting) > 1 and baseline.tuning.rate_count < 2):
         notes.append(
-            f"the sweep's baseline matches {len(fitting)} variants: the first one found, {baseline.group.label}, is used"
+            f"the sweep's baseline matches {len(fitting)} variants: the first one found, {baseline.group.label}, is "
+            "used"
         )
     if baseline.tuning.is_best and baseline.tuning.rate_count > 1:
         notes.append(
@@ -173,6 +174,6 @@ def _note_seeds_needed(baseline: Sequence[Member], margin: float) -> list[str]:
     )
     return [
         f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
-        f"to show a difference of {margin:g} takes {statistics.format_repeats_needed(needed, 'seeds per variant')}, fewer where the "
-        "losses of paired seeds are correlated"
+        f"to show a difference of {margin:g} takes {statistics.format_repeats_needed(needed, 'seeds per variant')}, "
+        "fewer where the losses of paired seeds are correlated"
     ]

@@ -26,7 +26,8 @@ SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 def mark_outliers(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
     """Return the members of all variants, with outliers of the final loss marked.
 
-    An outlier is further from its variant's median than the margin, and than `OUTLIER_DEVIATIONS` times the lower median of all such
+    An outlier is further from its variant's median than the margin, and than `OUTLIER_DEVIATIONS` times the lower
+    median of all such
     distances in all variants: three seeds alone hardly show a spread, all seeds of a sweep do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]

@@ -58,8 +58,8 @@ class OwnRuns:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unused[:3])
         remainder = f"; and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
         raise ConfigError(
-            f"plan.fit={self.source}: no run can be used ({reasons}{remainder}); give a folder with finished runs on the same "
-            "device in the same compute type, or leave it out."
+            f"plan.fit={self.source}: no run can be used ({reasons}{remainder}); give a folder with finished runs on "
+            "the same device in the same compute type, or leave it out."
         )
 
 

@@ -1,8 +1,8 @@
 """Confidence intervals, tests and sample sizes of repeated runs.
 
 Needs scipy (the extra `compare`), which is imported at first use. Distributions and estimators are scipy's. Its t-tests
-are not called for p-values: a `MeanDifference` answers for any level and margin, and for one value or equal values, where
-they return NaN. Holm's correction and the power of t-tests are written out here: scipy has neither.
+are not called for p-values: a `MeanDifference` answers for any level and margin, and for one value or equal values,
+where they return NaN. Holm's correction and the power of t-tests are written out here: scipy has neither.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def _check_evaluation(run: Run) -> None:
     text_settings = [name for name in ("sets", "tasks") if getattr(run.evaluation, name)]
     if text_settings and isinstance(run.dataset, Synthetic):
         raise ConfigError(
-            f"evaluation.{text_settings[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
-            "or leave it out."
+            f"evaluation.{text_settings[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset "
+            "of text, or leave it out."
         )
 
 
@@ -112,13 +112,15 @@ def _check_precision(run: Run) -> None:
     precision = run.precision
     if precision.weights == "bf16" and precision.compute != "bf16":
         raise ConfigError(
-            f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give precision=bf16_pure."
+            f"precision.weights=bf16: requires precision.compute=bf16, not {precision.compute}; give "
+            "precision=bf16_pure."
         )
     if not precision.eight_bit:
         return
     if precision.compute != "bf16":
         raise ConfigError(
-            f"precision.matmuls={precision.matmuls}: requires precision.compute=bf16, not {precision.compute}; give that type."
+            f"precision.matmuls={precision.matmuls}: requires precision.compute=bf16, not {precision.compute}; give "
+            "that type."
         )
     _check_formats(run)
     _check_matmuls(run)
@@ -134,8 +136,8 @@ def _check_formats(run: Run) -> None:
     ):
         return
     raise ConfigError(
-        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and this machine has {machine.name}; give "
-        "precision.emulate=true to emulate it slowly, or precision=bf16."
+        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and this machine has "
+        f"{machine.name}; give precision.emulate=true to emulate it slowly, or precision=bf16."
     )
 
 
@@ -145,14 +147,14 @@ def _check_matmuls(run: Run) -> None:
     for pattern in precision.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
-                f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are such as "
-                f"{next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
+                f"precision.skip={format_value(precision.skip)}: no matmul of the model is named {pattern}; names are "
+                f"such as {next(iter(matmuls))} and head{suggest_nearest(pattern, matmuls)}"
             )
     choice, multiple = precision.select_layers(matmuls, run.layout.tensor), QUANT_BLOCK[precision.matmuls]
     if not choice.quantized:
         raise ConfigError(
-            f"precision.matmuls={precision.matmuls}: applies to no matmul of the model: {choice.describe_exclusions()}; "
-            "change these, or give precision=bf16."
+            f"precision.matmuls={precision.matmuls}: applies to no matmul of the model: "
+            f"{choice.describe_exclusions()}; change these, or give precision=bf16."
         )
     if "head" in choice.quantized and run.training.loss_chunk is not None:
         raise ConfigError(
@@ -227,8 +229,8 @@ def _check_attention(run: Run) -> None:
         )
         alternatives = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
         raise ConfigError(
-            f"training.attention={choice}: in a ring this kernel can't mask {masked_units}; give {alternatives}, or another "
-            "parallelism.context_method."
+            f"training.attention={choice}: in a ring this kernel can't mask {masked_units}; give {alternatives}, or "
+            "another parallelism.context_method."
         )
 
 
@@ -242,8 +244,8 @@ def _check_sharding(run: Run) -> None:
             )
     if parallelism.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
         raise ConfigError(
-            f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give parallelism=fsdp, or no "
-            "group."
+            f"parallelism.groups={','.join(parallelism.groups)}: no weights are sharded here; give parallelism=fsdp, "
+            "or no group."
         )
     if parallelism.groups:
         strategy.check_groups(parallelism.groups, run.model.parameter_names(), layout, run.model.tied)
@@ -251,14 +253,14 @@ def _check_sharding(run: Run) -> None:
         layout.sharded % parallelism.reshard or layout.sharded == parallelism.reshard
     ):
         raise ConfigError(
-            f"parallelism.reshard={parallelism.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "
-            "divisor of that, always or never."
+            f"parallelism.reshard={parallelism.reshard}: weights are sharded over {layout.sharded} ranks; give a "
+            "smaller divisor of that, always or never."
         )
     if parallelism.reshard not in ("auto", "never") and run.staging.splits_backward:
         raise ConfigError(
-            f"parallelism.reshard={parallelism.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
-            "weights and of activations in two phases, which gives wrong results if weights are freed in between; "
-            "give auto or never."
+            f"parallelism.reshard={parallelism.reshard}: parallelism.schedule={run.staging.schedule} computes "
+            "gradients of weights and of activations in two phases, which gives wrong results if weights are freed in "
+            "between; give auto or never."
         )
     if parallelism.accumulate == "sharded" and run.staging.splits_backward:
         raise ConfigError(
@@ -290,8 +292,8 @@ def _check_experts(run: Run) -> None:
     names = [f"layers.{i}.feed_forward.experts" for i in range(run.model.layers)]
     if matched_groups := strategy.assign_groups(names, run.parallelism.groups or {}):
         raise ConfigError(
-            f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} divides over ranks "
-            "already; give 1, or match other modules."
+            f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} "
+            "divides over ranks already; give 1, or match other modules."
         )
 
 
@@ -337,8 +339,8 @@ def _check_machine(run: Run) -> None:
         layout, available_devices = run.layout, f"{run.machine.count} x {run.machine.name}"
         fit.check_memory(run, layout, run.machine, run.microbatches)
         raise ConfigError(
-            f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {available_devices}; give smaller "
-            f"degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."
+            f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {available_devices}; give "
+            f"smaller degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
 
 

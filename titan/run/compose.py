@@ -1,6 +1,7 @@
 """Hydra in, checked Run out.
 
-A command line becomes a run in two steps: Hydra composes `conf/` and the overrides; `freeze_run` turns the result into a
+A command line becomes a run in two steps: Hydra composes `conf/` and the overrides; `freeze_run` turns the result into
+    a
 typed, frozen `Run` and checks it; errors are one sentence and exit code 2. Hydra's main would exit with 1, print
 several lines and create the run's directory before the checks: so titan calls Hydra itself, and leaves to its main what
 only prints (`--cfg`, `--info`, completion) and sweeps (`-m`), whose trials titan's launcher runs.

@@ -184,6 +184,6 @@ def _check_called(callbacks: Sequence[Any]) -> None:
         ]
         if overridden:
             raise ConfigError(
-                f"hydra.callbacks: {type(callback).__name__}.{overridden[0]} would be called where no job runs; leave the "
-                "callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
+                f"hydra.callbacks: {type(callback).__name__}.{overridden[0]} would be called where no job runs; leave "
+                "the callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
             )

@@ -80,8 +80,8 @@ def _find_fork(run: Run, resume: str, mix: RowMixture) -> Parent:
     count_rows_read(run, mix, checkpoint.manifest)
     if checkpoint.manifest.step >= run.training.steps:
         raise ConfigError(
-            f"training.steps={run.training.steps}: the checkpoint to start from has done {checkpoint.manifest.step} steps "
-            "already; give more steps."
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {checkpoint.manifest.step} "
+            "steps already; give more steps."
         )
     return Parent(checkpoint.id, checkpoint)
 
@@ -125,7 +125,8 @@ def _check_model(run: Run, checkpoint: CheckpointCandidate) -> None:
             for k in differ
         )
         raise ConfigError(
-            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {differences}; give the same model."
+            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {differences}; give the same "
+            "model."
         )
 
 

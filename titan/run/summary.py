@@ -25,6 +25,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     training, choices = run.training, run.choices
     memory = fit.estimate_memory(run, run.layout, run.microbatches, run.machine.device).gib
+    memory_per_rank = f"estimated memory {memory:.1f} GiB per rank"
     print_table(
         {
             "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
@@ -36,11 +37,12 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "batch": f"{training.global_batch:,} tokens = {training.rows} rows; {run.rank_rows} per rank in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_describe_growth(run)}",
             "steps": f"{training.steps:,}, {format_count(training.tokens)} tokens; "
-            f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed {training.seed}",
+            f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
+            f"{training.seed}",
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_describe_prediction(attempt)}",
+            "devices": f"{run.machine.describe()}; {memory_per_rank}{_describe_prediction(attempt)}",
         }
     )
 
@@ -65,8 +67,9 @@ def _describe_data(run: Run, mix: RowMixture) -> dict[str, str]:
         )
         epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
-            f"{format_count(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{shard_progress}{epochs}, "
-            f"{format_count(corpus.validation.tokens)} tokens for evaluation"
+            f"{format_count(corpus.train.tokens)} tokens in {rows:,} rows of "
+            f"{training.seq_len}{shard_progress}{epochs}, {format_count(corpus.validation.tokens)} tokens for "
+            "evaluation"
         )
     if len(lines) == 1:
         return {"data": f"{dataset_choice}: {next(iter(lines.values()))}; {heading.partition('; ')[2]}"}
@@ -156,9 +159,8 @@ def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
         return {}
     package = type(run.model).__module__.partition(".")[0]
     modules_variable = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
-    return {
-        "generate": f'{modules_variable}python -m titan.generate from={shlex.quote(shorten_path(run.directory))} prompt="..."'
-    }
+    directory = shlex.quote(shorten_path(run.directory))
+    return {"generate": f'{modules_variable}python -m titan.generate from={directory} prompt="..."'}
 
 
 def _describe_loss(result: Mapping[str, Any]) -> str:

@@ -130,8 +130,8 @@ class Schedule:
             for factor_name, value in zip(Factors._fields, values, strict=True):
                 if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                     raise ConfigError(
-                        f"{name}: the factor of {factor_name} at step {step} of {steps} is {value}; it must be a finite "
-                        "number that is not negative."
+                        f"{name}: the factor of {factor_name} at step {step} of {steps} is {value}; it must be a "
+                        "finite number that is not negative."
                     )
 
 

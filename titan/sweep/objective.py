@@ -46,14 +46,15 @@ def find_worst_value(sweep: Sweep, sweeper: Mapping[str, Any]) -> float:
         )
     if sweeper_direction is not None and sweep.direction not in ("auto", str(sweeper_direction)):
         raise ConfigError(
-            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={sweeper_direction}; leave one of them out."
+            f"sweep.direction={sweep.direction}: the sweeper has hydra.sweeper.direction={sweeper_direction}; leave "
+            "one of them out."
         )
     direction = str(sweeper_direction or sweep.direction)
     return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf
 
 
 def read_objective(sweep: Sweep, directory: Path, code: int, worst: float) -> float:
-    """Return the objective of a trial that has ended with an exit code; `find_worst_value` where it failed or is not finite.
+    """Return the objective of a trial with its exit code; `find_worst_value` where it failed or is not finite.
 
     Raises:
         ConfigError: when the result has no such number.

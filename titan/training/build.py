@@ -343,7 +343,8 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     if (mesh := _find_fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(
-            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.resolve_reshard(layout))}"
+            f"sharded over {_format_ranks(mesh.size(-1))}{replicas}, "
+            f"{_describe_reshard(parallelism.resolve_reshard(layout))}"
         )
     for name, (strategy, ranks) in groups.items():
         if ranks is not None:

@@ -154,8 +154,8 @@ class CheckpointPolicy:
     def _check_last_save(self, step: int) -> None:
         if self.saved_step != step:
             raise RunError(
-                f"the last checkpoint, of step {step}, could not be saved in {MAX_SAVE_ATTEMPTS} attempts; fix the error above "
-                f"and rerun the same command: it resumes from step {self.saved_step}."
+                f"the last checkpoint, of step {step}, could not be saved in {MAX_SAVE_ATTEMPTS} attempts; fix the "
+                f"error above and rerun the same command: it resumes from step {self.saved_step}."
             )
         if self.post_save_error is not None:
             raise RunError(

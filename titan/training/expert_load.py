@@ -106,8 +106,8 @@ class ExpertLoad:
             return []
         layers = f"layer{'s' if len(collapsed_layers) > 1 else ''} {', '.join(map(str, collapsed_layers))}"
         return [
-            f"the router of {layers} has collapsed: for {COLLAPSE_STEPS} steps it chose few of {self.experts} experts; raise "
-            "model.aux_loss, or give model.bias_rate=0.001."
+            f"the router of {layers} has collapsed: for {COLLAPSE_STEPS} steps it chose few of {self.experts} "
+            "experts; raise model.aux_loss, or give model.bias_rate=0.001."
         ]
 
 
@@ -134,4 +134,4 @@ def build_expert_load(stages: Sequence[Any], model: Any) -> ExpertLoad | None:
         for module in block.modules()
         if isinstance(module, Router)
     }
-    return ExpertLoad(routers, model.experts, model.layers, model.chosen_experts, model.bias_rate or 0.0)
+    return ExpertLoad(routers, model.experts, model.layers, model.top_k, model.bias_rate or 0.0)

@@ -267,11 +267,11 @@ def compute_token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def iterate_logit_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the whole logits (float32) and the targets of some tokens of each row at a time; see `compute_token_losses`."""
-    weight = head.use(head.weight, head.operand or hidden.dtype)
+    """Yield complete logits (float32) and targets of some tokens of each row at a time; see `compute_token_losses`."""
+    weight = head.get_weight(head.weight, head.operand or hidden.dtype)
     size = max(1, LOGIT_CHUNK // len(hidden))
     for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
-        yield head.whole(head.product(x, weight)).float(), y
+        yield head.complete_logits(head.product(x, weight)).float(), y
 
 
 def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:

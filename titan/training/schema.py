@@ -114,8 +114,8 @@ class Training:
             self._check_rows("training.grow: a batch", batch)
             if tokens <= previous[0] or batch <= previous[1]:
                 raise ConfigError(
-                    f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, starting "
-                    f"above [0,{self.global_batch}]; give them in ascending order."
+                    f"training.grow={format_value(self.grow)}: both numbers must increase from one pair to the next, "
+                    f"starting above [0,{self.global_batch}]; give them in ascending order."
                 )
             previous = tokens, batch
 

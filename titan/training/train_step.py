@@ -76,7 +76,8 @@ class StageWithLosses(ModelStage):
 
         Returns:
             Where gradients are computed, the last stage's loss with its figures behind it, see
-            `titan.model.loss_terms.join_with_gradient`; from other stages hidden states, the terms' sum times their coefficients,
+            `titan.model.loss_terms.join_with_gradient`; from other stages hidden states, the terms' sum times their
+            coefficients,
             and the figures: the sums of the terms, and the counts of all layers.
         """
         if targets is None or not torch.is_grad_enabled():

@@ -1,8 +1,8 @@
 """Export weights to Hugging Face's and Meta's formats, file by file: at most one file's tensors are in memory.
 
-`list_files` lists the tensor files; `export_files` writes some of them or all, each atomically; `finish_export` writes config.json or
-params.json last, which makes the folder valid. So several processes can share the files, and an incomplete folder is
-never mistaken for weights.
+`list_files` lists the tensor files; `export_files` writes some of them or all, each atomically; `finish_export` writes
+config.json or params.json last, which makes the folder valid. So several processes can share the files, and an
+incomplete folder is never mistaken for weights.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class HuggingFaceFormat:
         dtype_name = self._get_slice(name).get_dtype()
         if dtype_name not in _DTYPES:
             raise ConfigError(
-                f"{self.label}: {name} is stored as {dtype_name}, and titan reads {', '.join(_DTYPES)}; give one of these."
+                f"{self.label}: {name} is stored as {dtype_name}, and titan reads {', '.join(_DTYPES)}; give one of "
+                "these."
             )
         return _DTYPES[dtype_name]
 

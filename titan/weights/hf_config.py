@@ -36,15 +36,15 @@ FIELDS = {
 """Hugging Face's names of the schema's fields, without those of the rotary embedding."""
 EXPERT_FIELDS = {
     "num_experts": "experts",
-    "num_experts_per_tok": "chosen_experts",
+    "num_experts_per_tok": "top_k",
     "moe_intermediate_size": "expert_ffn",
-    "norm_topk_prob": "normalise_chosen",
+    "norm_topk_prob": "norm_topk_prob",
 }
 """Further names of Qwen3Moe's fields."""
 FURTHER_FIELDS: dict[type[Decoder], Mapping[str, str]] = {Qwen3Moe: EXPERT_FIELDS, Llama4: hf_llama4.FIELDS}
 _LACKING: dict[type[Decoder], dict[str, Any]] = {
     Qwen3Moe: {"bias_rate": None},
-    Llama4: {"bias_rate": None, "normalise_chosen": False},
+    Llama4: {"bias_rate": None, "norm_topk_prob": False},
 }
 """Settings of titan's that Hugging Face's models lack, with the values that theirs have."""
 _OPTIONAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
@@ -134,14 +134,14 @@ def _find_family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     name = names[0] if isinstance(names, list) and names else None
     if name not in FAMILIES:
         raise ConfigError(
-            f"{label}: its config.json has the architecture {format_value(name)}, and titan supports {', '.join(FAMILIES)}; "
-            "give weights of one of these."
+            f"{label}: its config.json has the architecture {format_value(name)}, and titan supports "
+            f"{', '.join(FAMILIES)}; give weights of one of these."
         )
     return FAMILIES[str(name)]
 
 
 def _check_supported(config: Mapping[str, Any], label: str, family_values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ConfigError when a setting is not supported by titan's decoders; `family_values`: what a family supports."""
+    """Raise ConfigError for a setting that titan's decoders don't support; `family_values`: what a family supports."""
     values = {key: value for key, value in {**config, **_merge_rope_settings(config)}.items() if value is not None}
     window_types = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
     unsupported = {
@@ -171,8 +171,8 @@ def _read_rope_fields(config: Mapping[str, Any], family: type[Decoder], label: s
     supported = "yarn" if issubclass(family, DeepseekV3) else "llama3"
     if rope_type != supported:
         raise ConfigError(
-            f"{label}: its config.json scales RoPE with rope_type={format_value(rope_type)}, and titan supports only {supported}; "
-            "give other weights."
+            f"{label}: its config.json scales RoPE with rope_type={format_value(rope_type)}, and titan supports only "
+            f"{supported}; give other weights."
         )
     if rope_type == "yarn":
         return settings | hf_deepseek.read_yarn(rope, label)
@@ -216,8 +216,8 @@ def build_config(
         )
     if model.logit_cap is not None:
         raise ConfigError(
-            f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={format_value(model.logit_cap)}; "
-            "give format=titan."
+            f"format=hf: Hugging Face's {name} does not cap logits, and "
+            f"model.logit_cap={format_value(model.logit_cap)}; give format=titan."
         )
     for key, value in _LACKING.get(type(model), {}).items():
         if getattr(model, key) != value:

@@ -17,13 +17,13 @@ FIELDS = {
     "v_head_dim": "v_head_dim",
     "first_k_dense_replace": "first_dense",
     "n_routed_experts": "experts",
-    "num_experts_per_tok": "chosen_experts",
+    "num_experts_per_tok": "top_k",
     "moe_intermediate_size": "expert_ffn",
     "n_shared_experts": "shared_experts",
     "n_group": "groups",
-    "topk_group": "chosen_groups",
-    "routed_scaling_factor": "routed_scale",
-    "norm_topk_prob": "normalise_chosen",
+    "topk_group": "topk_groups",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_topk_prob": "norm_topk_prob",
 }
 """Hugging Face's names of the fields that other schemas lack."""
 OPTIONAL: Mapping[str, Any] = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
@@ -41,8 +41,8 @@ ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 """Settings for which titan's models support only these values, by architecture."""
 DECIDED: Mapping[str, Mapping[str, Any]] = {
-    V2: {"scores": "softmax", "bias_rate": None, "normalise_chosen": False},
-    V3: {"scores": "sigmoid"},
+    V2: {"scoring_func": "softmax", "bias_rate": None, "norm_topk_prob": False},
+    V3: {"scoring_func": "sigmoid"},
 }
 """The schema's fields that the architecture decides."""
 _YARN = {
@@ -86,7 +86,8 @@ def find_architecture(model: DeepseekV3) -> str:
     unsupported = next((key for key, is_supported in _check_settings(model, name).items() if not is_supported), None)
     if unsupported is not None:
         raise ConfigError(
-            f"format=hf: Hugging Face's {name} has no model.{unsupported}={format_value(getattr(model, unsupported))}; give format=titan."
+            f"format=hf: Hugging Face's {name} has no "
+            f"model.{unsupported}={format_value(getattr(model, unsupported))}; give format=titan."
         )
     return name
 
@@ -103,7 +104,7 @@ def _check_settings(model: DeepseekV3, name: str) -> dict[str, bool]:
         **common,
         "bias_rate": not model.has_router_bias,
         "groups": model.groups == 1,
-        "normalise_chosen": not model.norm_topk_prob,
+        "norm_topk_prob": not model.norm_topk_prob,
     }
 
 

@@ -14,7 +14,7 @@ FIELDS = {
     "intermediate_size": "expert_ffn",
     "intermediate_size_mlp": "ffn",
     "num_local_experts": "experts",
-    "num_experts_per_tok": "chosen_experts",
+    "num_experts_per_tok": "top_k",
     "interleave_moe_layer_step": "moe_every",
     "attention_chunk_size": "attention_chunk",
     "no_rope_layer_interval": "nope_every",

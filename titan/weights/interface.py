@@ -127,5 +127,6 @@ def check_dtypes(dtypes: Mapping[str, torch.dtype], label: str) -> None:
         if dtype not in SUPPORTED_DTYPES:
             dtype_name = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{label}: {name} is stored as {dtype_name}, and titan reads fp64, fp32, bf16, fp16; give weights in these."
+                f"{label}: {name} is stored as {dtype_name}, and titan reads fp64, fp32, bf16, fp16; give weights in "
+                "these."
             )

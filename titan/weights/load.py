@@ -129,7 +129,7 @@ def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> d
         stored_shape, expected_shape = weights.shapes[source], tuple(state[name].shape)
         if tuple(stored_shape) != expected_shape:
             raise ConfigError(
-                f"{label}: {name} has the shape {list(stored_shape)}, and in the model {list(expected_shape)}; give weights of this "
-                "model."
+                f"{label}: {name} has the shape {list(stored_shape)}, and in the model {list(expected_shape)}; give "
+                "weights of this model."
             )
     return sources

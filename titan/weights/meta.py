@@ -50,7 +50,7 @@ class ShardedTensor(NamedTuple):
         return tuple(shape)
 
     def read(self, bounds: Sequence[tuple[int, int]], head_size: int | None) -> Tensor:
-        """Return the slice with these (start, end) pairs; `head_size`: the head size if rows are permuted, else None."""
+        """Return the slice with these (start, end) pairs; `head_size`: that of permuted rows, else None."""
         if self.dim is None:
             return _copy_slice(self.shards[0], bounds, head_size)
         size, pieces = self.shards[0].shape[self.dim], []
@@ -213,7 +213,8 @@ def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNSUPPORTED:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
-                f"{label}: its {PARAMS} has {key}={format_value(params[key])}, which titan doesn't support; give a text model."
+                f"{label}: its {PARAMS} has {key}={format_value(params[key])}, which titan doesn't support; give a "
+                "text model."
             )
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:

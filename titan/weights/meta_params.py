@@ -70,7 +70,8 @@ def _check_model(model: Decoder) -> None:
     for name, fixed_value in _ROPE_SCALING.items():
         if model.rope_factor != 1 and getattr(model, name) != fixed_value:
             raise ConfigError(
-                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(fixed_value)}; give format=hf."
+                f"format=meta: model.{name}={format_value(getattr(model, name))} must be {format_value(fixed_value)}; "
+                "give format=hf."
             )
 
 

@@ -59,7 +59,8 @@ def reject_or_skip(on_error: str, location: str, error: BadDocumentError) -> Ski
 
 def build_too_long_error(position: int, kind: str, effect: str) -> BadDocumentError:
     """Return the error of a line or document that is too long; `effect` says what skipping does."""
-    sentence = f"the {kind} at byte {position} has more than {MAX_DOCUMENT_BYTES:,} bytes; split it, or give dataset.on_error=skip"
+    way_out = "split it, or give dataset.on_error=skip"
+    sentence = f"the {kind} at byte {position} has more than {MAX_DOCUMENT_BYTES:,} bytes; {way_out}"
     return BadDocumentError("too long", f"{sentence} {effect}.")
 
 

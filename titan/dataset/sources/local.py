@@ -217,7 +217,7 @@ def _find_passage_end(block: bytes) -> int:
 
 
 def split_documents(file: BinaryIO, separator: bytes, size: int | None = None, position: int = 0) -> Iterator[bytes]:
-    """Yield the texts between separators in the next `size` bytes of a file (None: to its end), from byte `position` on.
+    """Yield the texts between separators in the next `size` bytes of a file (None: to its end), from byte `position`.
 
     The memory needed is that of the longest text.
 

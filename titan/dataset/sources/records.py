@@ -249,7 +249,7 @@ class ParquetReader(RowReader):
         """Yield the rows of a row group."""
         pyarrow = import_optional("pyarrow", "dataset=parquet")
         file, group = part.location
-        with files.convert_read_errors(file.path), file.raw() as stream:
+        with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
                 table, number = _open_parquet(stream), 0
                 self._check_columns(file, table)
@@ -287,7 +287,8 @@ class ParquetReader(RowReader):
 
 def describe_missing_column(location: str, column: str, column_names: Sequence[str]) -> str:
     """Return the message for a missing column."""
-    return f"{location}: there is no column {column!r} (its columns: {', '.join(column_names[:12]) or 'none'}); choose another."
+    columns = ", ".join(column_names[:12]) or "none"
+    return f"{location}: there is no column {column!r} (its columns: {columns}); choose another."
 
 
 def _open_parquet(stream: BinaryIO) -> Any:

@@ -1,9 +1,9 @@
 """The arithmetic of pipelines: the layers of each stage, the rank of each stage, the number of micro-batches.
 
-A model's layers are split into stages (`split_layers`, `split_evenly`, `split_at`), which are placed on ranks (`place_stages`). The
-order of the ranks' actions is that of a schedule: one of torch's (`titan.parallelism.pipeline.schedules`), or a user's
-from a CSV file (`read_csv`). `choose_microbatches` chooses the number of micro-batches, `check_schedule` raises ConfigError early for
-what torch would reject later. Free of torch.
+A model's layers are split into stages (`split_layers`, `split_evenly`, `split_at`), which are placed on ranks
+(`place_stages`). The order of the ranks' actions is that of a schedule: one of torch's
+(`titan.parallelism.pipeline.schedules`), or a user's from a CSV file (`read_csv`). `choose_microbatches` chooses the
+number of micro-batches, `check_schedule` raises ConfigError early for what torch would reject later. Free of torch.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def split_at(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     setting_text = f"parallelism.starts={format_value(list(starts))}"
     if len(starts) != stages - 1:
         raise ConfigError(
-            f"{setting_text}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each stage but "
-            f"the first; correct the list or give parallelism.stages={len(starts) + 1}."
+            f"{setting_text}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each "
+            f"stage but the first; correct the list or give parallelism.stages={len(starts) + 1}."
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):

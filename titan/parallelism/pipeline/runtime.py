@@ -182,7 +182,7 @@ class Pipeline:
         return out
 
     def _receive_input(self, number: int, local: Tensor, tokens: Tensor) -> Tensor:
-        """Return the input of a stage: `local_tensor`, where this rank has it, or what the previous stage's rank sends."""
+        """Return a stage's input: `local_tensor`, where this rank has it, or what the previous stage's rank sends."""
         if number == 0 or number - 1 in self.stages:
             return local
         hidden = self.shape.empty_hidden(len(tokens), tokens.shape[-1], self.device)

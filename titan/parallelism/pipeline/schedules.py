@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank runs micro-batches through its stages, and how long that takes.
 
-`SCHEDULES` has the properties of each of torch's schedules, `order_actions` returns its actions, and `simulate_order` computes the
-idle time of that or any other order. Free of torch.
+`SCHEDULES` has the properties of each of torch's schedules, `order_actions` returns its actions, and `simulate_order`
+computes the idle time of that or any other order. Free of torch.
 """
 
 from __future__ import annotations

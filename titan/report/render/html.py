@@ -1,7 +1,7 @@
 """A comparison as one HTML file that loads nothing: styles, charts and a few lines of script are inside.
 
-`render_page.html.jinja` lays the page out: the question and the answers in words, the table, the charts, failures, notes,
-settings and runs. This module fills it. The template escapes all text; the charts are SVG that escapes its own.
+`page.html.jinja` lays the page out: the question and the answers in words, the table, the charts, failures,
+notes, settings and runs. This module fills it. The template escapes all text; the charts are SVG that escapes its own.
 """
 
 from __future__ import annotations

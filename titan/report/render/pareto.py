@@ -98,7 +98,8 @@ def _draw_spot(comparison: Comparison, frame: Frame, spot: ParetoSpot) -> str:
     title = escape(f"{variant.label}: {format_rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
     position = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
     hollow = "hollow" if spot.is_excluded else "dot"
-    return f'<g {format_marks(comparison, spot.index)}><circle class="{hollow}" {position}><title>{title}</title></circle></g>'
+    marks = format_marks(comparison, spot.index)
+    return f'<g {marks}><circle class="{hollow}" {position}><title>{title}</title></circle></g>'
 
 
 def _draw_labels(

@@ -71,8 +71,8 @@ def choose_time_unit(seconds: float) -> tuple[float, str]:
 def draw_waterfall(plan: Plan) -> Chart:
     """Return the step by cause: each bar begins where the one before ended; the last one is the step."""
     caption = (
-        f"What the time of a step goes to on the rank that is busy longest, in {choose_time_unit(plan.step.seconds)[1]}. "
-        "The line through the step is its interval."
+        "What the time of a step goes to on the rank that is busy longest, in "
+        f"{choose_time_unit(plan.step.seconds)[1]}. The line through the step is its interval."
     )
     return _draw_step_waterfall("The step by cause", caption, plan.step, plan.step_seconds)
 
@@ -178,8 +178,8 @@ def _describe_timetable(step: StepTime, ranks: int, numbered: bool) -> str:
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
     numbers = " Numbers are micro-batches." if numbered else ""
     return (
-        f"When each of {format_plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this time. "
-        f"Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"
+        f"When each of {format_plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this "
+        f"time. Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"
     )
 
 

@@ -112,8 +112,8 @@ def _describe_trace(outcome: PlanOutcome) -> dict[str, Any]:
     return {
         "trace_lead": f"The real step of {ranks} on tensors without values, with the operations of the uncompiled "
         f"model: {format_rounded(traced.step.seconds)} s (predicted {format_rounded(outcome.plan.step.seconds)} s) and "
-        f"{format_rounded(traced.fullest.gib)} GiB (predicted {format_rounded(outcome.plan.fullest.gib)} GiB), of which "
-        f"{format_rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak.",
+        f"{format_rounded(traced.fullest.gib)} GiB (predicted {format_rounded(outcome.plan.fullest.gib)} GiB), of "
+        f"which {format_rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak.",
         "trace_charts": charts,
     }
 

@@ -80,7 +80,8 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
     hours = format_figure("", plan.device_hours, "device-hours")
     return [
         f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
-        f"run          {plan.steps:,} steps, {tokens} tokens: {format_run_time(plan).format_line()}, {hours.format_line()}{cost}",
+        f"run          {plan.steps:,} steps, {tokens} tokens: {format_run_time(plan).format_line()}, "
+        f"{hours.format_line()}{cost}",
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
         f"intervals    (low to high): {plan.intervals}",
     ]
@@ -88,7 +89,8 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
 
 def _format_changes(outcome: PlanOutcome) -> list[str]:
     return [
-        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, {format_rounded(result.gib)} GiB"
+        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, "
+        f"{format_rounded(result.gib)} GiB"
         for result in outcome.faster
     ] or ["no single change"]
 
@@ -98,7 +100,8 @@ def _format_trace(outcome: PlanOutcome) -> list[str]:
     if traced is None:
         return []
     fullest = traced.fullest
-    trace_summary = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
+    traced_ranks = f"{format_plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s"
+    trace_summary = f"{traced_ranks}, uncompiled, {fullest.events:,} events each"
     lines = ["", f"trace        {trace_summary}"]
     reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
     lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]

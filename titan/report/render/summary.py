@@ -43,13 +43,15 @@ def _describe_best(comparison: Comparison, rivals: Sequence[Variant]) -> list[st
     ):
         return []
     if ranked and _compute_merit(ranked[0]) < _compute_merit(base):
-        phrase = f"{_name_variant(ranked[0])}, {_format_value(ranked[0], bits)}, {_format_gap(ranked[0])} the baseline's ({_name_variant(base)})"
+        gap = f"{_format_gap(ranked[0])} the baseline's ({_name_variant(base)})"
+        phrase = f"{_name_variant(ranked[0])}, {_format_value(ranked[0], bits)}, {gap}"
         return [f"Best so far: {phrase}; {_describe_test(ranked[0], comparison)}."]
     phrase = f"Best so far: the baseline, {_name_variant(base)}, {_format_value(base, bits)}"
     if not ranked or ranked[0].outcomes.diverged:
         return [f"{phrase}."]
     return [
-        f"{phrase}, {_format_gap(ranked[0], turned=True)} that of {_name_variant(ranked[0])}; {_describe_test(ranked[0], comparison)}."
+        f"{phrase}, {_format_gap(ranked[0], turned=True)} that of {_name_variant(ranked[0])}; "
+        f"{_describe_test(ranked[0], comparison)}."
     ]
 
 
@@ -201,7 +203,8 @@ def _describe_target(comparison: Comparison) -> list[str]:
     variants.sort(key=_read_median_tokens)
     variant = variants[0]
     rival = next((candidate for candidate in variants if not candidate.baseline), variant)
-    fewest = f"Fewest tokens: {variant.label}, {format_tokens(_read_median_tokens(variant))} (median){_describe_rival(rival, comparison)}."
+    tokens = format_tokens(_read_median_tokens(variant))
+    fewest = f"Fewest tokens: {variant.label}, {tokens} (median){_describe_rival(rival, comparison)}."
     return [fewest, _describe_soonest(comparison)]
 
 

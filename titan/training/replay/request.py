@@ -238,8 +238,8 @@ def _select_checkpoint(
     if not earlier_steps:
         raise ConfigError(
             f"step={settings.step}: the run in {name} has no complete checkpoint before this step"
-            f"{f', the first is of step {min(checkpoints)}' if checkpoints else ''}; give a later step, or start=0 to begin at the "
-            "initial weights."
+            f"{f', the first is of step {min(checkpoints)}' if checkpoints else ''}; give a later step, or start=0 to "
+            "begin at the initial weights."
         )
     return checkpoints[max(earlier_steps) if settings.start is None else settings.start]
 

@@ -47,7 +47,8 @@ def _compare_values(value: float, recorded: Any) -> str:
         return "" if value == value else "  (the run recorded no finite value)"
     if value == recorded:
         return "  (as recorded, bitwise)"
-    return f"  (recorded {_format_number(recorded)}, relative difference {abs(value - recorded) / max(abs(recorded), 1e-30):.1e})"
+    difference = abs(value - recorded) / max(abs(recorded), 1e-30)
+    return f"  (recorded {_format_number(recorded)}, relative difference {difference:.1e})"
 
 
 def _format_number(value: float) -> str:
@@ -110,8 +111,8 @@ def format_verdict(differences: Sequence[ModuleDifference], limit: float) -> str
     if beyond is None:
         return f"no layer differs by more than rounding ({limit:g}); {at_all}"
     return (
-        f"the first layer that differs by more than rounding ({limit:g}) is the {_name_difference(beyond)}: {beyond.relative:.1e}"
-        + ("" if beyond is first else f"; {at_all}")
+        f"the first layer that differs by more than rounding ({limit:g}) is the {_name_difference(beyond)}: "
+        f"{beyond.relative:.1e}" + ("" if beyond is first else f"; {at_all}")
     )
 
 

@@ -69,8 +69,8 @@ def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
             _record_step(run, train_step, recorder, fake, rank)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"plan.trace=true: {_find_location(error)} needs the value of a tensor ({error.func}), and tensors of a trace have "
-            "none; compute it on the device, or give plan.trace=false."
+            f"plan.trace=true: {_find_location(error)} needs the value of a tensor ({error.func}), and tensors of a "
+            "trace have none; compute it on the device, or give plan.trace=false."
         ) from None
     finally:
         if dist.is_initialized():

@@ -104,8 +104,8 @@ def record_streams(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iter
         block_of: the block of each module, by its id.
     """
     patches = (
-        _patch_devices(recorder), _patch_exchanges(recorder, block_of), _patch_groups(recorder, block_of), _patch_storages(recorder),
-        _patch_shapes(), _patch_collectives(recorder),
+        _patch_devices(recorder), _patch_exchanges(recorder, block_of), _patch_groups(recorder, block_of),
+        _patch_storages(recorder), _patch_shapes(), _patch_collectives(recorder),
     )  # fmt: skip
     with ExitStack() as stack:
         for patch in chain.from_iterable(patches):
