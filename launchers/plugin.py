@@ -28,7 +28,6 @@ from launchers.trials import Trial
 from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node, hydra_private
-from titan.run.axes import translate_overrides
 from titan.run.completion import is_done
 from titan.run.paths import check_length
 from titan.run.run import Run
@@ -88,7 +87,7 @@ class SweepLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        overrides = [translate_overrides(trial_overrides) for trial_overrides in job_overrides]
+        overrides = [list(trial_overrides) for trial_overrides in job_overrides]
         planner, remote = SweepLauncher.planner, self.remote or SweepLauncher.planner is not None
         SweepLauncher.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
         batch = trials.expand_trials(

@@ -218,10 +218,8 @@ def register_trials(root: Path, trials: Sequence[Trial], spec: ledger.SweepSpec)
     previous = ledger.read_spec(root)
     axes = {k: tuple(dict.fromkeys((*previous.axes.get(k, ()), *v))) for k, v in _collect_axes(trials).items()}
     ledger.write_spec(root, replace(spec, axes={**previous.axes, **axes}))
-    recorded = {trial.id: (trial.steps, bool(trial.asked)) for trial in ledger.read_trials(root)}
-    new_trials = [
-        new_trial for new_trial in trials if recorded.get(new_trial.id) != (new_trial.run.training.steps, True)
-    ]
+    recorded_steps = {trial.id: trial.steps for trial in ledger.read_trials(root)}
+    new_trials = [trial for trial in trials if recorded_steps.get(trial.id) != trial.run.training.steps]
     ledger.add_events(root, *(_build_event(trial, root) for trial in new_trials))
 
 

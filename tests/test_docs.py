@@ -131,7 +131,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rates = folder / "runs" / "rates"
     rates.mkdir()
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
-    ledger.add_events(rates, point | {"steps": 200, "devices": 1})
+    ledger.add_events(rates, point | {"steps": 200, "devices": 1, "asked": ""})
     (folder / "prompts.txt").write_text("import\nclass\n")
     task_files.write(folder)
     for step in (200, 300):

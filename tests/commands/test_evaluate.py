@@ -176,8 +176,8 @@ def test_weights_of_no_run_need_something_to_measure(exported: Path, capsys: pyt
 
 
 def test_what_a_run_of_before_measured_is_known(run: Run) -> None:
-    """Its command line has former names, and adds tasks with a plus sign; a replay measures nothing."""
-    given = ["metrics.validation_tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
+    """Its command line adds tasks with a plus sign; a replay measures nothing."""
+    given = ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
     document = {"overrides": given, "layout": {}, "config": {"precision": {"compute": "fp32"}}}
     kept, _ = request.build_command(document, [], EXCLUDED_OVERRIDES)
     assert kept[:2] == ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl"] and "plot" not in str(kept)

@@ -1,11 +1,10 @@
-"""Classes by kinds: ids and old runs do not depend on where a class lives."""
+"""Classes by kinds: ids and the files of runs do not depend on where a class lives."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import shutil
 import sys
-import tarfile
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,11 +40,9 @@ IDS: list[dict[str, str]] = yaml.safe_load((DATA / "ids.yaml").read_text())
 SHAPE = (
     "dataset=synthetic", "dataset.tokens=4096", "dataset.vocab=32", "model.dim=16", "model.layers=1", "model.heads=2",
     "model.kv_heads=1", "model.ffn=16", "model.vocab=32", "training.seq_len=16", "training.global_batch=64",
-    "precision=fp32", "metrics.plot=false", "metrics.validation_tokens=64", "cluster=cpu", "checkpoint.keep=1",
+    "precision=fp32", "metrics.plot=false", "evaluation.tokens=64", "cluster=cpu", "checkpoint.keep=1",
 )  # fmt: skip
-"""What the runs in `DATA` have in common."""
-DIGESTS = {"llama-adamw": "43c46dabd2b3411b", "qwen3-muon": "5995a1ede864deb2"}
-"""Digests of their weights, which are part of the science of runs that start from them."""
+"""What the runs have in common."""
 RUNS = {
     "llama-adamw": (),
     "qwen3-muon": ("model=qwen3_debug", "model.head_dim=8", "optimizer=muon"),
@@ -84,12 +81,26 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield request.param
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that were trained with all classes in their present places."""
+    root = tmp_path_factory.mktemp("trained")
+    for name, overrides in RUNS.items():
+        (seen,) = train(compose_run([*SHAPE, *overrides, "training.steps=3", f"hydra.run.dir={root / name}"]))
+        assert seen.code == 0, seen.failure
+    return root
+
+
+@pytest.fixture(scope="module")
+def digests(trained: Path) -> dict[str, str]:
+    """The digests of their weights, which are part of the science of runs that start from them."""
+    return {name: compute_digest(open_weights(str(trained / name / "checkpoints" / "step-3"))) for name in RUNS}
+
+
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """A copy of the runs that commit 38c03fa made."""
-    with tarfile.open(DATA / "runs-38c03fa.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+def runs(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained runs."""
+    return Path(shutil.copytree(trained, tmp_path / "runs"))
 
 
 QUICK = (
@@ -118,8 +129,9 @@ def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("where", "name"), [("here", "llama-adamw"), ("moved", "qwen3-muon")], indirect=["where"])
-def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
+def test_a_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
+    before = manifest.inspect(directory / "checkpoints" / "step-3")
     run = compose_run([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
     (seen,) = train(run)
     documents = read_attempts(directory)
@@ -128,19 +140,10 @@ def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     first, second = (d["science"] for d in documents)
     assert first | {"training.steps": 4} == second
     saved = manifest.inspect(directory / "checkpoints" / "step-4")
-    assert saved and saved.model == as_model(run) == before(runs / name)["model"]
+    assert saved and before and saved.model == as_model(run) == before.model
 
 
-def before(directory: Path) -> dict[str, Any]:
-    """The manifest that commit 38c03fa wrote."""
-    with tarfile.open(DATA / "runs-38c03fa.tar.gz") as archive:
-        content = archive.extractfile(f"./{directory.name}/checkpoints/step-3/manifest.json")
-        assert content
-        found: dict[str, Any] = json.loads(content.read())
-    return found
-
-
-def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) -> None:
+def test_a_run_and_its_checkpoint_name_their_model(where: str, runs: Path) -> None:
     directory = runs / "qwen3-muon"
     found = manifest.inspect(directory / "checkpoints" / "step-3")
     assert found and type(build_model(found, "it")) is Qwen3
@@ -148,12 +151,12 @@ def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_digest_of_old_weights_is_what_it_was(name: str, where: str, runs: Path) -> None:
+def test_the_digest_of_weights_is_what_it_was(name: str, digests: dict[str, str], where: str, runs: Path) -> None:
     weights = open_weights(str(runs / name / "checkpoints" / "step-3"))
-    assert compute_digest(weights) == DIGESTS[name]
+    assert compute_digest(weights) == digests[name]
 
 
-def test_old_runs_are_compared_and_shown(where: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared_and_shown(where: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([str(runs / name) for name in RUNS]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "model (debug, qwen3_debug); optimizer (adamw, muon)" in shown and "0.015 below that of" in shown

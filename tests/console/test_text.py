@@ -89,7 +89,7 @@ def test_texts_that_may_have_lines_keep_them(laptop: Path) -> None:
 
 def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (laptop / "grid" / "a").mkdir(parents=True)
-    about = {"event": "point", "id": "a", "directory": "a", "steps": 1, "devices": 1}
+    about = {"event": "point", "id": "a", "directory": "a", "steps": 1, "devices": 1, "asked": ""}
     point = {**about, "overrides": ["x=a\n\x1b[2Jb"]}
     ended = {"event": "ended", "id": "a", "code": 1, "reason": "rank 0 on n\x1b[1m: x"}
     ledger.add_events(laptop / "grid", point, ended)

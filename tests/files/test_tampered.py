@@ -152,7 +152,7 @@ def test_a_comparison_goes_on_past_a_run_that_is_damaged(tmp_path: Path, capsys:
     assert "1: result.json is damaged and not used: it is None" in said
 
 
-POINT = {"event": "point", "id": "a", "directory": "a", "overrides": ["x=1"], "steps": 3, "devices": 1}
+POINT = {"event": "point", "id": "a", "directory": "a", "overrides": ["x=1"], "steps": 3, "devices": 1, "asked": ""}
 EVENTS = [
     POINT | {"directory": "../../victim"}, POINT | {"directory": "/etc"}, POINT | {"steps": None}, POINT | {"id": 7},
     {"event": "sent", "jobs": {"a": ["../../x"]}}, {"event": "sent", "jobs": None}, {"event": "ended", "id": "a"}, None,

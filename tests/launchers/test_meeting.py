@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,35 +75,21 @@ def test_rank_0_may_have_a_connection_of_each_rank(
     assert limited == ([(expected, limits[1])] if isinstance(expected, int) else [])
 
 
-def new(attempt: Path, rank: int, text: str) -> None:
-    os.environ["SLURM_NODEID"] = str(rank // 2)
-    rank_error.write(job._locate_error_file(attempt, rank), RankError(rank=rank, time=float(rank), text=text))
-
-
-def old(attempt: Path, rank: int, text: str) -> None:
-    content = {"rank": rank, "time": float(rank), "text": text, "code": 1}
-    Path(f"{attempt}.{rank}.error").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("leave", [new, old])
-def test_errors_are_found_where_ranks_leave_them(
-    leave: Callable[[Path, int, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_NODEID", "restored")
+def test_errors_are_found_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (2, 3, 11):
-        leave(tmp_path / "7.1", rank, f"ValueError: {rank}")
+        monkeypatch.setenv("SLURM_NODEID", str(rank // 2))
+        error = RankError(rank=rank, time=float(rank), text=f"ValueError: {rank}")
+        rank_error.write(job._locate_error_file(tmp_path / "7.1", rank), error)
     assert job_exit.find_error(tmp_path, "7.1") == "rank 2: ValueError: 2"
     assert job_exit.find_error(tmp_path, "7.0") is None
     assert job_exit.find_latest_attempt(tmp_path, "7") == "7.1"
-    if leave is new:
-        assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for an attempt"
-        assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for an attempt"
+    assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
 
 
-@pytest.mark.parametrize("name", ["7.0/0/{}.out", "7.0.{}.out"], ids=["new", "old"])
-def test_a_task_that_came_to_no_log_is_quoted(name: str, tmp_path: Path) -> None:
+def test_a_task_that_came_to_no_log_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "7.0" / "0").mkdir(parents=True)
     (tmp_path / "7.out").write_text("the script's own\n")
-    (tmp_path / name.format(2)).write_text("no such module\n")
-    (tmp_path / name.format(10)).write_text("later\n")
+    (tmp_path / "7.0" / "0" / "2.out").write_text("no such module\n")
+    (tmp_path / "7.0" / "0" / "10.out").write_text("later\n")
     assert job_exit.find_error(tmp_path, "7.0") == "no such module"

@@ -264,7 +264,7 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
 
 def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
     """A shell command that leaves a rank's error as `launchers.slurm.job` does."""
-    content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0}
+    content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0, "plain": False}
     said = json.dumps(content | {"text": 'x "code": 2, y'})
     return f'echo {shlex.quote(said)} >{ATTEMPT}/0/{code}{node}.error"'
 

@@ -27,12 +27,6 @@ def test_invalid_lines_are_skipped(lines: bytes | None, steps: list[int], tmp_pa
     assert [record["step"] for record in read_records(file)] == steps
 
 
-def test_former_keys_are_renamed(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "life": 2}\n')
-    assert read_records(file) == [{"step": 1, "attempt": 2}]
-
-
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +388,49 @@ def test_a_run_yaml_that_was_cut_anywhere_is_recognised() -> None:
     for end in range(len("---\n") + 1, len(text), 37):
         with pytest.raises(ConfigError, match=r"run.yaml can't be read"):
             parse_attempts(text[:end], "x")
+
+
+CHANGES = [
+    pytest.param(lambda d: d.update(life=d.pop("attempt")), "it has no 'attempt'", id="key"),
+    pytest.param(lambda d: d["config"]["training"].update(row=1), "it has a setting training.row", id="setting"),
+    pytest.param(lambda d: d["science"].update({"training.row": 1}), "it has a setting training.row", id="science"),
+]
+
+
+@pytest.mark.parametrize(("change", "difference"), CHANGES)
+@pytest.mark.parametrize(
+    ("code", "commit"),
+    [
+        pytest.param({"commit": "ab" * 20, "diff": None}, "commit abababababab, or", id="commit"),
+        pytest.param({"commit": "ab" * 20, "diff": "x"}, "commit abababababab and the diff in env.json, or", id="diff"),
+        pytest.param({"commit": "$(x)", "diff": None}, "the commit that wrote it, or", id="no-hash"),
+        pytest.param(None, "the commit that wrote it, or", id="no-env"),
+    ],
+)
+def test_a_run_of_another_commit_names_the_commit_that_reads_it(
+    change: Callable[[dict[str, Any]], None], difference: str, code: dict[str, Any] | None, commit: str
+) -> None:
+    run = tiny()
+    lived(run)
+    directory = Path(run.directory)
+    (document,) = yaml.safe_load_all((directory / "run.yaml").read_text())
+    change(document)
+    (directory / "run.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    (directory / "env.json").write_text(json.dumps({"code": code}))
+    with pytest.raises(ConfigError) as error:
+        begin_attempt(run)
+    assert f"another commit of titan wrote run.yaml ({difference}); read it with {commit}" in str(error.value)
+
+
+def test_settings_of_a_users_own_class_are_no_other_commits() -> None:
+    lived(run := tiny())
+    text = (Path(run.directory) / "run.yaml").read_text()
+    (document,) = yaml.safe_load_all(text)
+    document["config"]["optimizer"]["extra"] = document["science"]["optimizer.extra"] = 1
+    with pytest.raises(ConfigError, match=r"it has a setting optimizer\.extra"):
+        parse_attempts(yaml.safe_dump(document), "x")
+    document["science"]["optimizer"] = "mine.Optimizer"
+    assert parse_attempts(yaml.safe_dump(document), "x") == [document]
 
 
 def test_a_report_in_a_directory_is_neither_foreign_nor_a_run(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from launchers.composer import Composer
 from titan.config import modules
 from titan.run import compose
-from titan.run.axes import translate_overrides
 from titan.run.hydra_choices import check_optional
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import Session, compose_config
@@ -33,7 +32,7 @@ def _composer(folders: str) -> Composer:
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
     """Return the run of a list of overrides; of Hydra's node, it takes the run's directory only."""
-    lines = [o for o in translate_overrides(overrides) if not o.startswith(DIRECTORY)]
+    lines = [o for o in overrides if not o.startswith(DIRECTORY)]
     directories = [o.removeprefix(DIRECTORY) for o in overrides if o.startswith(DIRECTORY)]
     if any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
         return compose.compose_run(overrides, ranks, elsewhere)

@@ -157,7 +157,7 @@ def swept(directory: Path, asked: SweepSpec, points: Mapping[str, tuple[str, ...
     """
     directory.mkdir(parents=True, exist_ok=True)
     ledger.write_spec(directory, asked)
-    there = {"event": "point", "steps": 40, "devices": 1}
+    there = {"event": "point", "steps": 40, "devices": 1, "asked": ""}
     ledger.add_events(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
     ledger.add_events(directory, *events)
 

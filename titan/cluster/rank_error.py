@@ -2,7 +2,7 @@
 
 A rank writes the file, and so does the supervisor of a rank that a signal killed. The launcher that started the ranks
 reads it, and under Slurm also the batch script (`launchers.slurm.script`), which matches the keys in their order, one
-line per file. Files of older versions lack some of the keys.
+line per file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 from titan.console.text import sanitize_lines
 from titan.errors import ConfigError, RunError, describe_machine_error
@@ -87,18 +88,11 @@ def read(file: Path) -> RankError | None:
     """Return the error in a file; None if the file is corrupt or holds no text."""
     try:
         content = untrusted.parse_object(untrusted.read_regular_file(file))
-        for name, kind in _REQUIRED.items():
+        for name, kind in get_type_hints(RankError).items():
             untrusted.check_type(content[name], kind, name)
-        for name, kind in _OPTIONAL.items():
-            untrusted.check_type(content.get(name, kind()), kind, name)
-    except (OSError, ValueError, KeyError):
+        return RankError(**content) if content["text"].strip() else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    values = {name: content[name] for name in (*_REQUIRED, *_OPTIONAL) if name in content}
-    return RankError(**values) if content["text"].strip() else None
-
-
-_REQUIRED: dict[str, type] = {"time": float, "rank": int, "text": str}
-_OPTIONAL: dict[str, type] = {"lost": bool, "killed": bool, "node": str, "code": int, "plain": bool}
 
 
 def find_first_cause(errors: Iterable[RankError | None]) -> RankError | None:

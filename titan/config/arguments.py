@@ -20,7 +20,6 @@ from hydra.errors import HydraException
 import titan
 from titan.config import settings
 from titan.config.settings import MISSING, suggest_nearest
-from titan.config.warning import warn_once
 from titan.errors import ConfigError
 
 T = TypeVar("T")
@@ -35,15 +34,11 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
     """
     hints = typing.get_type_hints(cls)
     fields = {_format_key(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
-    former = {field.metadata["formerly"]: key for key, field in fields.items() if field.metadata.get("formerly")}
     values: dict[str, Any] = {}
     for argument in argv:
         key, equals, text = argument.partition("=")
         if not equals or not key:
             raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
-        if key in former:
-            warn_once(f"{key}: this setting is now called {former[key]}; use that name.")
-            key = former[key]
         if key not in fields:
             raise ConfigError(f"{argument}: there is no such setting{suggest_nearest(key, fields)}")
         if fields[key].name in values:

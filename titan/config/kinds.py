@@ -6,9 +6,6 @@ frozen: it is the first path of the class. The kind of a user's class is its dot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 PATHS: dict[str, str] = {
     "titan.dataset.schema.Chat": "titan.dataset.schema.Chat",
     "titan.dataset.schema.Hub": "titan.dataset.schema.Hub",
@@ -35,38 +32,11 @@ PATHS: dict[str, str] = {
 }
 """The present dotted path of each kind. Moving a class changes the right side of its line, never the left."""
 
-FORMER_VALUES: dict[str, tuple[str, str]] = {
-    "titan.schedule.Cosine": ("training.schedule", "cosine"),
-    "titan.schedule.Linear": ("training.schedule", "linear"),
-    "titan.schedule.WSD": ("training.schedule", "wsd"),
-}
-"""Kinds that were a value of a setting before they were classes: ids hash that setting and value."""
-FORMER_DEFAULTS = {"training.schedule": "wsd"}
-"""The defaults of those settings, which ids leave out."""
-
 
 def get_kind(cls: type) -> str:
     """Return the name of a class in ids and files."""
     path = f"{cls.__module__}.{cls.__qualname__}"
     return next((kind for kind, class_path in PATHS.items() if class_path == path), path)
-
-
-def build_id_entry(axis: str, cls: type) -> dict[str, str]:
-    """Return what ids hash for the class that was chosen on an axis, by the name of the setting."""
-    name, value = FORMER_VALUES.get(get_kind(cls), (axis, get_kind(cls)))
-    return {} if FORMER_DEFAULTS.get(name) == value else {name: value}
-
-
-def find_kind_in_ids(axis: str, science: Mapping[str, Any]) -> str | None:
-    """Return the kind that was chosen on an axis, from a run's science settings; None where they leave it out."""
-    matches = (
-        kind for kind, (name, value) in FORMER_VALUES.items() if science.get(name) == value and _get_axis(kind) == axis
-    )
-    return science.get(axis) or next(matches, None)
-
-
-def _get_axis(kind: str) -> str:
-    return kind.split(".")[1]
 
 
 def get_class_path(name: str) -> str:

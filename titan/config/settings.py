@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import get_class_path
-from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError, find_own_code_error
 
@@ -56,7 +55,6 @@ def setting(
     words: tuple[str, ...] = (),
     in_ids: bool = True,
     any_text: bool = False,
-    formerly: str | None = None,
     later: bool = False,
     hashed: bool = True,
 ) -> Any:
@@ -71,8 +69,6 @@ def setting(
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
         in_ids: False when no id depends on it: requests to a scheduler, and names of a run.
         any_text: whether a text may be empty, long and have several lines.
-        formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay;
-            a dotted one is of another axis.
         later: whether files and digests leave it out while it has its default, as those from before it was added do.
         hashed: False where its values have no hash, as mappings, and instances of the schema need one.
     """
@@ -85,7 +81,6 @@ def setting(
         "limits": {k: v for k, v in limits.items() if v is not None},
         "cap": cap,
         "any_text": any_text,
-        "formerly": formerly,
         "later": later,
     }
     return dataclasses.field(default=default, metadata=metadata, hash=None if hashed else False)
@@ -140,7 +135,6 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
         ConfigError: as `build`, except for missing values.
     """
     fields, hints = _list_fields(cls), _read_type_hints(cls)
-    data = _replace_former_keys(data, fields, path)
     for key in data:
         if key not in fields:
             field_path = _join_path(path, str(key))
@@ -165,28 +159,6 @@ def _suggest_target(cls: type) -> str:
     """Return a sentence for settings of a class that was not named."""
     abstract = getattr(getattr(cls, "build", None), "__isabstractmethod__", False)
     return " A class of your own is named by _target_." if abstract else ""
-
-
-def _replace_former_keys(
-    data: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]], path: str
-) -> Mapping[str, Any]:
-    """Replace former keys in `data`; warn of one beside the schema's default, which a user's file must have added.
-
-    Raises:
-        ConfigError: when the present key has a value too that is not the default.
-    """
-    former = {f.metadata["formerly"]: name for name, f in fields.items() if f.metadata.get("formerly") in data}
-    renamed = {key: value for key, value in data.items() if key not in former}
-    for old, new in former.items():
-        typed, present = f"{_join_path(path, old)}={format_value(data[old])}", _join_path(path, new)
-        if new in data and data[new] not in (to_plain(fields[new].default), data[old]):
-            raise ConfigError(
-                f"{typed}: is the former name of {present}, which is {format_value(data[new])}; leave one out."
-            )
-        if new in data:
-            warn_once(f"{typed}: this setting is now called {present}; use that name.")
-        renamed[new] = data[old]
-    return renamed
 
 
 @functools.cache

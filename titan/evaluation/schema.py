@@ -75,12 +75,8 @@ class Task:
 class Evaluation:
     """What a run measures of its weights while it trains, and how often."""
 
-    every: int = setting(
-        50, "steps between evaluations; 0: only at the end", at_least=0, formerly="metrics.validate_every"
-    )
-    tokens: int = setting(
-        16384, "tokens of each source's evaluation set; 0: none", at_least=0, formerly="metrics.validation_tokens"
-    )
+    every: int = setting(50, "steps between evaluations; 0: only at the end", at_least=0)
+    tokens: int = setting(16384, "tokens of each source's evaluation set; 0: none", at_least=0)
     sets: Mapping[str, ValidationSet] | None = setting(None, "files of text, by names that you choose")
     tasks: Mapping[str, Task] | None = setting(None, "tasks with items from files, by names that you choose")
     ema: float | None = setting(

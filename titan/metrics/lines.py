@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from titan.files.renamed_keys import rename_keys
 from titan.files.untrusted import check_type, parse_object, read_regular_file
 
 _VALUE_TYPES: dict[str, Any] = {
@@ -38,7 +37,7 @@ def _parse_record(line: str) -> dict[str, Any]:
     Raises:
         ValueError: when it is not a JSON object, or its values have other types.
     """
-    record = rename_keys(parse_object(line))
+    record = parse_object(line)
     for name, kind in _VALUE_TYPES.items():
         check_type(record.get(name, 0), kind, name)
     return record

@@ -77,7 +77,6 @@ class Precision:
         "type of the matmuls of linear layers and experts; compute: as precision.compute; float8: per-tensor scaling; "
         "float8_rowwise: per-row scaling; float8_rowwise_hp: the same, with weight gradients in precision.compute; "
         "mxfp8: one scale per 32 elements",
-        formerly="products",
     )
     skip: tuple[str, ...] = setting(
         ("head",),
@@ -87,7 +86,6 @@ class Precision:
         0,
         "linear layers and experts with fewer inputs or outputs on a rank stay in precision.compute",
         at_least=0,
-        formerly="smallest",
     )
     float8_gather: bool = setting(
         True,

@@ -24,8 +24,7 @@ from titan.files.untrusted import parse_object, read_regular_file
 from titan.report import columns
 from titan.report.columns import MetricsFile, StepColumns
 from titan.report.findings import FailedRun, State
-from titan.run import axes
-from titan.run.directory import describe_hook_end, is_locked, read_attempts, read_result
+from titan.run.directory import ENVIRONMENT, describe_hook_end, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
@@ -229,9 +228,8 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
         lines = "1 line" if metrics.corrupt_lines == 1 else f"{metrics.corrupt_lines} lines"
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
-    typed_overrides = trial.overrides if trial else documents[-1].get("overrides") or ()
-    overrides = tuple(axes.translate_overrides(typed_overrides, warn=False))
-    environment = _read_json(directory / "env.json")
+    overrides = tuple(trial.overrides if trial else documents[-1].get("overrides") or ())
+    environment = _read_json(directory / ENVIRONMENT)
     device, host = environment.get("device"), environment.get("host")
     device_info = device if isinstance(device, dict) else {}
     corruption_notes, host_name = tuple(corruption), host if isinstance(host, str) else ""

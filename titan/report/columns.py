@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.files.renamed_keys import rename_keys
 from titan.report.findings import Numbers
 
 KEYS = (
@@ -109,7 +108,6 @@ class _MetricsReader:
 
     def add_records(self, records: Sequence[Any]) -> None:
         """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
-        records = [rename_keys(record) for record in records]
         if not all(map(_is_valid_record, records)):
             raise ValueError("not a line of metrics.jsonl")
         step_records = [r for r in records if "step" in r]

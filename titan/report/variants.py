@@ -10,7 +10,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from titan.config import kinds
 from titan.config.settings import format_value, to_plain
 from titan.errors import ConfigError
 from titan.report.collect import RawRun, format_setting
@@ -99,7 +98,7 @@ def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
     values = {name: value for name, value in flatten_config(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
-    values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.find_kind_in_ids(axis, science))}
+    values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}

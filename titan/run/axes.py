@@ -1,16 +1,15 @@
-"""The axes' schemas, and the former names of their settings."""
+"""The axes' schemas, and the names of their settings."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from titan.config import renamed_settings, settings
-from titan.config.settings import format_value
+from titan.config.kinds import PATHS
 from titan.dataset.schema import KINDS, Dataset
-from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
@@ -35,61 +34,27 @@ PLUGGABLE: dict[str, dict[str, Any]] = {
 """Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A user's own
 kind takes the settings that all kinds share from `/schema/AXIS/base`."""
 
-CHOICES = {"training.schedule": "schedule"}
-"""Former settings that are the choice on an axis now."""
 
+def find_unknown_setting(config: Mapping[str, Any], science: Mapping[str, Any]) -> str | None:
+    """Return the first setting of a recorded run that no schema has; None where all are known.
 
-def translate_overrides(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
-    """Return overrides with the present names of settings; warn of former ones."""
-    return renamed_settings.rename_overrides(overrides, _collect_former_keys(), warn=warn)
-
-
-def translate_key(key: str) -> str:
-    """Return the present name of a setting that a file names, such as `precision.matmuls`."""
-    return renamed_settings.find_present_key(key, _collect_former_keys())
-
-
-def translate_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document of run.yaml with the present names of settings, and with choices on axes that it lacks."""
-    config, science, choices = document["config"], document["science"], document.get("choices") or {}
-    overrides = document.get("overrides") or []
-    present = renamed_settings.rename_config(config, _collect_former_keys())
-    for old, axis in renamed_settings.find_moved_keys(config, CHOICES).items():
-        choice = str(renamed_settings.get_value(config, old))
-        defaults = settings.collect_defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
-        moved = {name: value for name, value in present.get(axis, {}).items() if name in defaults}
-        present, choices = {**present, axis: {**defaults, **moved}}, {**choices, axis: choice}
-        # settings that the choice ignored were part of the ids, and are none of its class
-        science = {key: v for key, v in science.items() if _has_setting(defaults, axis, key)}
-        overrides = [o for o in overrides if _has_setting(defaults, axis, o.partition("=")[0].lstrip("+"))]
-    translated = {"overrides": overrides, "choices": choices}
-    return {**document, "config": present, "science": science, **{k: v for k, v in translated.items() if v}}
-
-
-def _has_setting(defaults: Mapping[str, Any], axis: str, key: str) -> bool:
-    """Return whether a dotted key, present or former, is of another axis or one of the known settings of this one."""
-    group, _, name = translate_key(key).partition(".")
-    return group != axis or not name or name in defaults
-
-
-def move_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Hydra composed with the settings of configuration files that moved to another axis there.
-
-    Raises:
-        ConfigError: for a setting that became a choice, which files have to make otherwise.
+    Args:
+        config: the run's configuration, one mapping for each axis; settings of a user's own class are not compared.
+        science: its science settings by dotted name, with the class of an axis under the name of the axis.
     """
-    for old, new in renamed_settings.find_moved_keys(config, CHOICES).items():
-        choice = format_value(renamed_settings.get_value(config, old))
-        raise ConfigError(
-            f"{old}={choice}: a configuration file has a setting that is now called {new}; write `override "
-            f"/{new}: {choice}` in the defaults list there."
-        )
-    return renamed_settings.move_settings(config, _collect_former_keys(), settings.collect_defaults(Recipe))
+    keys = [f"{axis}.{name}" for axis, values in config.items() if isinstance(values, Mapping) for name in values]
+    setting_names = _collect_setting_names()
+    for key in (*keys, *science):
+        axis, _, name = key.partition(".")
+        is_of_own_class = science.get(axis, next(iter(PATHS))) not in PATHS
+        if axis in setting_names and not is_of_own_class and name.partition(".")[0] not in setting_names[axis]:
+            return key
+    return None
 
 
 @functools.cache
-def _collect_former_keys() -> dict[str, str]:
-    """The former keys of all axes."""
+def _collect_setting_names() -> dict[str, set[str]]:
+    """Return the names of the settings of each axis, over all its kinds; the empty name is its class."""
     declared = typing.get_type_hints(Recipe)
-    schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]
-    return renamed_settings.former_keys(schemas) | CHOICES
+    schemas = {axis: (declared[axis], *PLUGGABLE.get(axis, {}).values()) for axis in Recipe.axes()}
+    return {axis: {"", *(f.name for cls in kinds for f in dataclasses.fields(cls))} for axis, kinds in schemas.items()}

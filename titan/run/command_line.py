@@ -19,7 +19,6 @@ from hydra.errors import HydraException
 
 from titan.errors import ConfigError
 from titan.run import hydra_private
-from titan.run.axes import translate_overrides
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
@@ -48,11 +47,7 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
         args = argparse.Namespace(**vars(earlier_args))
     elif recorded:
         args = _parse_options([*recorded, *words])
-    args.overrides, args.resumed, args.typed = (
-        translate_overrides(args.overrides),
-        bool(resumed),
-        translate_overrides(typed),
-    )
+    args.resumed, args.typed = bool(resumed), typed
     args.multirun = args.multirun or _find_mode(args.overrides) == "MULTIRUN"
     _check_options(args)
     return args

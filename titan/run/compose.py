@@ -28,7 +28,7 @@ from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redact_nested
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_node, hydra_private
-from titan.run.axes import PLUGGABLE, move_settings, translate_overrides
+from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, drop_hydra_node
 from titan.run.paths import check_name
@@ -82,7 +82,6 @@ def _build_launcher_nodes() -> dict[str, DictConfig]:
 def compose_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the checked Run of a list of overrides; see `freeze_run`; raises `ConfigError`."""
     register_configs()
-    overrides = translate_overrides(overrides)
     with HydraErrors(overrides), Session():
         trusted = modules.list_trusted_packages(overrides)
         return freeze_run(compose_config(overrides), ranks=ranks, remote=remote, trusted=trusted)
@@ -153,7 +152,6 @@ def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
             OmegaConf.to_container(cfg.hydra.job.env_set),
         )
         content["cluster"]["environment"] = {**environment, **hydra_environment}  # type: ignore[dict-item]
-    content = move_settings(content)
     modules.check_modules(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
     if settings.is_foreign(content):

@@ -1,10 +1,11 @@
 """Read the files of a run's directory: run.yaml, result.json, metrics.jsonl and the lock. Free of torch.
 
-Whatever is in them is compared with the types that titan writes, and former names of keys are read under present ones.
+Whatever is in them is compared with the types that titan writes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
-from titan.files.renamed_keys import rename_keys
-from titan.run import axes
+from titan.run.axes import find_unknown_setting
 from titan.run.paths import foreign_files
 
-RUN, RESULT, METRICS, LOCK = "run.yaml", "result.json", "metrics.jsonl", ".lock"
+RUN, RESULT, METRICS, ENVIRONMENT, LOCK = "run.yaml", "result.json", "metrics.jsonl", "env.json", ".lock"
 """Names in a run's directory."""
 TAIL_BYTES = 1 << 16
 """How much of the end of metrics.jsonl is read for the last step."""
@@ -55,9 +55,8 @@ def read_attempts(directory: Path) -> list[dict[str, Any]]:
     file = directory / RUN
     if file.is_file():
         try:
-            return parse_attempts(
-                untrusted.read_regular_file(file).decode(errors="replace"), f"hydra.run.dir={directory}"
-            )
+            text = untrusted.read_regular_file(file).decode(errors="replace")
+            return parse_attempts(text, f"hydra.run.dir={directory}", directory)
         except OSError as error:
             raise _build_read_error(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
     foreign = foreign_files(p.name for p in directory.iterdir()) if directory.is_dir() else []
@@ -69,18 +68,19 @@ def read_attempts(directory: Path) -> list[dict[str, Any]]:
     return []
 
 
-def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
+def parse_attempts(text: str, label: str, directory: Path | None = None) -> list[dict[str, Any]]:
     """Return the documents in the text of a run.yaml.
 
     Args:
         text: the file's.
-        label: the setting that names its place, for messages.
+        label: the setting that names the file's folder, for messages.
+        directory: the run's, whose env.json names the commit that wrote it; None where there is none.
 
     Raises:
-        ConfigError: when it is not what `titan.run.records` writes.
+        ConfigError: when it is not what `titan.run.records` writes, or another commit of titan wrote it.
     """
     try:
-        documents = [rename_keys(document) for document in untrusted.parse_yaml(text) if document]
+        documents = [document for document in untrusted.parse_yaml(text) if document]
     except ValueError as error:
         raise _build_read_error(label, " ".join(str(error).split())[:100]) from error
     if text and not text.endswith("\n"):
@@ -89,10 +89,14 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
         try:
             _check_document(document, documents[0])
         except KeyError as error:
+            if "run_id" in document:  # the last key: nothing was cut
+                raise _build_commit_error(label, f"it has no {error}", directory) from error
             raise _build_read_error(label, f"its document {number} is not complete: it has no {error}") from error
         except ValueError as error:
             raise _build_read_error(label, f"its document {number} is not complete: {error}") from error
-    return [axes.translate_document(document) for document in documents]
+        if unknown_setting := find_unknown_setting(document["config"], document["science"]):
+            raise _build_commit_error(label, f"it has a setting {unknown_setting}", directory)
+    return documents
 
 
 def _check_document(document: Any, first: Any) -> None:
@@ -119,6 +123,23 @@ def _check_document(document: Any, first: Any) -> None:
 
 def _build_read_error(label: str, reason: str) -> ConfigError:
     return ConfigError(f"{label}: run.yaml can't be read ({reason}); repair it, or choose another name to start again.")
+
+
+def _build_commit_error(label: str, difference: str, directory: Path | None) -> ConfigError:
+    return ConfigError(
+        f"{label}: another commit of titan wrote run.yaml ({difference}); read it with {_describe_commit(directory)}, "
+        "or choose another name to start again."
+    )
+
+
+def _describe_commit(directory: Path | None) -> str:
+    """Return the commit that wrote a run, by its env.json."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if directory is not None:
+            code = untrusted.parse_object(untrusted.read_regular_file(directory / ENVIRONMENT))["code"]
+            if re.fullmatch(r"[0-9a-f]{40,64}", code["commit"]):
+                return f"commit {code['commit'][:12]}{' and the diff in env.json' if code['diff'] else ''}"
+    return "the commit that wrote it"
 
 
 def is_finished(directory: Path, steps: int = 0) -> bool:
@@ -160,7 +181,7 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError, KeyError: when its values are of other types.
     """
-    content = rename_keys(untrusted.parse_object(text))
+    content = untrusted.parse_object(text)
     untrusted.check_type(content["finished"], bool, "finished")
     untrusted.check_type(content["step"], int, "step")
     for name, value in content.items():
@@ -181,7 +202,7 @@ def read_last_steps(directory: Path) -> Iterator[dict[str, Any]]:
         return
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
-            record = rename_keys(untrusted.parse_object(line))
+            record = untrusted.parse_object(line)
             for name, kind in _STEP.items():
                 untrusted.check_type(record.get(name), kind | None, name)
             if "loss" in record:
@@ -194,7 +215,7 @@ def has_records(directory: Path, attempt: int) -> bool:
         metrics = (directory / METRICS).read_bytes().rstrip()
     except OSError:
         return False
-    return any(metrics.endswith(b'"%s": %d}' % (name, attempt)) for name in (b"attempt", b"life"))
+    return metrics.endswith(b'"attempt": %d}' % attempt)
 
 
 def is_locked(directory: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
-from titan.config import kinds, renamed_settings
+from titan.config import kinds
 from titan.config.settings import to_plain
 from titan.console.text import redact_nested
 from titan.hooks.schema import Hook
@@ -34,6 +34,22 @@ SCIENCE = ("model", "dataset", "optimizer", "schedule", "training", "precision")
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = "titan-code.json"
 """In a launcher's copy of the code: the file with the commit and diff of the checkout that was copied."""
+DIGEST_NAMES = {
+    "schedule.warmup": "training.warmup",
+    "schedule.decay": "training.decay",
+    "schedule.final_lr": "training.final_lr",
+    "precision.matmuls": "precision.products",
+    "precision.min_size": "precision.smallest",
+    "evaluation.every": "metrics.validate_every",
+    "evaluation.tokens": "metrics.validation_tokens",
+}
+"""The names under which ids hash these settings: frozen, as the kinds are."""
+DIGEST_SCHEDULES: dict[str, dict[str, str]] = {
+    "titan.schedule.Cosine": {"training.schedule": "cosine"},
+    "titan.schedule.Linear": {"training.schedule": "linear"},
+    "titan.schedule.WSD": {},
+}
+"""What ids hash for these kinds of schedules; for others, their names under `schedule`."""
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
 
 
@@ -57,7 +73,7 @@ def select_settings(run: Run, *, science: bool) -> dict[str, Any]:
     for axis in run.axes():
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
-            settings |= kinds.build_id_entry(axis, type(value))
+            settings[axis] = kinds.get_kind(type(value))
         settings |= _select_differing(axis, value, default, science)
     return settings | _select_hook_settings(run.hooks or {}, science)
 
@@ -78,7 +94,7 @@ def _select_differing(path: str, value: Any, default: bool, science: bool) -> di
         if not field.metadata.get("in_ids", True):
             continue
         if (default if mark is None else mark) == science and setting != field.default:
-            settings[renamed_settings.build_former_key(path, field)] = redact_nested(to_plain(setting))
+            settings[f"{path}.{field.name}"] = redact_nested(to_plain(setting))
     return settings
 
 
@@ -109,9 +125,8 @@ def compute_ids(run: Run, science: Mapping[str, Any]) -> Ids:
     """Return the ids of a run whose `collect_science` is `science`."""
     group = {k: v for k, v in science.items() if k != "training.seed"}
     execution = select_settings(run, science=False) | run.layout.degrees()
-    return Ids(
-        compute_digest(science), compute_digest(group), compute_digest(execution), compute_digest(describe_code(run))
-    )
+    science_id, group_id, execution_id = map(_compute_settings_digest, (science, group, execution))
+    return Ids(science_id, group_id, execution_id, compute_digest(describe_code(run)))
 
 
 def compute_trial_id(run: Run) -> str:
@@ -119,12 +134,12 @@ def compute_trial_id(run: Run) -> str:
 
     The data's digest is not in it: the data need not be prepared yet.
     """
-    return compute_digest(_select_trial_settings(run) | {"devices": run.layout.degrees()})
+    return _compute_settings_digest(_select_trial_settings(run) | {"devices": run.layout.degrees()})
 
 
 def compute_portable_trial_id(run: Run) -> str:
     """Return the id of a trial on any machines: as `point`, without the degrees that follow from the machines."""
-    return compute_digest(_select_trial_settings(run))
+    return _compute_settings_digest(_select_trial_settings(run))
 
 
 def _select_trial_settings(run: Run) -> dict[str, Any]:
@@ -132,6 +147,15 @@ def _select_trial_settings(run: Run) -> dict[str, Any]:
     if run.compile_why:  # the setting is "auto", whatever follows from it on this machine
         execution.pop("compile.scope", None)
     return select_settings(run, science=True) | execution | {"device": run.cluster.device}
+
+
+def _compute_settings_digest(settings: Mapping[str, Any]) -> str:
+    """Return the digest of settings under their frozen names."""
+    hashed = {DIGEST_NAMES.get(name, name): value for name, value in settings.items()}
+    if (schedule := settings.get("schedule")) in DIGEST_SCHEDULES:
+        del hashed["schedule"]
+        hashed |= DIGEST_SCHEDULES[schedule]
+    return compute_digest(hashed)
 
 
 def compute_digest(value: Any) -> str:

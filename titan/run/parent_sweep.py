@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan.files import untrusted
-from titan.run.axes import translate_key
 from titan.run.run import Run
 
 REPEATS = ("training.seed", "training.repeat")
@@ -36,7 +35,7 @@ def find_parent_sweep(run: Run) -> ParentSweep | None:
         untrusted.check_type(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
     except (OSError, ValueError):
         return None
-    names = {translate_key(name) for name in varied} - set(REPEATS)
+    names = varied.keys() - set(REPEATS)
     override_values = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
     return ParentSweep(
         folder.name, " ".join(f"{name}={override_values[name]}" for name in sorted(names & override_values.keys()))

@@ -17,7 +17,7 @@ import yaml
 from titan.console.text import redact_nested
 from titan.files.atomic import write_atomic
 from titan.run import hydra_private, identity, own_code, prediction
-from titan.run.directory import RUN, read_attempts
+from titan.run.directory import ENVIRONMENT, RUN, read_attempts
 from titan.run.lock import build_write_error
 from titan.run.run import Run, as_config
 
@@ -36,7 +36,7 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
         for name, content in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_atomic(directory / name, hydra_private.dump_yaml(content))
-        write_atomic(directory / "env.json", json.dumps(redact_nested(_describe_environment(run)), indent=1))
+        write_atomic(directory / ENVIRONMENT, json.dumps(redact_nested(_describe_environment(run)), indent=1))
         # last: what fails before it leaves the run as it was
         write_attempts(directory, [*earlier, redact_nested(_build_document(run, attempt, science))])
     except OSError as error:
@@ -102,7 +102,7 @@ def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
 def clear_attempt(run: Run) -> None:
     """Remove what an attempt wrote that is not recorded."""
     directory = Path(run.directory)
-    for name in (RUN, "env.json"):
+    for name in (RUN, ENVIRONMENT):
         (directory / name).unlink(missing_ok=True)
     for name in ("log", "debug", "profile", *{file.partition("/")[0] for file in run.hydra}):
         shutil.rmtree(directory / name, ignore_errors=True)

@@ -8,12 +8,10 @@ from typing import Any
 
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import CheckpointCandidate
-from titan.config.kinds import FORMER_DEFAULTS
 from titan.config.settings import format_value
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run import identity
-from titan.run.axes import translate_key
 from titan.run.directory import RUN
 from titan.run.lineage import count_rows_read
 from titan.run.run import Run, as_config
@@ -67,19 +65,14 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Raise ConfigError that names the settings that differ, if any do."""
     if differ:
-        last_values, new_values = _collect_values(last["config"], last["science"]), _collect_values(as_config(run), new)
-        names = [translate_key(key) for key in differ]
+        last_values = {**flatten_config(last["config"]), **last["science"]}
+        new_values = {**flatten_config(as_config(run)), **new}
         differences = "; ".join(
-            f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in names
+            f"{k} was {format_value(last_values.get(k))}, now {format_value(new_values.get(k))}" for k in differ
         )
         raise ConfigError(
             f"{_name_setting(run)}: holds another experiment ({differences}); choose another name for this one."
         )
-
-
-def _collect_values(config: Mapping[str, Any], science: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {translate_key(key): value for key, value in FORMER_DEFAULTS.items()}
-    return defaults | flatten_config(config) | {translate_key(key): value for key, value in science.items()}
 
 
 def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:

@@ -40,14 +40,12 @@ class Schedule:
         "steps in which the learning rate rises from zero; auto: a tenth of them, 2,000 at most",
         words=("auto",),
         at_least=0,
-        formerly="training.warmup",
     )
     final_lr: float = setting(
         0.0,
         "learning rate at the end, as a share of optimizer.lr",
         at_least=0,
         at_most=1,
-        formerly="training.final_lr",
     )
     weight_decay_shape: Literal["constant", "lr", "linear", "cosine"] = setting(
         "constant",
@@ -139,9 +137,7 @@ class Schedule:
 class WSD(Schedule):
     """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): a plateau, then a linear fall."""
 
-    decay: float = setting(
-        0.2, "share of the steps in which it falls at the end", at_least=0, at_most=1, formerly="training.decay"
-    )
+    decay: float = setting(0.2, "share of the steps in which it falls at the end", at_least=0, at_most=1)
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return 1 until the last `decay` of the steps; the step after the last would have `final_lr`."""

@@ -113,9 +113,8 @@ def find_bad_nodes(folder: Path, times: int) -> list[str]:
 
 def _list_rank_files(folder: Path, attempt: str, kind: str) -> list[Path]:
     """Return the files of a kind that the ranks of an attempt of a job have written, by rank."""
-    rank_files = [*folder.glob(f"{attempt}/*/*.{kind}"), *folder.glob(f"{attempt}.*.{kind}")]
-    ranks = ((file.stem.rpartition(".")[2], file) for file in rank_files)
-    return [file for _, file in sorted((int(rank), file) for rank, file in ranks if rank.isdecimal())]
+    rank_files = (file for file in folder.glob(f"{attempt}/*/*.{kind}") if file.stem.isdecimal())
+    return sorted(rank_files, key=lambda file: int(file.stem))
 
 
 def _find_kills(output: Path) -> tuple[str | None, str | None]:

@@ -27,7 +27,6 @@ import yaml
 
 from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
-from titan.run.axes import translate_key
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
 from titan.sweep import job_exit
 
@@ -74,7 +73,7 @@ class TrialState:
         jobs: all job numbers of its last submission: several where jobs are chained.
         steps, devices: of its run.
         lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
-        asked: see `titan.run.identity.compute_portable_trial_id`; empty in a ledger that an older titan wrote.
+        asked: see `titan.run.identity.compute_portable_trial_id`.
     """
 
     id: str
@@ -141,8 +140,8 @@ def _parse_spec(directory: Path) -> SweepSpec:
     untrusted.check_type(content, dict[str, Any], "it")
     for name, kind in _SPEC_TYPES.items():
         untrusted.check_type(content.get(name), kind, name)
-    axes = {translate_key(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
-    baseline = {translate_key(k): str(v) for k, v in (content.get("baseline") or {}).items()}
+    axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
+    baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
     return SweepSpec(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
 
@@ -226,7 +225,7 @@ def _parse_event(directory: Path, line: str) -> dict[str, Any]:
 
 
 _EVENT_TYPES: dict[str, dict[str, Any]] = {
-    "point": {"id": str, "directory": str, "overrides": list[str], "steps": int, "devices": int},
+    "point": {"id": str, "directory": str, "overrides": list[str], "steps": int, "devices": int, "asked": str},
     "sending": {"token": str, "points": list[str], "time": float},
     "sent": {"jobs": dict[str, list[str]]},
     "unsent": {"points": list[str], "reason": str | None},
@@ -266,7 +265,7 @@ def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], direct
     if kind == "point":
         run_directory = os.path.abspath(directory / event["directory"])
         trial = trials.get(event["id"], TrialState(event["id"], run_directory, tuple(event["overrides"]), "planned"))
-        trial_fields = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
+        trial_fields = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event["asked"]}
         trials[trial.id] = replace(trial, **trial_fields)
         return
     for name in _list_trial_ids(event):

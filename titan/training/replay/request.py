@@ -23,7 +23,6 @@ from titan.evaluation.schema import Evaluation
 from titan.metrics.schema import Metrics
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.run.axes import translate_overrides
 from titan.run.directory import RUN, read_attempts
 from titan.run.lineage import count_rows_read, find_parent
 from titan.run.run import Run
@@ -154,7 +153,7 @@ def build_command(
         excluded: beginnings of the attempt's own overrides that are not repeated.
     """
     user_overrides = [o.lstrip("+") for o in overrides]
-    run_overrides = translate_overrides(document.get("overrides") or (), warn=False)
+    run_overrides = document.get("overrides") or ()
     repeated = [o for o in run_overrides if not o.lstrip("+").startswith(excluded) or o.startswith(INCLUDED_OVERRIDES)]
     same_layout = _fits_machine(document) and not any(o.startswith(("parallelism=", "cluster")) for o in user_overrides)
     notes = []
