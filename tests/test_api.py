@@ -49,8 +49,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> api.Result:
 
 
 def test_it_imports_without_torch(tmp_path: Path) -> None:
-    read = "import sys; from titan import api; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    assert python(tmp_path, "-c", read) == "False False\n"
+    read = "import sys; from titan import api; print('torch' in sys.modules)"
+    assert python(tmp_path, "-c", read) == "False\n"
 
 
 @pytest.mark.full

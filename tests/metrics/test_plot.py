@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from tests.support.tiers import full
 from titan.console.numbers import format_tokens
 from titan.metrics.lines import read_records
-from titan.metrics.plot import extract_curve, plot_losses, smooth_values
+from titan.metrics.plot import extract_curve, plot_losses, thin_curve
 
+SVG = "http://www.w3.org/2000/svg"
 LINES: list[dict[str, Any]] = [
     {"step": 1, "tokens": 2048, "loss": 8.0, "rows": [1, 2]},
     {"step": 2, "tokens": 4096, "loss": 7.0},
@@ -55,10 +58,16 @@ def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -
     ],
 )
 def test_draws_a_picture(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    file, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    file, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plot_losses(file, png) == png
-    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5_000
+    assert plot_losses(file, picture) == picture
+    text = picture.read_text()
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{{{SVG}}}svg" and "nan" not in text
+    words = " ".join(element.text or "" for element in root.iter(f"{{{SVG}}}text"))
+    assert "loss (nats per token)" in words and "tokens" in words
+    assert ("training" in words) == any("loss" in line for line in lines)
+    assert ("validation, last 7.500" in words) == any(line.get("validation_loss") == 7.5 for line in lines)
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "event": "start"}\n'], ids=["missing", "empty", "no-loss"])
@@ -66,23 +75,19 @@ def test_nothing_to_draw(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "metrics.jsonl"
     if text is not None:
         file.write_text(text)
-    assert plot_losses(file, tmp_path / "loss.png") is None
-    assert not (tmp_path / "loss.png").exists()
+    assert plot_losses(file, tmp_path / "loss.svg") is None
+    assert not (tmp_path / "loss.svg").exists()
 
 
-def test_without_matplotlib(metrics_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert plot_losses(metrics_file, tmp_path / "loss.png") is None
-
-
-@given(slope=st.floats(-1, 1), count=st.integers(1, 60), span=st.integers(1, 30))
-def test_smoothing_keeps_straight_lines(slope: float, count: int, span: int) -> None:
-    line = [slope * i + 3 for i in range(count)]
-    assert smooth_values(line, span) == pytest.approx(line, abs=1e-9)
-
-
-def test_smoothing_averages() -> None:
-    assert smooth_values([0, 0, 9, 0, 0], 3) == [0, 3, 3, 3, 0]
+def test_marks_above_the_axis_are_at_its_upper_end(tmp_path: Path) -> None:
+    lines = [{"step": s, "tokens": 64 * s, "loss": 3.0 + s / 1000} for s in range(1, 401)]
+    lines[200] |= {"loss": 90.0, "spike": 3.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
+    text = (tmp_path / "loss.svg").read_text()
+    (mark,) = re.findall(r'class="marks spikes" d="M([\d.]+) ([\d.]+)l', text)
+    (top,) = {float(y) for y in re.findall(r'<rect x="70" y="(\d+)"', text)}
+    assert float(mark[1]) == top and "spikes, 1" in text and "mean over 8 steps" in text
 
 
 @pytest.mark.parametrize(
@@ -90,3 +95,19 @@ def test_smoothing_averages() -> None:
 )
 def test_short(count: float, text: str) -> None:
     assert format_tokens(count) == text
+
+
+@given(steps=st.integers(1, 3000), points=st.integers(2, 400), share=st.floats(0, 0.2))
+def test_thinning_keeps_a_straight_line(steps: int, points: int, share: float) -> None:
+    x = np.arange(steps, dtype=float)
+    kept, values = thin_curve(x, 3 - 0.5 * x, points, share)
+    assert 1 <= len(kept) <= points and kept[0] == 0 and kept[-1] >= (1 - share) * (steps - 1) - 1
+    assert np.allclose(values, 3 - 0.5 * kept)
+
+
+def test_thinning_leaves_out_what_is_not_finite_and_smooths() -> None:
+    noisy = np.where(np.arange(1000) % 2, 1.0, -1.0)
+    noisy[500] = np.nan
+    _, values = thin_curve(np.arange(1000.0), noisy, 100, 0.1)
+    assert np.isfinite(values).all() and np.abs(values[10:]).max() < 0.05
+    assert thin_curve(np.arange(3.0), np.full(3, np.nan))[0].size == 0

@@ -72,7 +72,7 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     write_lines(tmp_path / "run", lines)
     assert select_spikes(read_metrics(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
     write_lines(tmp_path, [{k: v for k, v in line.items() if k != "spike"} for line in lines])
-    pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.png") for folder in (tmp_path, tmp_path / "run")]
+    pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.svg") for folder in (tmp_path, tmp_path / "run")]
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]
     assert plain != spiked
     (raw,) = collect.collect_runs([tmp_path / "run"]).runs

@@ -13,10 +13,11 @@ import yaml
 
 from tests.support import shown_report
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
+from titan.metrics import svg
 from titan.report.collect import collect_runs, format_setting
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
-from titan.report.render import sentences, svg, table
+from titan.report.render import sentences, table
 from titan.sweep import job_exit
 from titan.sweep.ledger import SweepSpec
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from tests.support import shown_report
 from titan.console.numbers import format_tick
+from titan.metrics import svg
+from titan.metrics.svg import Scale
 from titan.report.findings import Comparison
-from titan.report.render import bars, charts, curves, svg
+from titan.report.render import bars, charts, curves
 from titan.report.render import pareto as front
 from titan.report.render.pareto import ParetoSpot
-from titan.report.render.svg import Scale
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -57,22 +58,6 @@ def test_labels_do_not_overlap(wanted: list[float], height: float) -> None:
 
 def test_a_lone_label_stands_at_its_line() -> None:
     assert svg.spread_boxes([100.0], [20.0], 0, 300) == [90.0]
-
-
-@given(steps=st.integers(1, 3000), points=st.integers(2, 400), share=st.floats(0, 0.2))
-def test_thinning_keeps_a_straight_line(steps: int, points: int, share: float) -> None:
-    x = np.arange(steps, dtype=float)
-    kept, values = curves.thin_curve(x, 3 - 0.5 * x, points, share)
-    assert 1 <= len(kept) <= points and kept[0] == 0 and kept[-1] >= (1 - share) * (steps - 1) - 1
-    assert np.allclose(values, 3 - 0.5 * kept)
-
-
-def test_thinning_leaves_out_what_is_not_finite_and_smooths() -> None:
-    noisy = np.where(np.arange(1000) % 2, 1.0, -1.0)
-    noisy[500] = np.nan
-    _, values = curves.thin_curve(np.arange(1000.0), noisy, 100, 0.1)
-    assert np.isfinite(values).all() and np.abs(values[10:]).max() < 0.05
-    assert curves.thin_curve(np.arange(3.0), np.full(3, np.nan))[0].size == 0
 
 
 def test_gap_is_of_steps_that_both_did() -> None:

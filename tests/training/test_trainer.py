@@ -149,7 +149,7 @@ def test_a_stop_in_the_last_step_leaves_only_the_report_to_do(tmp_path: Path) ->
     assert result["last_loss"] == steps(run)[-1]["loss"]
 
 
-BLOCKED = ("tqdm", "matplotlib", "wandb", "tensorboard", "tokenizers", "transformers", "datasets", "submitit")
+BLOCKED = ("tqdm", "wandb", "tensorboard", "tokenizers", "transformers", "datasets", "submitit")
 WITHOUT = f"""
 import sys
 

@@ -1,21 +1,40 @@
-"""loss.png: the loss of a run over tokens."""
+"""loss.svg: the loss of a run over tokens."""
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.console.numbers import format_tokens
+import numpy as np
+
+from titan.console.numbers import format_tick, format_tokens
+from titan.files.atomic import write_atomic
+from titan.metrics import svg
 from titan.metrics.lines import read_records
+from titan.metrics.svg import Frame, Label, Numbers, Scale
 
 SMOOTHING_SHARE = 0.02
 """The share of the run that one smoothed point averages over."""
-BLUE, ORANGE, GREY, RED = "#2c6fbb", "#d9571e", "#6b6b6b", "#b3122b"
+POINTS = 400
+"""The most points of a smoothed curve."""
+RAW_POINTS = 2000
+"""The most points of a curve that is not smoothed."""
+WIDTH, HEIGHT = 960.0, 480.0
+STYLE = """
+text { fill: #6b6b6b; font: 12px sans-serif; } text.name { fill: #222; }
+text.label { fill: currentColor; font-weight: 600; }
+.grid { stroke: #e6e6e6; fill: none; } .axis { stroke: #6b6b6b; fill: none; }
+.training { color: #2c6fbb; } .validation { color: #d9571e; } .spikes { color: #b3122b; }
+polyline { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; }
+polyline.raw { stroke-width: 0.8; opacity: 0.35; }
+path.marks { fill: currentColor; stroke: white; stroke-width: 0.7; }
+"""
+
+Points = tuple[Numbers, Numbers]
+"""Tokens and values, [points] each."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +52,15 @@ class Curve:
     values: tuple[float, ...]
 
 
-def plot_losses(metrics_file: Path, png: Path) -> Path | None:
+def plot_losses(metrics_file: Path, picture: Path) -> Path | None:
     """Plot training and validation loss from metrics.jsonl.
 
     Args:
         metrics_file: lines with step, tokens and loss or validation_loss; the last line of each step counts.
-        png: the file to write.
+        picture: the file to write.
 
     Returns:
-        The file; None where matplotlib isn't installed or there is no loss.
+        The file; None where there is no loss.
     """
     records = read_records(metrics_file)
     training, validation, spikes = (
@@ -49,10 +68,10 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
         extract_curve(records, "validation_loss"),
         select_spikes(records),
     )
-    if not (training.steps or validation.steps) or importlib.util.find_spec("matplotlib") is None:
+    if not (training.steps or validation.steps):
         return None
-    _draw_figure(training, validation, spikes, png)
-    return png
+    write_atomic(picture, _draw_picture(training, validation, spikes))
+    return picture
 
 
 def select_spikes(records: Iterable[Mapping[str, Any]]) -> Curve:
@@ -76,90 +95,84 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def smooth_values(values: Sequence[float], span: int) -> list[float]:
-    """Return the mean over windows of about `span` values, each centred on its value and so shorter towards the ends.
+def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
+    """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
-    Centred, because an average over the past alone lies above a falling loss.
+    Args:
+        x, y: [steps] each.
+        points: the most to be kept.
+        share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
+            curve ends where the mean would be over less than half of that, as noise at the end misleads.
     """
-    sums = list(itertools.accumulate(values, initial=0.0))
-    means = []
-    for index in range(len(values)):
-        half = min(span // 2, index, len(values) - 1 - index)
-        means.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
-    return means
+    finite = np.isfinite(y) & np.isfinite(x)
+    x, y = x[finite], y[finite]
+    if not y.size:
+        return x, y
+    half_window = round(share * y.size) // 2
+    last = y.size - 1 - (half_window + 1) // 2
+    index = np.unique(np.linspace(0, last, min(points, last + 1)).round().astype(np.int64))
+    half = np.minimum(half_window, np.minimum(index, y.size - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    return x[index], (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
-def _draw_figure(training: Curve, validation: Curve, spikes: Curve, png: Path) -> None:
-    """Draw without pyplot, which keeps figures in a global registry."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+def _draw_picture(training: Curve, validation: Curve, spikes: Curve) -> str:
+    last_tokens = max(*training.tokens, *validation.tokens, 1.0)
+    low, high = _compute_limits(training.values, validation.values)
+    frame = Frame(Scale(0, 1.02 * last_tokens, 70, WIDTH - 190), Scale(low, high, HEIGHT - 50, 60), WIDTH, HEIGHT)
+    axes = frame.draw_axes("tokens", "loss (nats per token)", format_tokens, format_tick)
+    body, labels = axes + _draw_step_axis(frame, training if training.steps else validation), []
     if training.steps:
-        _plot_training(axes, training)
+        body += svg.clip_body(frame, "training", _draw_training(frame, training))
+        labels.append(Label(frame.y.at(training.values[-1]), _label_training(training), 'class="training"'))
     if validation.steps:
-        axes.plot(
-            validation.tokens,
-            validation.values,
-            "o",
-            color=ORANGE,
-            markersize=5,
-            markeredgecolor="white",
-            markeredgewidth=0.7,
-            zorder=4,
-            label=f"validation, last {validation.values[-1]:.3f}",
-        )
+        last = validation.values[-1]
+        body += svg.clip_body(frame, "validation", _draw_marks(frame, validation, "validation", "m-4 0l4 -4l4 4l-4 4z"))
+        labels.append(Label(frame.y.at(last), f"validation, last {last:.3f}", 'class="validation"'))
     if spikes.steps:
-        _plot_spikes(axes, spikes, _compute_limits(training.values, validation.values)[1])
-    _format_axes(axes, training, validation)
-    figure.savefig(png)
-
-
-def _plot_training(axes: Any, training: Curve) -> None:
-    span = round(SMOOTHING_SHARE * len(training.values))
-    if span < 2:
-        axes.plot(training.tokens, training.values, ".-", color=BLUE, linewidth=1.5, label="training")
-        return
-    axes.plot(training.tokens, training.values, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
-    smoothed = smooth_values(training.values, span)
-    axes.plot(training.tokens, smoothed, color=BLUE, linewidth=1.8, zorder=3, label=f"training, mean over {span} steps")
-
-
-def _plot_spikes(axes: Any, spikes: Curve, top: float) -> None:
-    """Mark spikes; those above the axis at its upper end."""
-    heights = [min(value, top) for value in spikes.values]
-    label = f"spikes, {len(heights)}"
-    axes.plot(spikes.tokens, heights, "v", color=RED, markersize=6, zorder=5, label=label, clip_on=False)
-
-
-def _format_axes(axes: Any, training: Curve, validation: Curve) -> None:
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_formatter(lambda tokens, _: format_tokens(tokens))
-    axes.grid(True, color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_xlim(0, 1.02 * max(*training.tokens, *validation.tokens, 1.0))
-    axes.set_ylim(*_compute_limits(training.values, validation.values))
-    _add_step_axis(axes, training if training.steps else validation)
-
-
-def _add_step_axis(axes: Any, curve: Curve) -> None:
-    """Add a second axis on top, in steps: exact where all steps have equally many tokens, else by the average."""
-    from matplotlib.ticker import MaxNLocator
-
-    tokens_per_step = curve.tokens[-1] / max(1, curve.steps[-1]) or 1.0
-    steps = axes.secondary_xaxis(
-        "top", functions=(lambda tokens: tokens / tokens_per_step, lambda step: step * tokens_per_step)
+        body += _draw_marks(frame, spikes, "spikes", "l-5 -9h10z")
+        labels.append(Label(frame.y.end, f"spikes, {len(spikes.steps)}", 'class="spikes"'))
+    inner = svg.draw_picture(frame, "Loss", body + svg.draw_labels(frame, labels))
+    size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>'
+        f'<rect {size} fill="white"/>{inner}</svg>\n'
     )
-    steps.set_xlabel("step", color=GREY, fontsize=9)
-    steps.tick_params(colors=GREY, labelsize=8)
-    steps.spines["top"].set_visible(False)
-    steps.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    steps.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+
+
+def _count_window(training: Curve) -> int:
+    """Return the steps that a smoothed point averages over; below 2 there is nothing to smooth."""
+    return round(SMOOTHING_SHARE * len(training.values))
+
+
+def _label_training(training: Curve) -> str:
+    window = _count_window(training)
+    return f"training, mean over {window} steps" if window > 1 else "training"
+
+
+def _draw_training(frame: Frame, training: Curve) -> str:
+    xs, ys = np.array(training.tokens), np.array(training.values)
+    raw_points = thin_curve(xs, ys, RAW_POINTS, share=0)
+    if _count_window(training) < 2:
+        return svg.draw_line(frame, *raw_points, 'class="training"', "training")
+    raw = svg.draw_line(frame, *raw_points, 'class="training raw"', "training")
+    return raw + svg.draw_line(frame, *thin_curve(xs, ys), 'class="training"', _label_training(training))
+
+
+def _draw_marks(frame: Frame, curve: Curve, kind: str, shape: str) -> str:
+    """Return a mark at each value; those above the axis are at its upper end."""
+    xs, ys = frame.x(curve.tokens), np.maximum(frame.y(curve.values), frame.y.end)
+    path = "".join(f"M{x:.1f} {y:.1f}{shape}" for x, y in zip(xs, ys, strict=True))
+    return f'<path class="marks {kind}" d="{path}"/>'
+
+
+def _draw_step_axis(frame: Frame, curve: Curve) -> str:
+    """Return a second axis on top, in steps: exact where all steps have equally many tokens, else by the average."""
+    tokens_per_step = curve.tokens[-1] / max(1, curve.steps[-1]) or 1.0
+    steps = [s for s in svg.compute_round_values(0, frame.x.high / tokens_per_step, 8) if s and s == int(s)]
+    y = frame.y.end - 32
+    names = [svg.draw_text(frame.x.at(step * tokens_per_step), y, format_tick(step), "middle") for step in steps]
+    return svg.draw_text(frame.x.start, y, "step", kind="name", shift=-svg.LETTER * 7) + "".join(names)
 
 
 def _compute_limits(*curves: Sequence[float]) -> tuple[float, float]:

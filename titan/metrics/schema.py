@@ -30,7 +30,7 @@ class Metrics:
     wandb_finish_minutes: float = setting(
         5.0, "minutes that the end of a finished run waits for Weights & Biases to send the rest", above=0, cap=1440
     )
-    plot: bool = setting(True, "plot loss.png at the end")
+    plot: bool = setting(True, "plot loss.svg at the end")
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
     layers_every: int = setting(
         0,

@@ -13,7 +13,7 @@ LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 
 
 FILES = {
-    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png",
+    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.svg",
     "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
     "slurm", "compare.html",
 }  # fmt: skip

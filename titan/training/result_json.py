@@ -39,7 +39,7 @@ def build_result(
     run, directory = trainer.run, Path(trainer.run.directory)
     metrics, checkpoints = directory / "metrics.jsonl", manifest.list_complete(directory)
     first, last = find_first_and_last_loss(metrics)
-    plot = plot_losses(metrics, directory / "loss.png") if run.metrics.plot else None
+    plot = plot_losses(metrics, directory / "loss.svg") if run.metrics.plot else None
     return {
         "finished": not trainer.stopping,
         "step": trainer.step,

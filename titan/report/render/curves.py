@@ -9,23 +9,18 @@ from itertools import pairwise
 import numpy as np
 
 from titan.console.numbers import format_log_tick, format_tick, format_tokens
-from titan.metrics.plot import SMOOTHING_SHARE
-from titan.report.findings import Comparison, Numbers, RunResult
-from titan.report.render import svg
+from titan.metrics import svg
+from titan.metrics.plot import POINTS, SMOOTHING_SHARE, Points, thin_curve
+from titan.metrics.svg import Frame, Label, Scale
+from titan.report.findings import Comparison, RunResult
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
-from titan.report.render.svg import Frame, Label, Scale
 
-POINTS = 400
-"""The most points of a curve."""
 POINTS_IN_ALL = 40_000
 """The most points of a chart: with very many runs each curve gets fewer."""
 WINDOWS = 100
 """Points of a curve of differences, which are noisy: each is the median over a window of steps."""
 FLOOR = 1e-9
 """The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
-
-Points = tuple[Numbers, Numbers]
-"""Tokens and values, [points] each."""
 
 
 @dataclass(frozen=True)
@@ -110,27 +105,6 @@ def compute_median_gap(run: RunResult, base: RunResult, points: int) -> Points:
         np.array([tokens[window].mean() for window in windows]),
         np.array([np.median(sizes[window]) for window in windows]),
     )
-
-
-def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
-    """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
-
-    Args:
-        x, y: [steps] each.
-        points: the most to be kept.
-        share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
-            curve ends where the mean would be over less than half of that, as noise at the end misleads.
-    """
-    finite = np.isfinite(y) & np.isfinite(x)
-    x, y = x[finite], y[finite]
-    if not y.size:
-        return x, y
-    half_window = round(share * y.size) // 2
-    last = y.size - 1 - (half_window + 1) // 2
-    index = np.unique(np.linspace(0, last, min(points, last + 1)).round().astype(np.int64))
-    half = np.minimum(half_window, np.minimum(index, y.size - 1 - index))
-    sums = np.concatenate([[0.0], np.cumsum(y)])
-    return x[index], (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
 def compute_loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 
 from titan.console.numbers import format_rounded, format_tick
+from titan.metrics import svg
+from titan.metrics.svg import Frame, Scale
 from titan.report.findings import Comparison
-from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
-from titan.report.render.svg import Frame, Scale
 from titan.report.render.table_data import find_peak_memory, format_answer
 
 Box = tuple[float, float, float, float]

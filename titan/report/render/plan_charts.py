@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.console.numbers import format_plural, format_rounded, format_tick
 from titan.estimate.plan import Plan
 from titan.estimate.step_time import CAUSES, StepTime
-from titan.report.render import svg
+from titan.metrics import svg
+from titan.metrics.svg import Frame, Scale
 from titan.report.render.charts import WIDTH, Chart
-from titan.report.render.svg import Frame, Scale
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import ActionSpan

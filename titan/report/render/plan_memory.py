@@ -13,12 +13,13 @@ from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.result import RankResult
-from titan.report.render import pareto, svg
+from titan.metrics import svg
+from titan.metrics.svg import Frame, Scale
+from titan.report.render import pareto
 from titan.report.render.charts import HEIGHT, WIDTH, Chart
 from titan.report.render.pareto import ParetoSpot
 from titan.report.render.plan_charts import LegendEntry, choose_time_unit, format_legend
 from titan.report.render.plan_data import PlanOutcome
-from titan.report.render.svg import Frame, Scale
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action

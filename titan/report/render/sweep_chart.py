@@ -10,11 +10,11 @@ from html import escape
 import numpy as np
 
 from titan.console.numbers import format_log_tick, format_tick
+from titan.metrics import svg
+from titan.metrics.svg import Frame, Label, Scale
 from titan.report import ranking
 from titan.report.findings import Comparison, RunResult, Variant
-from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, format_marks
-from titan.report.render.svg import Frame, Label, Scale
 
 SPANS = 4.0
 """Ratio of largest to smallest number from which the axis is logarithmic."""

@@ -1,7 +1,7 @@
 """Parts of a chart as SVG text: scales with their ticks, axes, lines, and labels that don't overlap.
 
-Not matplotlib: the colours are CSS variables, so that charts follow the page's light and dark theme, and elements carry
-the attribute that highlights a variant everywhere on the page.
+Not matplotlib: the colours of a page's charts are CSS variables, so that they follow its light and dark theme, and
+elements carry the attribute that highlights a variant everywhere on the page.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from titan.report.findings import Numbers
+Numbers = NDArray[np.float64]
 
 LINE = 15.0
 """Height of a line of text."""
