@@ -105,9 +105,8 @@ def expand_trials(
         varied = tuple(redact(o) for o in trial_overrides if o not in fixed_overrides)
         with _name_trial_in_errors(number, varied):
             cfg = _compose_trial(composer, trial_overrides, first + number, _build_folder_name(varied))
-            run = compose.freeze_run(
-                cfg, _join_directory(cfg), remote=remote, find_machine=find_machine, trusted=trusted
-            )
+            directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
+            run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trial = find_trial_id(run, varied, ledger_trials)
         if trial in trials_by_id and fixed_settings is None:
             raise ConfigError(
@@ -144,10 +143,6 @@ def _compose_trial(composer: Composer, overrides: Sequence[str], number: int, na
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
     check_optional(composer.list_choices, cfg)
     return cfg
-
-
-def _join_directory(cfg: DictConfig) -> str:
-    return str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
 
 
 def _detect_machine(cluster: Cluster) -> Machine:

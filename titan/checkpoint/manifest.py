@@ -169,8 +169,7 @@ def _build_manifest(content: dict[str, Any]) -> Manifest:
         ValueError, TypeError: when a value has a wrong type or is out of range, or a file is outside of the folder.
     """
     for name, kind in get_type_hints(Manifest).items():
-        if name in content:  # older ones lack some
-            untrusted.check_type(content[name], dict if name == "files" else kind, name)
+        untrusted.check_type(content[name], dict if name == "files" else kind, name)
     names = [untrusted.check_file_name(name) for name in content["files"]]
     if not names:
         raise ValueError("it lists no files")

@@ -122,9 +122,8 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         raise ConfigError(f"{path}._target_ is missing: it names the class, such as mine.module.Class.")
     for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
-            raise ConfigError(
-                f"{_join_path(path, name)} is missing: {_get_help(field)}; give it as {_join_path(path, name)}=VALUE."
-            )
+            field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
+            raise ConfigError(f"{field_path} is missing: {help_text}; give it as {field_path}=VALUE.")
     return cls(**values)
 
 
@@ -257,10 +256,6 @@ def format_value(value: Any) -> str:
 
 def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _get_help(field: dataclasses.Field[Any]) -> str:
-    return str(field.metadata.get("help") or "a value is needed")
 
 
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:

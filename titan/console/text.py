@@ -48,15 +48,12 @@ def redact_nested(value: Any) -> Any:
     """Return nested mappings and lists with all texts redacted, and entirely for keys that name a secret variable."""
     if isinstance(value, Mapping):
         return {
-            k: MARK if _is_secret_variable(k) and isinstance(v, str) else redact_nested(v) for k, v in value.items()
+            k: MARK if isinstance(v, str) and _VARIABLE.fullmatch(f"{k}=x") else redact_nested(v)
+            for k, v in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [redact_nested(v) for v in value]
     return redact(value) if isinstance(value, str) else value
-
-
-def _is_secret_variable(key: object) -> bool:
-    return bool(_VARIABLE.fullmatch(f"{key}=x"))
 
 
 def is_redacted(text: str) -> bool:

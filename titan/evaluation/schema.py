@@ -45,7 +45,7 @@ class Task:
     _target_: str = field(init=False, default="", metadata={"later": True})
 
     def __post_init__(self) -> None:
-        """Record which class this is, if not this one: ids from before that was recorded stay."""
+        """Record which class this is, if not this one, whose name is in no id."""
         if type(self) is not Task:
             object.__setattr__(self, "_target_", get_kind(type(self)))
 

@@ -103,11 +103,10 @@ def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                setattr(module, name, FlexAttention(child.scale)) if use_flex else _set_core_kernels(child, allowed)
-
-
-def _set_core_kernels(core: CausalAttention, allowed: Kernels) -> None:
-    core.kernels = allowed
+                if use_flex:
+                    setattr(module, name, FlexAttention(child.scale))
+                else:
+                    child.kernels = allowed
 
 
 # --- FlexAttention

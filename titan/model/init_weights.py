@@ -123,7 +123,7 @@ def _init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: in
     local = _get_local_shard(parameter)
     if isinstance(initial, Ones):
         nn.init.ones_(local)
-    elif not _is_fake(local):
+    elif not isinstance(local, FakeTensor):  # which has no values
         fill_normal(
             local, name=name, seed=seed, std=initial.std, shape=parameter.shape, offset=_compute_offset(parameter, name)
         )
@@ -132,11 +132,6 @@ def _init_parameter(parameter: Tensor, name: str, initial: Initializer, seed: in
 def _get_local_shard(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    """Return whether the tensor is fake and has no values to initialise."""
-    return isinstance(tensor, FakeTensor)
 
 
 def _compute_offset(parameter: Tensor, name: str) -> tuple[int, ...]:

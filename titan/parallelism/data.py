@@ -56,7 +56,8 @@ def shard_stage(
         list_module_names(name for name, _ in model.named_parameters()),
         {name: group.strategy for name, group in groups.items()},
     )
-    common: dict[str, Any] = {"offload_policy": _make_offload_policy(offload, device_type)}
+    offload_policy = CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
+    common: dict[str, Any] = {"offload_policy": offload_policy}
     cast_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for names, reshard_after in _group_modules(model, assigned, reshard):
@@ -125,10 +126,6 @@ def _wrap_modules(
         raise RunError(f"{strategy._target_} can't shard {' and '.join(names)}: {error}") from error
     if any(not isinstance(module, FSDPModule) for module in modules):
         raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")
-
-
-def _make_offload_policy(offload: bool, device_type: str) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
 
 
 def _set_prefetch(blocks: list[Any], count: int) -> None:

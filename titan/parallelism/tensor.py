@@ -105,11 +105,7 @@ def _all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def local_shard(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a layer's local shard; its gradient is of the same shard."""
-    return _to_local(weight).to(dtype)
-
-
-def _to_local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
 
 
 def _has_tied_weights(model: Any) -> bool:

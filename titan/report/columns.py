@@ -33,7 +33,7 @@ class StepColumns:
     Attributes:
         attempt, step: as in metrics.jsonl.
         hash: of the batch.
-        time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970, NaN in old lines.
+        time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970.
         seconds, data_seconds: of the step; of it, waiting for data.
         rate: tokens/s per device.
         tflops, mfu, memory: TFLOP/s per device and their share of its peak; GiB.

@@ -31,13 +31,9 @@ def find_packages(run: Run) -> tuple[str, ...]:
     """Return the top-level packages outside of titan that a run names, in order."""
     named_packages = {name.partition(".")[0] for name in run.modules}
     all_packages = named_packages | {
-        cls.__module__.partition(".")[0] for cls in _find_classes({a: getattr(run, a) for a in _list_axes(run)})
+        cls.__module__.partition(".")[0] for cls in _find_classes({a: getattr(run, a) for a in (*run.axes(), "hooks")})
     }
     return tuple(sorted(all_packages - {"titan"} - sys.stdlib_module_names))
-
-
-def _list_axes(run: Run) -> tuple[str, ...]:
-    return (*run.axes(), "hooks")
 
 
 def _find_classes(value: Any) -> Iterator[type]:

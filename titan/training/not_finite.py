@@ -165,7 +165,7 @@ class NonFiniteTracer(ModuleHooks):
                 self.bad_tokens = [~torch.isfinite(compute_token_losses(module, args[0].detach(), args[1]))]
             out = list(args)
             for index, x in enumerate(args):
-                if _is_hidden(x):
+                if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
                     self._note_value(call, "forward", parent, f"before {_shorten_name(name)}", x)
                     out[index] = self._watch_gradient(x, call, name, "")
             return tuple(out)
@@ -207,10 +207,6 @@ class NonFiniteTracer(ModuleHooks):
         self.origins_by_pass[key] = NonFiniteOrigin(
             direction, module, detail, call.microbatch, self.stage_numbers[call.stage], order, rows, operation
         )
-
-
-def _is_hidden(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
 
 
 def _find_parent(name: str) -> str:

@@ -59,7 +59,8 @@ class HuggingFaceFormat:
         self._stored_names: dict[str, str] = {}
         expected_shapes = dict(part for stored_parts_of in parts.values() for part in stored_parts_of)
         self._files = self._find_tensors(folder, set(expected_shapes))
-        check_shapes({name: self._read_shape(name) for name in self._files}, expected_shapes, label)
+        stored_shapes = {name: tuple(self._get_slice(name).get_shape()) for name in self._files}
+        check_shapes(stored_shapes, expected_shapes, label)
         self.dtypes: Mapping[str, torch.dtype] = {
             name: self._read_dtype(stored_parts_of[0]) for name, stored_parts_of in self._names.items()
         }
@@ -111,9 +112,6 @@ class HuggingFaceFormat:
 
     def _get_slice(self, name: str) -> Any:
         return self._open_file(self._files[name]).get_slice(self._stored_names[name])
-
-    def _read_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._get_slice(name).get_shape())
 
     def _read_dtype(self, name: str) -> torch.dtype:
         dtype_name = self._get_slice(name).get_dtype()

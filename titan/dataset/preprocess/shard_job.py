@@ -2,7 +2,7 @@
 
 The files of a shard are a pure function of the source's content, the tokenizer, the settings and the shard's number.
 They are written into a temporary folder and moved to their names, the manifest last: a shard without one doesn't count.
-(On disk the files are named unit-NNNNN.json and unit-NNNNN.claim, as in earlier versions.)
+(On disk the files are named unit-NNNNN.json and unit-NNNNN.claim.)
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore_train_state
 from titan.cluster.rank_info import RankInfo
-from titan.parallelism.mesh import World
 from titan.training.build import build_train_step
 from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
@@ -69,9 +68,4 @@ class CheckpointEvaluator(Trainer):
         return results
 
     def _build_restore(self, folder: str) -> Any:
-        coordinator = _build_coordinator(self.world)
-        return partial(restore_train_state, self.train_step, Path(folder), coordinator)
-
-
-def _build_coordinator(world: World) -> Coordinator:
-    return Coordinator.from_world(world)
+        return partial(restore_train_state, self.train_step, Path(folder), Coordinator.from_world(self.world))

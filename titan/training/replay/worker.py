@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
@@ -118,7 +116,10 @@ class Replayer(Trainer):
         )
         loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
         record = self._build_record(current, loss, norm, current.timer.compute_seconds(), metrics)
-        samples = {key: _join_arrays(sample.tokens, sample.values) for key, sample in observer.samples.items()}
+        samples = {
+            key: (torch.cat(sample.tokens).numpy(), torch.cat(sample.values).numpy())
+            for key, sample in observer.samples.items()
+        }
         return RankReplay(record, _convert_totals(observer), samples, tuple(observer.losses), self.notes)
 
     def _observe_step(self, rows: Microbatches, job: ReplayJob) -> Observer:
@@ -141,7 +142,3 @@ def _convert_totals(observer: Observer) -> dict[replay_job.Key, replay_job.Activ
 def _read_totals(totals: RunningTotals) -> replay_job.ActivationTotals:
     values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
     return replay_job.ActivationTotals(values[0], values[1], values[2], totals.count)
-
-
-def _join_arrays(tokens: list[Tensor], values: list[Tensor]) -> Any:
-    return torch.cat(tokens).numpy(), torch.cat(values).numpy()
