@@ -162,10 +162,18 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_null_or_missing_are_nan(tmp_path: Path) -> None:
-    write_lines(tmp_path, [{"step": 1, "loss": None, "mfu": None}])
+    write_lines(tmp_path, [{"step": 1, "loss": None, "mfu": None, "attempt": 1, "time": 5.0}])
     found = columns.read(tmp_path / "metrics.jsonl").steps
     assert (list(found.attempt), list(found.step), list(found.hash)) == ([1], [1], [0])
-    assert all(math.isnan(v) for v in (*found.loss, *found.mfu, *found.time))
+    assert all(math.isnan(v) for v in (*found.loss, *found.mfu, *found.norm))
+
+
+@pytest.mark.parametrize("key", ["attempt", "time"])
+def test_a_line_without_attempt_or_time_is_corrupt(key: str, tmp_path: Path) -> None:
+    line: dict[str, Any] = {"step": 1, "loss": 1.0, "attempt": 1, "time": 5.0}
+    write_lines(tmp_path, [line, {name: value for name, value in line.items() if name != key}])
+    metrics = columns.read(tmp_path / "metrics.jsonl")
+    assert (len(metrics.steps), metrics.corrupt_lines) == (1, 1)
 
 
 def test_a_run_without_metrics_has_no_lines(tmp_path: Path) -> None:

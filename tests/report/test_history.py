@@ -61,13 +61,6 @@ def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> No
     assert (np.diff(hours) >= 0).all()
 
 
-def test_lines_without_a_time_count_their_steps_seconds(tmp_path: Path) -> None:
-    history = History(read(tmp_path / "run", Story(timed=False, jitter=0)))
-    assert history.compute_cost().device_hours == pytest.approx(40 * STEP / 3600)
-    assert history.compute_cost().goodput == pytest.approx(1)
-    assert history.device_hours[9] == pytest.approx(10 * STEP / 3600)
-
-
 def test_a_run_that_did_nothing(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
     write_lines(raw.directory, [])

@@ -64,7 +64,6 @@ class Story:
         sources: names of the sources of a mixture; what is added to the bits of each.
         ratio: bits a byte for a nat a token.
         stall: seconds of a checkpoint, of which each attempt makes one at its end.
-        timed: whether lines have times.
         parent, digest: of the science; the data's.
         code: id of the code.
         device: of env.json.
@@ -91,7 +90,6 @@ class Story:
     sources: Mapping[str, float] = field(default_factory=dict)
     ratio: float = 0.4
     stall: float = 2.0
-    timed: bool = True
     digest: str = "d" * 64
     code: str = "c0de00000000"
     device: Mapping[str, Any] = field(default_factory=lambda: dict(H200))
@@ -131,7 +129,7 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     (directory / "run.yaml").write_text(
         "".join("---\n" + yaml.dump(d, Dumper=DUMPER, sort_keys=False) for d in documents)
     )
-    write_lines(directory, lines if story.timed else [{k: v for k, v in x.items() if k != "time"} for x in lines])
+    write_lines(directory, lines)
     if story.bad is not None:
         _give_up(directory, story.bad)
     elif attempts[-1].end == story.steps:

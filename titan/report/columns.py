@@ -81,7 +81,7 @@ class MetricsFile:
         steps: the lines of steps, in the order of the file.
         validations: the lines of validations, as they are.
         stall_seconds: seconds that training waited for checkpoints.
-        last_times: the time of the last line of each attempt, where lines have times.
+        last_times: the time of the last line of each attempt.
         corrupt_lines: the number of lines that are corrupt or truncated, and ignored.
         spike_marks: the lines of steps whose loss was marked as a spike.
     """
@@ -107,7 +107,7 @@ class _MetricsReader:
     spike_marks: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add_records(self, records: Sequence[Any]) -> None:
-        """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
+        """Add lines, all or none: raise `TypeError`, `ValueError` or `KeyError` where they are invalid."""
         if not all(map(_is_valid_record, records)):
             raise ValueError("not a line of metrics.jsonl")
         step_records = [r for r in records if "step" in r]
@@ -117,13 +117,13 @@ class _MetricsReader:
         stall_seconds = sum(
             float(r["checkpoint_stall_seconds"]) for r in step_records if "checkpoint_stall_seconds" in r
         )
-        times = {int(r.get("attempt", 1)): float(r["time"]) for r in step_records if r.get("time") is not None}
+        times = {int(r["attempt"]): float(r["time"]) for r in step_records}
         self.numbers.append(numbers)
         self.hashes.extend(hashes)
         self.stall_seconds += stall_seconds
         self.last_times |= times
-        self.spike_marks += [{"attempt": 1} | r for r in training_records if "spike" in r]
-        self.validations += [{"attempt": 1} | r for r in step_records if "validation_loss" in r]
+        self.spike_marks += [r for r in training_records if "spike" in r]
+        self.validations += [r for r in step_records if "validation_loss" in r]
 
 
 def read(file: Path) -> MetricsFile:
@@ -158,7 +158,7 @@ def _parse_lines(reader: _MetricsReader, lines: Sequence[str]) -> None:
     """Parse many lines at once, which is several times as fast; where that fails, in halves."""
     try:
         reader.add_records(json.loads(f"[{','.join(lines)}]"))
-    except (ValueError, TypeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         if len(lines) == 1:
             reader.corrupt_lines += 1
         else:
@@ -171,7 +171,7 @@ def _build_columns(reader: _MetricsReader) -> StepColumns:
     table = np.concatenate([np.zeros((0, len(KEYS))), *reader.numbers])
     attempt, step, *columns = [np.ascontiguousarray(column) for column in table.T]
     return StepColumns(
-        np.nan_to_num(attempt, nan=1).astype(np.int64),
+        attempt.astype(np.int64),
         step.astype(np.int64),
         np.array(reader.hashes, dtype=np.uint64),
         *columns,

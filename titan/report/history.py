@@ -58,9 +58,8 @@ class History:
         number = int(document["attempt"])
         lines = self._lines.select_lines(self._lines.attempt == number)
         last_time = self.raw.metrics.last_times.get(number)
-        if last_time is None or not np.isfinite(lines.time).all():  # lines of older versions have no time
-            ends = np.cumsum(np.nan_to_num(lines.seconds))
-            return AttemptSpan(number, count_devices(document), 0.0, float(ends[-1]) if len(ends) else 0.0, ends)
+        if last_time is None:  # it wrote no line
+            return AttemptSpan(number, count_devices(document), 0.0, 0.0, np.empty(0))
         first_time = float(lines.time[0] - lines.seconds[0]) if len(lines) else last_time
         start = parse_start_time(document)
         start = first_time if start is None else min(start, first_time)
