@@ -21,6 +21,7 @@ from titan import api
 from titan import plan as plan_command
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
+from titan.metrics.reader import merge_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = f"""
@@ -113,7 +114,7 @@ def test_metrics_are_those_of_the_attempt_that_counts() -> None:
         {"step": 2, "validation_loss": 4.5, "attempt": 1}, {"step": 3, "loss": 3.0, "attempt": 1},
         {"step": 2, "loss": None, "attempt": 2},
     ]  # fmt: skip
-    metrics = api._build_columns(api._merge_records(lines, {1: 1, 2: float("inf")}))
+    metrics = api._build_columns(merge_steps(lines, {1: 1, 2: float("inf")}))
     assert metrics["step"].tolist() == [1, 2]
     assert metrics["loss"][0] == 5.0
     assert np.isnan(metrics["loss"][1])

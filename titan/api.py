@@ -37,7 +37,7 @@ from titan.config.optional import import_optional
 from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
-from titan.metrics.lines import read_records
+from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.run.directory import read_attempts, read_result
@@ -285,9 +285,7 @@ class SavedRun:
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _build_columns(
-            _merge_records(read_records(self.directory / "metrics.jsonl"), history.find_step_limits(documents))
-        )
+        return _build_columns(read_steps(self.directory / METRICS, history.find_step_limits(documents)))
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.
@@ -347,18 +345,6 @@ RESULT_FIGURES = (
     "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
 )  # fmt: skip
 """Numbers of result.json that `Result` has as they are."""
-
-
-def _merge_records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) -> list[Mapping[str, Any]]:
-    """One record per step, with all that the last attempt which did the step recorded of it."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        step, attempt = line.get("step"), line.get("attempt", 1)
-        if not isinstance(step, int) or step > limits.get(attempt, math.inf):
-            continue
-        same = steps.get(step, {})
-        steps[step] = {**line, "attempt": attempt} | (same if same.get("attempt") == attempt else {})
-    return [steps[step] for step in sorted(steps)]
 
 
 def _build_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:

@@ -21,8 +21,8 @@ from titan.console.numbers import format_exact
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
-from titan.report import columns
-from titan.report.columns import MetricsFile, StepColumns
+from titan.metrics import columns
+from titan.metrics.columns import MetricsFile, StepColumns
 from titan.report.findings import FailedRun, State
 from titan.run import axes
 from titan.run.directory import describe_hook_end, is_locked, read_attempts, read_result

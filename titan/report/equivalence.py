@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_interval, format_plural, format_signed
+from titan.metrics.columns import StepColumns
 from titan.report import statistics
-from titan.report.columns import StepColumns
 from titan.report.findings import Answer, Interval, Learning, Numbers, RepeatsNeeded
 from titan.report.runs import Member
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, MeanDifference
