@@ -39,7 +39,8 @@ class ModelStage(nn.Module):
         Args:
             x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
-            positions, document_ids: see `titan.model.decoder.DecoderModel.forward`.
+            positions: see `titan.model.decoder.DecoderModel.forward`.
+            document_ids: see `DecoderModel.forward`.
 
         Returns:
             Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
@@ -159,8 +160,8 @@ class TrainStep:
         seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
         terms: names of the loss terms: of the logits, then of the model's blocks.
-        expert_load: what is done with the counts of experts; None for a model without.
         num_block_sums: how many of the last figures of the loss each tensor rank sums over its own tokens.
+        expert_load: what is done with the counts of experts; None for a model without.
     """
 
     stages: tuple[ModelStage, ...]
