@@ -70,13 +70,13 @@ class Speeds:
         overlapped: fraction of overlapped tensor-parallel communication that stays exposed.
         per_doubling: fraction of a step lost for each doubling of nodes.
         synchronous: whether nothing overlaps, neither launches nor transfers: on a CPU.
-        loss: traffic of an uncompiled loss, relative to fused; 0: by `eager`.
+        loss: traffic of an uncompiled loss, relative to fused; 0: derived from `eager`.
         update: traffic of the optimizer's update, relative to one pass over its tensors.
         reduce: bytes/s of reduce-scatters within a node; 0: as `link`.
         sum: bytes/s of all-reduces within a node; 0: as `link`.
         host: host seconds that a dimension of the layout adds to a block (a pipeline: to an action), and to a step.
         step: host seconds of a step beside its blocks.
-        turns: ranks per core, at least 1: by so much idle time is longer than the rank's own.
+        turns: ranks that take turns on a core, at least 1; an idle rank leaves its turn to another.
         short_rows: length of rows at which attention reaches half of its speed, forward and backward.
         head_power: power of the head size that attention's speed follows below 128.
     """

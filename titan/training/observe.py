@@ -108,7 +108,7 @@ class TokenSample:
 
 
 def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
+    """Yield the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
     model = stage.model
     if model.tok_embeddings is not None:
         yield "tok_embeddings", model.tok_embeddings

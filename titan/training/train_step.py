@@ -252,7 +252,7 @@ class TrainStep:
         return rows if self.token_positions is None else rows.select_tokens(self.token_positions(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters with their names in the whole model, each name once."""
+        """Yield this rank's parameters with their names in the whole model, each name once."""
         names: set[str] = set()
         for stage in self.stages:
             for name, parameter in stage.iterate_global_parameters():
@@ -261,14 +261,14 @@ class TrainStep:
                     yield name, parameter
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's weights with their names in the whole model: parameters, and the routers' biases."""
+        """Yield this rank's weights with their names in the whole model: parameters, and the routers' biases."""
         yield from self.named_parameters()
         for stage in self.stages:
             parameters = dict(stage.model.named_parameters())
             yield from ((name, weight) for name, weight in stage.model.named_weights() if name not in parameters)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Return what a step leaves for the next one beside weights and optimizer state, with unique names."""
+        """Yield what a step leaves for the next one beside weights and optimizer state, with unique names."""
         for stage in self.stages:
             for name, router in stage.model.routers().items():
                 yield f"{name}.load", router.load

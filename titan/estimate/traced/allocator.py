@@ -98,7 +98,7 @@ class Allocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        """Return a block, joined with free neighbours."""
+        """Free a block, and join it with free neighbours."""
         self.allocated -= block.size
         block.free = True
         for neighbour in (block.previous, block.following):
