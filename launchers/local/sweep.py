@@ -39,6 +39,7 @@ class LocalSweep:
         job: runs the body of one trial in this process.
         processes: the process of each running trial, by the trial's index.
         run_files: likewise, the file that holds its run.
+        supervisor: starts these processes, and ends them.
     """
 
     root: Path
