@@ -61,6 +61,7 @@ class SweepLauncher(Launcher):
 
         Raises:
             ConfigError: when the settings of the sweep can't work.
+            TypeError: when the task function is no session, which is a bug.
         """
         if config.hydra.sweeper.get("max_batch_size") is not None:
             raise ConfigError(

@@ -34,7 +34,7 @@ class Llama4Counts(MoeCounts):
         return (layer + 1) % self.nope_every != 0
 
     def kind(self, layer: int) -> str:
-        """Return the kind of a block; see `titan.model.schema.Decoder.kind`."""
+        """Return the kind of a block; see `titan.model.counts.DecoderCounts.kind`."""
         return f"{'chunked' if self.has_rope(layer) else 'full'} {'experts' if self.has_experts(layer) else 'dense'}"
 
     def needs_mask(self, seq_len: int) -> bool:
@@ -74,7 +74,7 @@ class Llama4Counts(MoeCounts):
         return (*super().block_modules(layer), *(f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")))
 
     def attention_flops(self, seq_len: float, layer: int = 0) -> float:
-        """Return FLOPs per token of a block's attention; see `titan.model.schema.Decoder.attention_flops`."""
+        """Return FLOPs per token of a block's attention; see `titan.model.counts.DecoderCounts.attention_flops`."""
         return super().attention_flops(self.attention_span(seq_len, layer), layer)
 
     def attention_span(self, seq_len: float, layer: int = 0) -> float:
