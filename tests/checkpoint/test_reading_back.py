@@ -18,13 +18,12 @@ from tests.dataset.test_tokenizer import byte_level_json
 from tests.support.made_weights import LLAMA, complete, native, tensors
 from tests.support.made_weights import about as said
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny, train
+from tests.support.runs import begin, tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
-from titan.run import attempts
 from titan.training.trainer import Trainer
 from titan.weights import tokenizer_files
 from titan.weights.formats import open_weights
@@ -191,4 +190,4 @@ def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"parent: has weights only; initialise a run from it: checkpoint.weights=\S+parent\."
     ):
-        attempts.begin_attempt(fork)
+        begin(fork)

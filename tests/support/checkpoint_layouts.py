@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import Tensors, difference, same, tiny, train, weights, whole
+from tests.support.runs import Tensors, begin, difference, same, tiny, train, weights, whole
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore_train_state
@@ -26,7 +26,6 @@ from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.parallelism import mesh
-from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.lock import lock_directory
 from titan.run.run import Run
@@ -130,7 +129,7 @@ class Table:
         )
         folders = [self.save(row).folder for row in rows]
         with lock_directory(Path(run.directory)):
-            attempt = attempts.begin_attempt(run)
+            attempt = begin(run)
         assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
