@@ -24,6 +24,7 @@ from titan.checkpoint import manifest, plans, restore
 from titan.checkpoint.assignment import Holdings, describe_items
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.plans import Plans
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import CheckpointWriter
 from titan.parallelism.exchange import StoreExchange
@@ -213,7 +214,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
         coordinator = Coordinator.__new__(Coordinator)
         coordinator.rank, coordinator.world_size = rank, 4
         with looked_at() as names:
-            assert restore._check_rank_files(folder, coordinator, checksums=False) is None
+            assert restore._check_rank_files(CheckpointReader(folder), coordinator, checksums=False) is None
         seen.append(sorted(names))
     assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
 

@@ -19,6 +19,7 @@ from tests.support.made_weights import LLAMA, complete, native, tensors
 from tests.support.made_weights import about as said
 from tests.support.ranks import run_ranks
 from tests.support.runs import begin, tiny, train
+from tests.support.tiers import full
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
@@ -53,9 +54,9 @@ class TestMetadata:
             with pytest.raises(UnknownContentError, match=r"names pathlib._local.Path"):
                 CheckpointReader(tmp_path).read_metadata()
 
-    @pytest.mark.full
-    def test_are_parsed_once_to_load_and_once_more_by_rank_0_to_look(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
+    def test_each_rank_parses_them_once_to_verify_and_to_restore(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed = CheckpointReader._parse_file
         count: list[Path] = []
@@ -64,16 +65,17 @@ class TestMetadata:
             count.append(reader.path)
             return parsed(reader)
 
-        train(tiny(tmp_path, layout="fsdp2"))
+        run = tiny(tmp_path, layout=layout)
+        train(run)
         monkeypatch.setattr(CheckpointReader, "_parse_file", counted)
-        seen = train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), lambda trainer: count)
-        assert [len(rank.extra) for rank in seen] == [2, 1]
+        seen = train(tiny(tmp_path, "training.steps=4", layout=layout), lambda trainer: count)
+        assert [len(rank.extra) for rank in seen] == [1] * run.layout.devices
 
 
 class Saved:
     """The metadata of a checkpoint of these tensors."""
 
-    path = Path("there")
+    folder = Path("there")
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.state_dict_metadata = {n: type("Tensor", (), {"size": torch.Size(s)})() for n, s in shapes.items()}
@@ -125,7 +127,7 @@ def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> Non
             CheckpointReader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
 
     for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):
-        assert "can't be read: rank 1: Foreign: its metadata are none; remove it" in str(rank.failure)
+        assert "can't be read: rank 1: UnknownContentError: its metadata are none; remove it" in str(rank.failure)
 
 
 def _fails(reader: CheckpointReader) -> Metadata:

@@ -19,6 +19,7 @@ from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import _check_rank_files
 from titan.checkpoint.staging import Staging
 from titan.run.run import Run
@@ -291,7 +292,7 @@ class TestDamage:
         flip(folder / name)
         unused: Any = object()
         ranks = [Coordinator(rank, 2, unused) for rank in (0, 1)]
-        first, second = (_check_rank_files(folder, rank, checksums=True) for rank in ranks)
+        first, second = (_check_rank_files(CheckpointReader(folder), rank, checksums=True) for rank in ranks)
         assert first is None and second is not None and name in second.message
 
     @pytest.mark.full
