@@ -20,7 +20,7 @@ from tests.support.made_weights import about as said
 from tests.support.ranks import run_ranks
 from tests.support.runs import begin, tiny, train
 from tests.support.tiers import full
-from titan.checkpoint import manager, manifest, restore
+from titan.checkpoint import manifest, restore, save
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -114,7 +114,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
         assert re.search(differs, str(first)), first
 
 
-def copying(tokenizer: str | None) -> Callable[[Path], manager.TokenizerFiles]:
+def copying(tokenizer: str | None) -> Callable[[Path], save.TokenizerFiles]:
     return partial(tokenizer_files.copy_and_list, tokenizer)
 
 
@@ -152,7 +152,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
     there = byte_level_json(tmp_path, config)
     (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
-    files, name = manager._create_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
+    files, name = save._create_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
     copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
     assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
     manifest.verify_checksums(tmp_path / "checkpoints/step-1", files)
@@ -161,7 +161,7 @@ def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp
 
 @pytest.mark.parametrize("name", [None, "titan4k"])
 def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
-    assert manager._create_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
+    assert save._create_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
 
 
 def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
     byte_level_json(tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
-    files, _ = manager._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
+    files, _ = save._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
     assert synced == [(name, False) for name in files]
     synced.clear()
     complete(folder, said(1), {"weights": b"w"})

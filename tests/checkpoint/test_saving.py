@@ -69,14 +69,14 @@ class TestAsync:
         def held(trainer: Trainer) -> None:
             manager = trainer.saving.manager
             assert manager is not None
-            write = manager._write_checkpoint
+            save = manager._run_save
 
             def late(*args: Any) -> Any:
                 while trainer.step < 5:
                     time.sleep(0.01)
-                return write(*args)
+                return save(*args)
 
-            manager._write_checkpoint = late  # type: ignore[method-assign]
+            manager._run_save = late  # type: ignore[method-assign]
 
         how = ["training.steps=6", "checkpoint.every=3"]
         beside = tiny(tmp_path / "async", *how, "checkpoint=async")
