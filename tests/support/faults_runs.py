@@ -99,7 +99,7 @@ CHECKPOINTS = (
     fault(
         "remote copies: they do not count",
         "titan/checkpoint/remote.py",
-        "| {checkpoint_manifest.step: checkpoint_manifest.tokens}",
+        "checkpoint_manifest.step: checkpoint_manifest.tokens",
         "",
         "checkpoint/test_remote.py::test_what_is_copied_counts_and_comes_back[file]",
     ),
@@ -158,6 +158,13 @@ CHECKPOINTS = (
         "for number in range(1, part_count)]\n        except",
         "for round_number in range(1, 1)]\n        except",
         "parallelism/test_exchange.py::test_a_large_message_is_split_and_arrives_whole",
+    ),
+    fault(
+        "resume: the metadata are parsed again to restore",
+        "titan/training/trainer.py",
+        "reader = self.reader or CheckpointReader(",
+        "reader = CheckpointReader(",
+        "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
     ),
     fault(
         "resume: a fork with another optimizer",

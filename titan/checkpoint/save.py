@@ -5,8 +5,8 @@
 3. every rank: `finish_plan`; `write_data`, with checksums; it sends rank 0 the positions of its items and its files;
 4. rank 0: `write_metadata`, and the manifest, which makes the checkpoint complete.
 
-`titan.checkpoint.save_planner` makes the plans, `titan.checkpoint.writer` the files; this is the only code that calls
-both. Each arrow between ranks is an operation of `titan.checkpoint.coordinator`.
+`titan.checkpoint.save_planner` makes the plans, `titan.checkpoint.writer` writes the files, and
+`titan.checkpoint.coordinator` sends the messages; they don't call each other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class CheckpointSave:
         )
         plan = self.planner.finish_plan(item_mask)
         try:
-            tokenizer, total_bytes = coordinator.gather(partial(self._write_rank_files, plan), self._complete)
+            tokenizer, total_bytes = coordinator.gather(
+                partial(self._write_rank_files, plan), self._complete_checkpoint
+            )
         except CoordinationError as error:
             if error.is_corrupt:
                 self._remove_rank_files()
@@ -92,7 +94,7 @@ class CheckpointSave:
         future.wait()
         return self.planner.finish_write(future.value()), self.writer.files
 
-    def _complete(self, ranks: Sequence[RankFiles]) -> tuple[str | None, int]:
+    def _complete_checkpoint(self, ranks: Sequence[RankFiles]) -> tuple[str | None, int]:
         """On rank 0: write the metadata and the manifest.
 
         Returns:

@@ -32,11 +32,12 @@ def work(job: EvaluationJob, rank_info: RankInfo) -> int:
     run = job.run
     with join_ranks(run, rank_info) as (world, stop):
         folders, reader = list[str](), None
-        for step, path in _list_checkpoints(job):  # keeps the last one's metadata only
+        for step, path in _list_checkpoints(job):
             reader = fetch_verified(run, path, step, world, "step")
             folders.append(str(reader.folder))
         attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
         trainer = CheckpointEvaluator(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+        del reader  # the trainer frees its metadata
         results = trainer.evaluate(job, folders[:-1])
         trainer.close()
         if world.is_rank0:

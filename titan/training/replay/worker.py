@@ -51,6 +51,7 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
         reader = _verify_checkpoint(job, world)
         attempt = replace(job.attempt, checkpoint=str(reader.folder) if reader else None)
         replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+        del reader  # the replayer frees its metadata
         exit_code = replayer.replay(job)
         replayer.close()
     return exit_code
