@@ -7,8 +7,8 @@ A save is one job of all ranks, in a separate thread:
 3. post-save hooks: exported weights, a copy at `checkpoint.path`.
 
 `mode=sync` waits for step 1; `mode=async` continues once the state is copied (`staging`), and the training thread
-only starts that copy. A failed job leaves no files behind and is reported by `completed`; the run goes on. Tensors have
-the model's parameter names, so a checkpoint is independent of the layout that saved it.
+only starts that copy. A failed job leaves no files behind and is reported by `pop_outcomes`; the run goes on. Tensors
+have the model's parameter names, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ torch.distributed.checkpoint plans every save from scratch: each rank sends rank
 rank 0 makes the objects of the whole checkpoint, and pickles them as its metadata. With thousands of ranks that takes
 minutes, in which rank 0's training thread hardly runs. Here each rank plans its own items and describes them in arrays
 (`titan.checkpoint.assignment`), from which the metadata are encoded too (`titan.checkpoint.metadata_file`). The first
-three steps have the names of torch's `SavePlanner`:
+three steps have the names of torch's save planner:
 
-1. every rank: `create_local_plan`, its holdings, or their digest if they are unchanged;
-2. rank 0: `create_global_plan`, which rank writes what, after the check that it makes up every tensor;
-3. every rank: `finish_plan`, the rank's items;
-4. every rank, once they are written: `finish_write`, the positions in its file and a digest of all this;
-5. rank 0: `merge_summaries`, after it has compared the digests with its own.
+1. every rank: `create_local_plan` gives its holdings, or their digest if they are unchanged;
+2. rank 0: `create_global_plan` decides which rank writes what, checks that this makes up every tensor, and gives each
+   rank's part;
+3. every rank: `finish_plan` takes its part, and gives its items;
+4. every rank, once they are written: `finish_write` gives the positions in its file and a digest of all this;
+5. rank 0: `merge_summaries` compares the digests with its own, and gives all items and positions.
 
 After a failed save every rank forgets its plan. If one did not, the digests differ and the save fails, before the
 checkpoint is complete. `titan.checkpoint.save` runs the steps and sends the messages.
@@ -68,7 +69,8 @@ class GlobalPlan:
     """The plan of all ranks, on rank 0.
 
     Attributes:
-        holdings, digests: each rank's holdings, and their digests.
+        holdings: each rank's holdings.
+        digests: the digests of these.
         assignment: what all ranks write.
         positions: where each rank has written its items; None before its first write.
     """
