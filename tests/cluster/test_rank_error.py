@@ -11,6 +11,7 @@ from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.errors import ConfigError, RunError
 
+KILLED = "rank 1 was killed by SIGSEGV; see log/rank-1.log"
 CONTENT = vars(RankError(rank=1, text="a=b: wrong.", code=2, plain=True))
 
 
@@ -31,6 +32,27 @@ def test_what_is_written_is_read(
     found = rank_error.read(tmp_path / "new" / "3.error")
     assert found is not None and (found.rank, found.node, found.killed) == (3, "n7", False)
     assert (found.last_line, found.code, found.plain, found.lost) == expected
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: y\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "report", "summary"),
+    [
+        pytest.param(RankError(rank=1, text="a: b.", plain=True), "a: b.", "a: b.", id="sentence"),
+        pytest.param(RankError(rank=1, text="a:\n  b\nc", plain=True), "a:\n  b\nc", "a: c", id="verdict"),
+        pytest.param(
+            RankError(rank=1, text=TRACEBACK),
+            f"rank 1 failed:\n{TRACEBACK.rstrip()}",
+            "rank 1 failed: ValueError: y",
+            id="traceback",
+        ),
+        pytest.param(rank_error.describe_kill("SIGSEGV", 1), KILLED, KILLED, id="killed"),
+    ],
+)
+def test_what_a_launcher_prints_and_reports(error: RankError, report: str, summary: str) -> None:
+    assert (error.format_report(), error.summarize()) == (report, summary)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.hooks.test_hooks import hook, trained
 from titan import compare
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.metrics.trackers import extract_scalars
 from titan.report.render import hook_metrics
 

@@ -27,6 +27,7 @@ from titan.cluster.known_devices import look_up_peak_tflops
 from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
 from titan.run import attempts, compose
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.training.signals import StopSignals
 
@@ -62,7 +63,8 @@ class CaseSpeed:
 
     Attributes:
         title: the case's title.
-        bare, titan: median tokens/s; 0 for a side that failed.
+        bare: the bare loop's median tokens/s; 0 if it failed.
+        titan: titan's median tokens/s; 0 if it failed.
         ratios: titan's speed as a fraction of the bare loop's, one per round; empty if a side failed.
         mfu: model FLOPs utilisation of titan, relative to the device's peak in the compute type (bf16 for float8
             matmuls too); None where the peak is unknown.
@@ -106,7 +108,8 @@ def measure_case(
         case: the case.
         overrides: overrides common to all cases.
         ceilings: measured speeds of the device.
-        rounds, steps: number of rounds, and steps per round of each side.
+        rounds: number of rounds.
+        steps: steps per round of each side.
 
     Raises:
         ConfigError: if the case can't be composed on this machine.
@@ -220,7 +223,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        attempt = attempts.begin_attempt(run)
+        attempt = attempts.begin_attempt(run, prepare_data(run))
         if isinstance(attempt, attempts.FinishedRun):
             raise ConfigError(f"{folder} contains a finished run; empty it.")
         world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)

@@ -13,7 +13,7 @@ import numpy as np
 from titan.console.numbers import format_tick, format_tokens
 from titan.files.atomic import write_atomic
 from titan.metrics import svg
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_steps
 from titan.metrics.svg import Frame, Label, Numbers, Scale
 
 SMOOTHING_SHARE = 0.02
@@ -56,13 +56,13 @@ def plot_losses(metrics_file: Path, picture: Path) -> Path | None:
     """Plot training and validation loss from metrics.jsonl.
 
     Args:
-        metrics_file: lines with step, tokens and loss or validation_loss; the last line of each step counts.
+        metrics_file: lines with step, tokens and loss or validation_loss.
         picture: the file to write.
 
     Returns:
         The file; None where there is no loss.
     """
-    records = read_records(metrics_file)
+    records = read_steps(metrics_file)
     training, validation, spikes = (
         extract_curve(records, "loss"),
         extract_curve(records, "validation_loss"),
@@ -75,15 +75,13 @@ def plot_losses(metrics_file: Path, picture: Path) -> Path | None:
 
 
 def select_spikes(records: Iterable[Mapping[str, Any]]) -> Curve:
-    """Return the losses of the steps that are marked as spikes; the last record of a step counts."""
-    last_records = {record["step"]: record for record in records if "loss" in record and "step" in record}
-    return extract_curve((record for record in last_records.values() if "spike" in record), "loss")
+    """Return the losses of the steps that are marked as spikes."""
+    return extract_curve((record for record in records if "spike" in record), "loss")
 
 
 def extract_curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
-    """Return the finite values of `key` by step; a later record of the same step replaces the earlier one."""
-    last_records = {record["step"]: record for record in records if key in record and "step" in record}
-    finite_records = [last_records[step] for step in sorted(last_records) if _is_finite(last_records[step][key])]
+    """Return the finite values of `key`; the records are of one step each, as `read_steps` returns them."""
+    finite_records = [record for record in records if _is_finite(record.get(key))]
     return Curve(
         steps=tuple(int(record["step"]) for record in finite_records),
         tokens=tuple(float(record.get("tokens", record["step"])) for record in finite_records),
@@ -99,7 +97,8 @@ def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOO
     """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:
-        x, y: [steps] each.
+        x: [steps].
+        y: [steps].
         points: the most to be kept.
         share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
             curve ends where the mean would be over less than half of that, as noise at the end misleads.

@@ -25,7 +25,8 @@ from titan.model.custom_op import register_operation
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import GroupedProduct, list_row_ranges
 from titan.precision import low_precision
-from titan.precision.schema import QUANT_BLOCK, Precision
+from titan.precision.schema import Precision
+from titan.precision.selection import QUANT_BLOCK
 
 KERNELS = {"float8_rowwise": 9, "mxfp8": 10}
 """The major compute capability of the GPUs for which torch has a kernel for all experts."""
@@ -148,8 +149,8 @@ def _has_kernel(kind: str, device: torch.device) -> bool:
         return False
     if kind == "mxfp8":
         with low_precision.silence_warnings():
-            from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE as available
-        return bool(available)
+            from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
+        return bool(_SM100_KERNELS_AVAILABLE)
     return importlib.util.find_spec("triton") is not None
 
 

@@ -21,8 +21,8 @@ from titan.console.numbers import format_exact
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
-from titan.report import columns
-from titan.report.columns import MetricsFile, StepColumns
+from titan.metrics import columns
+from titan.metrics.columns import MetricsFile, StepColumns
 from titan.report.findings import FailedRun, State
 from titan.run.directory import ENVIRONMENT, describe_hook_end, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
@@ -45,7 +45,8 @@ class RawRun:
         metrics: of metrics.jsonl.
         result: of result.json; empty where there is none.
         device: the device in env.json.
-        state, reason: its state; why it did not finish.
+        state: its state.
+        reason: why it failed or stopped; None where it did not.
         overrides: those of a trial that differ from the sweep's; of other runs, the whole command line.
         host: the name of the machine of its first rank; empty where env.json has none.
         corruption: what is wrong with its files and was ignored, one sentence each.

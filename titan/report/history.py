@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.metrics.columns import StepColumns
 from titan.report.collect import RawRun, count_devices, parse_start_time
-from titan.report.columns import StepColumns
 from titan.report.findings import Curves, Numbers, RunCost
 
 HOUR = 3600.0

@@ -11,10 +11,10 @@ import numpy as np
 from titan.config.modules import list_trusted_packages
 from titan.config.settings import build
 from titan.errors import ConfigError
+from titan.metrics.columns import StepColumns
 from titan.metrics.schema import WARM
 from titan.model.schema import Llama
 from titan.report.collect import RawRun
-from titan.report.columns import StepColumns
 from titan.report.findings import Interval, MeasuredSpeed, Numbers, StepPercentiles
 from titan.report.statistics import MeanDifference, compare_means, compute_block_medians, estimate_mean_difference
 

@@ -1,4 +1,4 @@
-"""Read the files of a run's directory: run.yaml, result.json, metrics.jsonl and the lock. Free of torch.
+"""Read the files of a run's directory: run.yaml, result.json and the lock. Free of torch.
 
 Whatever is in them is compared with the types that titan writes.
 """
@@ -6,7 +6,7 @@ Whatever is in them is compared with the types that titan writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from titan.files import locks, untrusted
 from titan.run.axes import find_unknown_setting
 from titan.run.paths import foreign_files
 
-RUN, RESULT, METRICS, ENVIRONMENT, LOCK = "run.yaml", "result.json", "metrics.jsonl", "env.json", ".lock"
+RUN, RESULT, ENVIRONMENT, LOCK = "run.yaml", "result.json", "env.json", ".lock"
 """Names in a run's directory."""
-TAIL_BYTES = 1 << 16
-"""How much of the end of metrics.jsonl is read for the last step."""
 
 _REQUIRED: dict[str, Any] = {
     "attempt": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
@@ -41,9 +39,6 @@ _RESULT: dict[str, Any] = {
     "sample": dict[str, str] | None,
 }
 """The optional values of result.json by their types; names go up to a slash."""
-_STEP: dict[str, Any] = {
-    "step": int, "loss": float, "tokens_per_second": float, "attempt": int, "step_seconds": float,
-}  # fmt: skip
 
 
 def read_attempts(directory: Path) -> list[dict[str, Any]]:
@@ -103,7 +98,8 @@ def _check_document(document: Any, first: Any) -> None:
     """Compare a document of run.yaml with what titan writes.
 
     Raises:
-        ValueError, KeyError: naming what is missing, of another type, or another run's.
+        ValueError: naming what is of another type, or another run's.
+        KeyError: naming what is missing.
     """
     untrusted.check_type(document, dict[str, Any], "it")
     for name, kind in _REQUIRED.items():
@@ -179,7 +175,8 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     """Return the content of a `result.json`.
 
     Raises:
-        ValueError, KeyError: when its values are of other types.
+        ValueError: when a value is of another type.
+        KeyError: when a value is missing.
     """
     content = untrusted.parse_object(text)
     untrusted.check_type(content["finished"], bool, "finished")
@@ -187,35 +184,6 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     for name, value in content.items():
         untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
     return content
-
-
-def read_last_step(directory: Path) -> dict[str, Any]:
-    """Return the last record of a step in `metrics.jsonl`; empty where there is none."""
-    return next(read_last_steps(directory), {})
-
-
-def read_last_steps(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of steps at the end of `metrics.jsonl`, the last one first."""
-    try:
-        text = untrusted.read_regular_file(directory / METRICS, TAIL_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return
-    for line in reversed(text.splitlines()):
-        with suppress(ValueError):
-            record = untrusted.parse_object(line)
-            for name, kind in _STEP.items():
-                untrusted.check_type(record.get(name), kind | None, name)
-            if "loss" in record:
-                yield record
-
-
-def has_records(directory: Path, attempt: int) -> bool:
-    """Return whether `metrics.jsonl` ends with a record of an attempt."""
-    try:
-        metrics = (directory / METRICS).read_bytes().rstrip()
-    except OSError:
-        return False
-    return metrics.endswith(b'"attempt": %d}' % attempt)
 
 
 def is_locked(directory: Path) -> bool:
