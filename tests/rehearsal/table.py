@@ -121,8 +121,8 @@ TRAINING = (
 BENCHES = (
     Rehearsed(
         "bench: speed",
-        ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off, bare", "--rounds", "1", "--steps", "1",
-         "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
+        ("titan.bench", "suite=tiny", "case=bf16, compile off, bare", "rounds=1", "steps=1",
+         "to={runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
         SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
     ),
     Rehearsed(
@@ -130,12 +130,12 @@ BENCHES = (
         leaves=("here.yaml",), says="link_gb_per_second",
     ),
     Rehearsed(
-        "bench: waits of the host", ("--only", "sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
+        "bench: waits of the host", ("only=sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
         says='{"location": "", "failure": ""}',
     ),
     Rehearsed(
         "bench: modes",
-        ("--suite", "modes", "--case", "single: full, off", "--json", "{runs}/modes.json", *SMALL, *BF16),
+        ("suite=modes", "case=single: full, off", "to={runs}/modes.json", *SMALL, *BF16),
         "titan.bench", leaves=("modes.json",),
     ),
 )  # fmt: skip
@@ -209,7 +209,7 @@ REFUSED = (
 
 
 def _accepted(name: str, parts: str, **given: Any) -> Rehearsed:
-    arguments = ("--suite", "acceptance", "--report", f"{{runs}}/{name}", "--case", parts, *ACCEPTED)
+    arguments = ("suite=acceptance", f"to={{runs}}/{name}", f"case={parts}", *ACCEPTED)
     return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **given)
 
 
