@@ -44,7 +44,7 @@ ELSEWHERE = (
     "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
     "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
     "--config-dir mine cluster=here", "bench_405b_512 plan.trace", "bench_405b_512 cluster.hardware", "plan.fit=runs",
-    "against=parallelism=3d", "against=runs/first", "from=exported", "-m .*experiments/.*sweep=",
+    "against=parallelism=3d", "against=runs/first", "(evaluate|convert) exported", "-m .*experiments/.*sweep=",
     f"compare runs/({'|'.join(page.parent.name for page in EXPERIMENTS)})$",
 )  # fmt: skip
 """Patterns of commands that are only parsed: they need the network, a cluster, minutes, or files of other pages."""
@@ -123,7 +123,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations)
     made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
     made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
-    assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
+    assert convert.main([f"{folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     attempts.begin_attempt(first)
@@ -180,7 +180,7 @@ def test_command(
         assert replay.parse_words(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.evaluate" in words:
         request.getfixturevalue("compared")
-        trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
+        trained = {"runs/first": "runs/low", "step=200": "step=2", "average=4": "average=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
         own, _ = request_of_evaluation.split_words(given)
         assert parse_arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0

@@ -105,7 +105,7 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
         except RunError as error:
             if files is not None:
                 raise
-            print(f"not written: {str(error).removeprefix('to=').rstrip('.')}; give another file with to=FILE.")
+            print(f"{str(error).removeprefix('to=').rstrip('.')}; give another file with to=FILE.")
         else:
             print(f"written: {file}")
 

@@ -153,9 +153,9 @@ COMMANDS = (
         environment={"REHEARSAL_TAKEN_GIB": "79.62"}, code=1, says="out of memory",
         leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
-    Rehearsed("generate", ("from={runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
+    Rehearsed("generate", ("{runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
     Rehearsed(
-        "generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
+        "generate, tp", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
     ),
     Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, after="fsdp"),
     Rehearsed(
@@ -188,11 +188,11 @@ REFUSED = (
         environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
     Rehearsed(
-        "refused: generate on more GPUs", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
+        "refused: generate on more GPUs", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
         after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
     ),
     Rehearsed(
-        "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
+        "refused: generate without memory", ("{runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
         "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor",
         environment={"REHEARSAL_GIB": "0.1"},
     ),

@@ -161,7 +161,8 @@ def describe_settings(cls: type) -> str:
     for name, key in list_keys(cls).items():
         default = "" if key.is_required else settings.format_value(key.field.default)
         rows.append((f"{name}={default}", key.field.metadata.get("help", "")))
-    return "\n".join(f"  {name:<20} {help}" for name, help in rows)
+    width = max(20, *(len(name) for name, _ in rows))
+    return "\n".join(f"  {name:<{width}} {help}" for name, help in rows)
 
 
 def _is_assignment(word: str, keys: dict[str, Key]) -> bool:

@@ -30,7 +30,7 @@ from titan.errors import exit_code
 
 T = TypeVar("T")
 EXIT_CODES = "0 done, 1 failed, 2 rejected (the message says what to change), 130 interrupted."
-COMMENT_COLUMN = 72
+COMMENT_COLUMN = 80
 """The last column where the comment of an example may begin on the example's own line."""
 
 
@@ -142,7 +142,7 @@ def format_help(
         summary,
         f"Usage: python -m {name} {' '.join(usage)}",
         f"Examples:\n{_format_examples(name, examples)}",
-        f"Settings and their defaults:\n{settings_text.rstrip()}",
+        f"Settings:\n{settings_text.rstrip()}",
         notes.strip(),
         f"Exit codes: {exit_codes}",
     ]

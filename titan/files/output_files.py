@@ -24,7 +24,7 @@ def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: b
     """
     file = Path(name).expanduser()
     if endings and file.suffix not in endings:
-        raise ConfigError(f"to={name}: unknown file format; use one of {', '.join(endings)}.")
+        raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
     if file.is_dir():
         raise ConfigError(f"to={name}: is a directory; give another file.")
     if not makes_folder and not file.parent.is_dir():
@@ -52,6 +52,10 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False) -
     try:
         if makes_folder:
             file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text)
+        target = file.resolve()  # a link stays one
+        if target.exists() and not target.is_file():  # a pipe or a device
+            target.write_text(text, encoding="utf-8")
+        else:
+            write_atomic(target, text)
     except OSError as error:
         raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
