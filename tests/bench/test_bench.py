@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -196,7 +195,7 @@ def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [SpeedCase("none", ("training.sleep=1",))]
-    assert list(command._measure_speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
+    assert list(command._measure_speeds(cases, [], {}, command.Settings(rounds=1, steps=1))) == []
     assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
