@@ -16,11 +16,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import format_value
+from titan.config.modules import list_trusted_packages
+from titan.config.settings import build, format_value
 from titan.console.numbers import format_exact
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
+from titan.model.schema import Llama
 from titan.report import columns
 from titan.report.columns import MetricsFile, StepColumns
 from titan.report.findings import FailedRun, State
@@ -34,6 +36,8 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
+GAVE_UP = "steps in a row were not finite"
+"""Words of the error that ends a run after `training.bad_steps`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ class RawRun:
         """Return the name of the devices; empty where unknown."""
         return str(self.device.get("name") or "")
 
+    @property
+    def gave_up(self) -> bool:
+        """Return whether the run ended because too many steps in a row were not finite."""
+        return self.state in ("failed", "stopped") and GAVE_UP in (self.reason or "")
+
 
 @dataclass(frozen=True)
 class CollectedRuns:
@@ -124,6 +133,10 @@ class CollectedRuns:
     sweeps: tuple[tuple[Path, SweepSpec], ...]
     corruption: tuple[str, ...] = ()
 
+    def list_started_runs(self) -> list[RawRun]:
+        """Return the runs with a result: those that finished a step or gave up before."""
+        return [raw for raw in self.runs if len(raw.metrics.steps) or raw.gave_up]
+
 
 @dataclass
 class _RunCollection:
@@ -139,6 +152,19 @@ class _RunCollection:
 def count_devices(document: Mapping[str, Any]) -> int:
     """Return the number of devices of the attempt that a document in run.yaml describes."""
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
+
+
+def read_model_settings(raw: RawRun) -> Llama | None:
+    """Return the schema of the run's model; None where its class can't be loaded."""
+    name = raw.last_document["science"].get("model")
+    settings = dict(raw.config["model"]) | ({"_target_": name} if name else {})
+    try:
+        model: Llama = build(
+            Llama, settings, "model", list_trusted_packages(())
+        )  # not what a run's own file would import
+    except ConfigError:
+        return None
+    return model
 
 
 def collect_runs(directories: Sequence[Path]) -> CollectedRuns:

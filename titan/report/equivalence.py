@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from titan.console.numbers import format_interval, format_plural, format_signed
 from titan.report import statistics
 from titan.report.columns import StepColumns
+from titan.report.estimate import Member
 from titan.report.findings import Answer, Interval, Learning, Numbers, RepeatsNeeded
-from titan.report.runs import Member
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, MeanDifference
 
 ANSWER_WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from titan.console.numbers import format_fixed, format_rounded
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render import hook_metrics, predicted
 from titan.report.render.bars import draw_memory_bars, draw_throughput
@@ -123,7 +123,7 @@ def _build_results(comparison: Comparison) -> list[VariantRow]:
             comparison.variants[i].label,
             [(column, column.cells[i]) for column in visible_columns],
         )
-        for i in ranking.rank_variants(comparison.variants)
+        for i in rank.rank_variants(comparison.variants)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison
 from titan.report.render import hook_metrics, predicted
 from titan.report.render.sentences import (
@@ -54,7 +54,7 @@ def _format_results(comparison: Comparison) -> list[str]:
     if not comparison.variants:
         return []
     head = ["variant", *(f"{column.name} {column.unit}".strip() for column in visible_columns)]
-    order = ranking.rank_variants(comparison.variants)
+    order = rank.rank_variants(comparison.variants)
     rows = [
         [comparison.variants[i].label, *(column.cells[i].format_line() for column in visible_columns)] for i in order
     ]

@@ -7,7 +7,7 @@ from statistics import median
 
 from titan.console.numbers import format_fixed, format_interval, format_rounded
 from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, sum_groups
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison, Interval, RunPrediction, RunResult, Variant
 from titan.report.render.table_data import Cell, Column, Mood
 
@@ -20,7 +20,7 @@ Pair = tuple[Interval, float | None]
 
 def list_variants(comparison: Comparison) -> list[int]:
     """Return the indices of the variants with a prediction, in the order of the main table."""
-    return [i for i in ranking.rank_variants(comparison.variants) if _list_runs(comparison.variants[i])]
+    return [i for i in rank.rank_variants(comparison.variants) if _list_runs(comparison.variants[i])]
 
 
 def build_columns(comparison: Comparison) -> tuple[Column, ...]:

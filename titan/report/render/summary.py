@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from titan.console.numbers import format_magnitude, format_plural, format_rounded, format_tokens
-from titan.report import ranking, statistics
+from titan.report import rank, statistics
 from titan.report.findings import Comparison, Quality, Variant
-from titan.report.ranking import select_verdict
+from titan.report.rank import select_verdict
 from titan.report.render.table_data import format_answer, format_lost_seeds, format_wins
 from titan.report.superiority import EARLIER_TARGET_ADVICE
 
@@ -21,7 +21,7 @@ def describe_outcome(comparison: Comparison) -> list[str]:
     rivals = [variant for variant in comparison.variants if not variant.baseline and not variant.same_science]
     if not rivals:
         return describe_diverged(comparison)
-    if len(ranking.list_token_counts(comparison.variants)) > 1:
+    if len(rank.list_token_counts(comparison.variants)) > 1:
         return [*_describe_unequal_tokens(comparison, rivals), *describe_diverged(comparison)]
     best = _describe_best(comparison, rivals)
     return [*best, *describe_diverged(comparison), *(_count_answers(rivals) if len(rivals) > 1 or not best else [])]
@@ -29,18 +29,15 @@ def describe_outcome(comparison: Comparison) -> list[str]:
 
 def _describe_best(comparison: Comparison, rivals: Sequence[Variant]) -> list[str]:
     """Return which variant is best so far, compared with which one, and the result of the test."""
-    bits = ranking.uses_bits(comparison.variants)
+    bits = rank.uses_bits(comparison.variants)
     base = comparison.variants[0]
     ranked = [
         variant
         for variant in rivals
-        if (q := select_verdict(variant)) and q.difference and ranking.select_result(variant, bits)
+        if (q := select_verdict(variant)) and q.difference and rank.select_result(variant, bits)
     ]
     ranked.sort(key=_compute_merit)
-    if (
-        not (ranked or any(variant.outcomes.diverged for variant in rivals))
-        or ranking.select_result(base, bits) is None
-    ):
+    if not (ranked or any(variant.outcomes.diverged for variant in rivals)) or rank.select_result(base, bits) is None:
         return []
     if ranked and _compute_merit(ranked[0]) < _compute_merit(base):
         gap = f"{_format_gap(ranked[0])} the baseline's ({_name_variant(base)})"
@@ -58,9 +55,7 @@ def _describe_best(comparison: Comparison, rivals: Sequence[Variant]) -> list[st
 def _compute_merit(variant: Variant) -> tuple[float, float]:
     """Return the sort key of a variant: the share of diverged seeds, then the difference to the baseline."""
     quality = select_verdict(variant)
-    return ranking.compute_diverged_share(
-        variant
-    ), quality.difference.estimate if quality and quality.difference else 0.0
+    return rank.compute_diverged_share(variant), quality.difference.estimate if quality and quality.difference else 0.0
 
 
 def _name_variant(variant: Variant) -> str:
@@ -68,7 +63,7 @@ def _name_variant(variant: Variant) -> str:
 
 
 def _format_value(variant: Variant, bits: bool) -> str:
-    interval, diverged = ranking.select_result(variant, bits), variant.outcomes.diverged
+    interval, diverged = rank.select_result(variant, bits), variant.outcomes.diverged
     value = "" if interval is None else f"{'bits per byte' if bits else 'validation loss'} {interval.estimate:.3f}"
     return (
         f"{value} on the {variant.outcomes.ended} of {variant.outcomes.known} seeds that did not diverge"
@@ -176,7 +171,7 @@ def _count_answers(variants: Sequence[Variant]) -> list[str]:
 
 def _describe_unequal_tokens(comparison: Comparison, rivals: Sequence[Variant]) -> list[str]:
     """Return the result of variants that saw different numbers of tokens."""
-    token_counts = ", ".join(f"{number:,}" for number in ranking.list_token_counts(comparison.variants)[:NAMED])
+    token_counts = ", ".join(f"{number:,}" for number in rank.list_token_counts(comparison.variants)[:NAMED])
     parts = f"The variants saw different numbers of tokens ({token_counts}), so their final losses are not ranked."
     if comparison.target is not None and any(variant.reached for variant in comparison.variants):
         return [

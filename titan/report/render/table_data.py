@@ -16,7 +16,7 @@ from titan.console.numbers import (
     format_rounded,
     format_tokens,
 )
-from titan.report import ranking, statistics
+from titan.report import rank, statistics
 from titan.report.findings import Comparison, Interval, MeasuredSpeed, Quality, RunResult, TimeToTarget, Variant
 
 Mood = Literal["", "good", "bad", "open"]
@@ -142,7 +142,7 @@ def build_columns(comparison: Comparison) -> tuple[Column, ...]:
         for column in (*all_columns, *_build_expert_columns(comparison), *_build_figure_columns(comparison))
         if any(cell.main for cell in column.cells)
     ]
-    needless = {"tokens"} if len(ranking.list_token_counts(comparison.variants)) < 2 else set()
+    needless = {"tokens"} if len(rank.list_token_counts(comparison.variants)) < 2 else set()
     needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
     return tuple(column for column in visible_columns if column.name not in needless)
 
@@ -202,7 +202,7 @@ def format_answer(variant: Variant) -> Cell:
         return Cell(
             wins_text or "not ranked", f"{lost_text}, another lr is best" if lost_text else "another lr is best"
         )
-    quality = ranking.select_verdict(variant)
+    quality = rank.select_verdict(variant)
     return Cell("not ranked", _format_diverged(variant), "open") if quality is None else _format_quality(quality)
 
 
@@ -318,7 +318,7 @@ def _format_validation(variant: Variant) -> Cell:
 
 
 def _format_tokens(variant: Variant) -> Cell:
-    return Cell(" ".join(f"{token_count:,}" for token_count in ranking.list_token_counts([variant])))
+    return Cell(" ".join(f"{token_count:,}" for token_count in rank.list_token_counts([variant])))
 
 
 def _format_speed(variant: Variant) -> Cell:

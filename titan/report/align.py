@@ -1,4 +1,4 @@
-"""Group runs into variants, find the settings that distinguish them, and find the baseline."""
+"""Align runs: group them into variants, find the settings that distinguish or join these, and find the baseline."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 from titan.config import kinds
 from titan.config.settings import format_value, to_plain
+from titan.console.numbers import format_count, format_tokens
 from titan.errors import ConfigError
-from titan.report.collect import RawRun, format_setting
+from titan.report.collect import RawRun, format_setting, read_model_settings
+from titan.report.findings import FailedRun
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flatten_config
 from titan.run.schema import Recipe
@@ -33,6 +35,7 @@ CONTINUED = "training.continued_from"
 """The planned steps of earlier attempts, where they differ."""
 DERIVED = ("devices", "data", "parent")
 """Facts that usually follow from others, and are shown only where they don't."""
+SEED_OVERRIDE = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
 @dataclass(frozen=True)
@@ -282,3 +285,47 @@ def _is_same_value(a: str, b: str) -> bool:
         return text_a == text_b or float(text_a) == float(text_b)
     except ValueError:
         return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
+
+
+def find_missing_trials(group: RunGroup, failed: Sequence[FailedRun]) -> tuple[FailedRun, ...]:
+    """Return the trials without metrics that differ from a variant's runs in their seed only."""
+    recipes = {_select_recipe(raw.overrides) for raw in group.runs}
+    return tuple(trial for trial in failed if trial.overrides and _select_recipe(trial.overrides) in recipes)
+
+
+def _select_recipe(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the overrides of a trial that all seeds of its variant share."""
+    return frozenset(override for override in overrides if not SEED_OVERRIDE.fullmatch(override))
+
+
+def find_common_settings(groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the main settings that all variants share."""
+    main_settings = [_collect_main_settings(group) for group in groups]
+    return {
+        key: value
+        for key, value in (main_settings[0] if main_settings else {}).items()
+        if all(t.get(key) == value for t in main_settings)
+    }
+
+
+def _collect_main_settings(group: RunGroup) -> dict[str, str]:
+    raw, choices = group.runs[0], group.facts.choices
+    training, hardware = raw.config["training"], raw.hardware
+    main_settings = {
+        axis: choices[axis] for axis in ("model", "dataset", "optimizer", "parallelism", "memory") if axis in choices
+    }
+    if size := _count_parameters(group):
+        main_settings["model"] = f"{main_settings.get('model', '?')}, {format_count(size)} parameters"
+    batch = "" if training.get("grow") else f" of {format_tokens(training['global_batch'])} tokens"
+    return main_settings | {
+        "precision": str(raw.config.get("precision", {}).get("compute", "?")),
+        "training": f"{training['steps']:,} steps{batch}, rows of {training['seq_len']:,}",
+        "optimizer.lr": f"{raw.config['optimizer'].get('lr', 0):g}",
+        "devices": f"{raw.devices} x {hardware}" if hardware else str(raw.devices),
+    }
+
+
+def _count_parameters(group: RunGroup) -> int | None:
+    """Return the model's parameter count; None where its class can't be loaded."""
+    model = read_model_settings(group.runs[0])
+    return model.parameters() if model else None
