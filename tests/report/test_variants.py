@@ -9,7 +9,7 @@ import pytest
 from tests.support.made_runs import H200, Story, made
 from tests.support.tiers import full
 from titan.errors import ConfigError
-from titan.report import align
+from titan.report import align, rank
 from titan.report.align import RunGroup
 from titan.report.collect import collect_runs
 
@@ -115,12 +115,12 @@ BASELINES = [
 def test_the_baseline(option: str | None, asked: dict[str, str], places: list[int] | None, tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "optimizer.lr=3e-3")))
     if places is not None:
-        assert align.find_baselines(found, option, asked) == places
+        assert rank.find_baselines(found, option, asked) == places
         return
     with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
-        align.find_baselines(found, option, asked)
+        rank.find_baselines(found, option, asked)
 
 
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)))
-    assert align.find_baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]
+    assert rank.find_baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]

@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan.report import align, equivalence, estimate, history, notes, rank, superiority
+from titan.report import align, equivalence, estimate, notes, rank, superiority
 from titan.report.collect import CollectedRuns, collect_runs
-from titan.report.estimate import Member
 from titan.report.findings import Comparison, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
 from titan.sweep.ledger import SweepSpec
@@ -88,58 +87,35 @@ def _build_title(collected: CollectedRuns, directories: Sequence[str | os.PathLi
 
 def _list_candidates(collected: CollectedRuns, options: Options, spec: SweepSpec) -> list[VariantCandidate]:
     """Return all variants with the results of their runs, the baseline first."""
-    groups = align.group_runs(collected.list_started_runs())
-    members = estimate.build_members(groups, history.find_shared_runs(collected.runs), spec.margin)
-    return rank.list_candidates(groups, members, collected.failed, options.baseline, spec.baseline)
+    groups = align.group_runs(collected.list_started_runs(), collected.failed)
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
+    return rank.list_candidates(groups, members, options.baseline, spec.baseline)
 
 
 def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> list[Variant]:
-    """Return all variants with their tests, the baseline first."""
+    """Return all variants with their estimates and tests, the baseline first."""
+    estimates = [
+        estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
+    ]
+    learnings = [_test_equivalence(v, candidates, spec.margin) for v in candidates]
     qualities = _test_superiority(candidates, spec)
     return [
-        _build_variant(candidate, candidates, qualities.get(index, ()), spec)
-        for index, candidate in enumerate(candidates)
+        Variant(
+            label=v.group.label,
+            settings=v.group.settings,
+            baseline=v is candidates[0],
+            same_science=v.group.group_id == candidates[0].group.group_id,
+            runs=tuple(m.run for m in v.members),
+            learning=learning,
+            quality=qualities.get(index, ()),
+            notes=notes.list_variant_notes(v, candidates[0]),
+            tried=v.tuning.rate_count,
+            untuned=not v.tuning.is_best,
+            against_best=v.tuning.against_best,
+            **vars(variant_estimates),
+        )
+        for index, (v, variant_estimates, learning) in enumerate(zip(candidates, estimates, learnings, strict=True))
     ]
-
-
-def _test_superiority(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> Mapping[int, tuple[Quality, ...]]:
-    """Return the tests of the variants with other hyperparameters than the baseline, by their index."""
-    rivals = [
-        i for i, v in enumerate(candidates) if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best
-    ]
-    uncorrected = [
-        superiority.compare_variant(candidates[i].members, candidates[0].members, spec.target) for i in rivals
-    ]
-    return dict(zip(rivals, superiority.correct_comparisons(uncorrected, spec.margin), strict=True))
-
-
-def _build_variant(
-    candidate: VariantCandidate, candidates: Sequence[VariantCandidate], qualities: tuple[Quality, ...], spec: SweepSpec
-) -> Variant:
-    group, members, baseline = candidate.group, candidate.members, candidates[0].members
-    is_baseline = candidate is candidates[0]
-    speed = estimate.compare_speed(members, None if is_baseline else baseline)
-    return Variant(
-        label=group.label,
-        settings=group.settings,
-        baseline=is_baseline,
-        same_science=group.group_id == candidates[0].group.group_id,
-        runs=tuple(m.run for m in members),
-        speed=speed.speed,
-        speed_ratio=speed.ratio,
-        validation=estimate.estimate_seed_mean(members, lambda m: m.run.validation),
-        bits=estimate.estimate_seed_mean(members, lambda m: m.run.bits),
-        few=speed.few,
-        speed_doubt=speed.doubt,
-        learning=_test_equivalence(candidate, candidates, spec.margin),
-        quality=qualities,
-        reached=estimate.estimate_time_to_target(members, spec.target) if _is_in_nats(members, baseline) else None,
-        notes=notes.list_variant_notes(candidate, candidates[0]),
-        outcomes=estimate.count_outcomes(members, candidate.missing),
-        tried=candidate.tuning.rate_count,
-        untuned=not candidate.tuning.is_best,
-        against_best=candidate.tuning.against_best,
-    )
 
 
 def _test_equivalence(
@@ -162,10 +138,15 @@ def _must_learn_the_same(candidate: VariantCandidate, reference: VariantCandidat
     return same_group and candidate is not reference and reference.group.other_settings == baseline.group.other_settings
 
 
-def _is_in_nats(members: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Return whether losses per token are comparable with the baseline's."""
-    measure = superiority.choose_measure(members[0], baseline[0])
-    return measure is not None and measure.name == "validation loss"
+def _test_superiority(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> Mapping[int, tuple[Quality, ...]]:
+    """Return the tests of the variants with other hyperparameters than the baseline, by their index."""
+    rivals = [
+        i for i, v in enumerate(candidates) if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best
+    ]
+    uncorrected = [
+        superiority.compare_variant(candidates[i].members, candidates[0].members, spec.target) for i in rivals
+    ]
+    return dict(zip(rivals, superiority.correct_comparisons(uncorrected, spec.margin), strict=True))
 
 
 def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCandidate]) -> tuple[FailedRun, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from titan.estimate.plan import PredictedValue
 from titan.hooks.schema import METRIC_PREFIX
 from titan.metrics.schema import WARM
-from titan.report.align import RunGroup, label_runs
+from titan.report.align import RunGroup, find_common_measure, label_runs
 from titan.report.collect import RawRun, read_model_settings
 from titan.report.columns import StepColumns
 from titan.report.findings import (
@@ -88,6 +88,55 @@ def build_members(
         for group, group_labels in zip(groups, labels, strict=True)
     ]
     return mark_outliers(members, margin)
+
+
+@dataclass(frozen=True)
+class VariantEstimates:
+    """Estimates over the runs of a variant; the attributes are those of `Variant`."""
+
+    speed: Interval | None
+    speed_ratio: Interval | None
+    few: bool
+    speed_doubt: str
+    validation: Interval | None
+    bits: Interval | None
+    outcomes: Outcomes
+    reached: TimeToTarget | None
+
+
+def estimate_variant(
+    members: Sequence[Member], missing: Sequence[FailedRun], baseline: Sequence[Member], target: float | None
+) -> VariantEstimates:
+    """Return the estimates of a variant, and its speed as a multiple of the baseline's.
+
+    Args:
+        members: its runs.
+        missing: its trials without metrics.
+        baseline: runs of the baseline, the same for the baseline itself.
+        target: the target loss.
+    """
+    rates, baseline_rates = (collect_rates([m.raw for m in side]) for side in (members, baseline))
+    ratio = None if members is baseline else estimate_ratio(rates, baseline_rates)
+    few = ratio is not None and _has_few_runs(rates, baseline_rates)
+    doubt = "" if ratio is None else _explain_doubt((*members, *baseline), few)
+    is_in_nats = find_common_measure(members[0].raw, baseline[0].raw) == "validation loss"
+    return VariantEstimates(
+        speed=estimate_speed(rates),
+        speed_ratio=Interval(ratio.estimate, None, None) if ratio and doubt else ratio,
+        few=few,
+        speed_doubt=doubt,
+        validation=_estimate_seed_mean(members, lambda m: m.run.validation),
+        bits=_estimate_seed_mean(members, lambda m: m.run.bits),
+        outcomes=count_outcomes(members, missing),
+        reached=estimate_time_to_target(members, target) if is_in_nats else None,
+    )
+
+
+def _explain_doubt(members: Iterable[Member], few: bool) -> str:
+    """Return why speed is not ranked; empty where it is."""
+    if any(m.run.shared for m in members):
+        return "trials ran on one machine at the same time"
+    return f"fewer than {LEAST_RUNS} runs of a variant" if few else ""
 
 
 def build_member(raw: RawRun, label: str, shared: bool = False) -> Member:
@@ -252,48 +301,6 @@ def _compute_causal_mfu(
         return None
     flops_per_token = tflops * 1e12 / rate
     return mfu * (flops_per_token + flops_without_attention) / 2 / flops_per_token
-
-
-@dataclass(frozen=True)
-class SpeedComparison:
-    """Speed of a variant, and compared with the baseline's.
-
-    Attributes:
-        speed: tokens/s per device; None where no step was timed.
-        ratio: its multiple of the baseline's; None for the baseline, and where a side has no speed.
-        few: whether a side has too few runs to rank speed.
-        doubt: why speed is not ranked; empty where it is, or where a side has no speed.
-    """
-
-    speed: Interval | None
-    ratio: Interval | None = None
-    few: bool = False
-    doubt: str = ""
-
-
-def compare_speed(members: Sequence[Member], baseline: Sequence[Member] | None) -> SpeedComparison:
-    """Return the speed of a variant's runs, and its ratio to the baseline's, without interval where it is not ranked.
-
-    Args:
-        members: runs of the variant.
-        baseline: runs of the baseline; None: these are they.
-    """
-    rates = collect_rates([m.raw for m in members])
-    if baseline is None:
-        return SpeedComparison(estimate_speed(rates))
-    baseline_rates = collect_rates([m.raw for m in baseline])
-    ratio, few = estimate_ratio(rates, baseline_rates), _has_few_runs(rates, baseline_rates)
-    doubt = _explain_doubt((*members, *baseline), few) if ratio else ""
-    if ratio and doubt:
-        ratio = Interval(ratio.estimate, None, None)
-    return SpeedComparison(estimate_speed(rates), ratio, few, doubt)
-
-
-def _explain_doubt(members: Iterable[Member], few: bool) -> str:
-    """Return why speed is not ranked; empty where it is."""
-    if any(m.run.shared for m in members):
-        return "trials ran on one machine at the same time"
-    return f"fewer than {LEAST_RUNS} runs of a variant" if few else ""
 
 
 def collect_rates(runs: Sequence[RawRun]) -> dict[tuple[int, int], Numbers]:
@@ -486,7 +493,7 @@ def _parse_seed(overrides: Sequence[str], default: str) -> Any:
     return int(seeds[-1]) if seeds and seeds[-1].isdecimal() else default
 
 
-def estimate_seed_mean(members: Sequence[Member], measure: MeasureFunction) -> Interval | None:
+def _estimate_seed_mean(members: Sequence[Member], measure: MeasureFunction) -> Interval | None:
     """Return the mean over seeds with its interval; None without values."""
     return estimate_mean_interval(list(average_by_seed(members, measure).values()))
 

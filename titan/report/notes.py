@@ -10,12 +10,11 @@ import numpy as np
 
 from titan.console.numbers import format_plural
 from titan.report import statistics
-from titan.report.align import find_fitting, has_settings
+from titan.report.align import find_common_measure
 from titan.report.collect import CollectedRuns
 from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
 from titan.report.findings import FailedRun, RunResult, Spike
-from titan.report.rank import VariantCandidate
-from titan.report.superiority import choose_measure
+from titan.report.rank import VariantCandidate, find_fitting, has_settings
 from titan.sweep.ledger import SweepSpec
 
 NAMED_RUNS = 6
@@ -27,7 +26,7 @@ def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantC
     members, baseline = candidate.members, baseline_candidate.members
     notes = [candidate.tuning.note] if candidate.tuning.note else []
     notes += [*_note_unfinished(members), *_note_outcomes(members)]
-    if counts := _describe_missing(candidate.missing):
+    if counts := _describe_missing(candidate.group.missing):
         notes.append(f"{counts}: not counted as outcomes of the recipe")
     if members[0].raw.earlier_planned_steps:
         steps = ", then ".join(f"{number:,}" for number in members[0].raw.earlier_planned_steps)
@@ -122,12 +121,11 @@ def _note_unfinished(members: Sequence[Member]) -> list[str]:
 def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
     variant_bytes, baseline_bytes = (_compute_bytes_per_token(side[0]) for side in (members, baseline))
-    measure = choose_measure(members[0], baseline[0])
+    measure = find_common_measure(members[0].raw, baseline[0].raw)
     if (
         variant_bytes is None
         or baseline_bytes is None
-        or measure is None
-        or measure.name != "bits per byte"
+        or measure != "bits per byte"
         or abs(variant_bytes / baseline_bytes - 1) < 0.02
     ):
         return []

@@ -19,9 +19,9 @@ from titan.estimate.plan import build_plan, resolve_hardware
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
 from titan.parallelism.schema import Layout
+from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
 from titan.report.estimate import measure_run
-from titan.report.history import find_shared_runs
 from titan.run.prediction import sum_measured_bytes
 from titan.run.run import Run
 from titan.run.schema import Recipe

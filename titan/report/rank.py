@@ -7,16 +7,19 @@ mean loss: without its diverged seeds, the mean of a rate is biased.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from titan.config.settings import format_value
-from titan.report.align import LEARNING_RATE, RunGroup, find_baselines, find_missing_trials
+from titan.errors import ConfigError
+from titan.report.align import LEARNING_RATE, RunGroup, shorten_name
 from titan.report.collect import format_setting
 from titan.report.estimate import Member, collect_outcomes
-from titan.report.findings import FailedRun, Interval, Quality, Variant
+from titan.report.findings import Interval, Quality, Variant
 from titan.report.statistics import compare_seeds
 
 
@@ -45,19 +48,16 @@ class VariantCandidate:
         group: its runs' files, and the settings that distinguish it.
         members: its runs.
         tuning: whether it has the best of its learning rates.
-        missing: its trials without metrics.
     """
 
     group: RunGroup
     members: Sequence[Member]
     tuning: RateTuning
-    missing: tuple[FailedRun, ...] = ()
 
 
 def list_candidates(
     groups: Sequence[RunGroup],
     members: Sequence[Sequence[Member]],
-    failed: Sequence[FailedRun],
     baseline: str | None,
     sweep_baseline: Mapping[str, str],
 ) -> list[VariantCandidate]:
@@ -66,18 +66,99 @@ def list_candidates(
     Args:
         groups: the variants.
         members: their runs.
-        failed: all trials without metrics.
         baseline: the baseline that the user named.
         sweep_baseline: the baseline of the sweep.
     """
     tunings = find_best_rates(groups, members)
-    missing = [find_missing_trials(group, failed) for group in groups]
-    candidates = [VariantCandidate(*parts) for parts in zip(groups, members, tunings, missing, strict=True)]
+    candidates = [VariantCandidate(*parts) for parts in zip(groups, members, tunings, strict=True)]
     if not candidates:
         return []
     possible_baselines = find_baselines(groups, baseline, sweep_baseline)
     index = next((i for i in possible_baselines if tunings[i].is_best), possible_baselines[0])
     return [candidates[index], *candidates[:index], *candidates[index + 1 :]]
+
+
+def find_baselines(groups: Sequence[RunGroup], option: str | None, sweep_baseline: Mapping[str, str]) -> list[int]:
+    """Return the indices of the variants that may be the baseline, in the order in which they were found.
+
+    Several differ in the learning rate only, where neither user nor sweep names one: the best of them is the baseline.
+
+    Args:
+        groups: all of them.
+        option: what the user asks for: settings such as "parallelism=single,lr=0.001", or a run's directory.
+        sweep_baseline: the baseline of the sweep.
+
+    Raises:
+        ConfigError: when the option matches no variant, or several that differ in more.
+    """
+    if option is None:
+        indices = find_fitting(groups, sweep_baseline) or [0]
+        return (
+            indices[:1]
+            if _names_rate(sweep_baseline)
+            else _select_family(groups, indices[0], indices if sweep_baseline else range(len(groups)))
+        )
+    indices, exact = _match_option(groups, option)
+    if indices and not exact and len(family := _select_family(groups, indices[0], indices)) == len(indices):
+        return family
+    if len(indices) != 1:
+        names = "; ".join(group.label for group in groups[:8])
+        raise ConfigError(
+            f"baseline={option}: matches {len(indices) or 'none'} of the variants ({names}); give the settings of one."
+        )
+    return indices
+
+
+def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], bool]:
+    """Return the indices of the variants that the option matches, and whether it names one learning rate."""
+    if Path(option).is_dir():
+        directory = Path(option).resolve()
+        return [i for i, group in enumerate(groups) if directory in [raw.directory for raw in group.runs]], True
+    if labelled := [i for i, group in enumerate(groups) if option == group.label]:
+        return labelled, True
+    settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
+    return find_fitting(groups, settings), _names_rate(settings)
+
+
+def _names_rate(settings: Mapping[str, str]) -> bool:
+    return any(name in (LEARNING_RATE, "lr") for name in settings)
+
+
+def _select_family(groups: Sequence[RunGroup], index: int, indices: Iterable[int]) -> list[int]:
+    """Return the variants among some that differ from one of them in the learning rate only."""
+    return [i for i in indices if groups[i].other_settings == groups[index].other_settings]
+
+
+def find_fitting(groups: Sequence[RunGroup], settings: Mapping[str, str]) -> list[int]:
+    """Return the indices of the groups with all wanted settings; none where nothing is wanted."""
+    return [i for i, group in enumerate(groups) if settings and has_settings(group, settings)]
+
+
+def has_settings(group: RunGroup, settings: Mapping[str, str]) -> bool:
+    """Return whether a group has settings, by full or short names, with values as typed."""
+    return all(
+        any(_is_same_value(value, existing) for existing in _list_values(group, name))
+        for name, value in settings.items()
+    )
+
+
+def _list_values(group: RunGroup, name: str) -> list[str]:
+    """Return the values of a setting in a group, by its full or short name."""
+    facts = group.facts
+    if name in facts.choices:
+        return [facts.choices[name]]
+    full = [n for n in facts.values if shorten_name(n, facts.values) == name]
+    typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
+    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+
+
+def _is_same_value(a: str, b: str) -> bool:
+    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
+    text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
+    try:
+        return text_a == text_b or float(text_a) == float(text_b)
+    except ValueError:
+        return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
 
 
 def find_best_rates(groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]) -> list[RateTuning]:

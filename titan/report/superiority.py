@@ -19,13 +19,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from titan.config.settings import format_value
 from titan.console.numbers import format_interval, format_signed
 from titan.report import statistics
+from titan.report.align import LossMeasure, find_common_measure
 from titan.report.estimate import (
     MeasureFunction,
     Member,
@@ -41,10 +40,6 @@ SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
-READING_SETTINGS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", "window", "epochs", "sources")
-"""Dataset settings that decide how text is read, not which text is the evaluation set."""
-HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
-_IGNORED_SETTINGS = (*READING_SETTINGS, *HOUSEKEEPING)
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,14 @@ class Measure:
     infinite_text: str = "diverged"
 
 
+_LOSSES: dict[LossMeasure, Measure] = {
+    "validation loss": Measure(
+        "validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation
+    ),
+    "bits per byte": Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte),
+}
+
+
 @dataclass(frozen=True)
 class UncorrectedComparison:
     """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
@@ -85,10 +88,11 @@ def compare_variant(
         baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
     """
-    measure = choose_measure(variant[0], baseline[0])
-    if measure is None:
+    common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
+    if common_loss is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
         return [_build_inconclusive("validation loss", "the end", text)]
+    measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
     comparisons = [end]
     if has_unequal_tokens(variant, baseline):
@@ -473,54 +477,3 @@ def _format_sentence(
     if needed is None or needed.count is None:
         return f"{phrase}; more seeds are unlikely to decide"
     return f"{phrase}; {statistics.format_repeats_needed(needed, 'seeds')} would decide"
-
-
-def choose_measure(variant: Member, baseline: Member) -> Measure | None:
-    """Return nats on the same tokens or bits per byte on the same text; None where neither is comparable."""
-    if _identify_evaluation_set(variant) == _identify_evaluation_set(baseline):
-        return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
-    if has_same_text(variant, baseline):
-        return Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
-    return None
-
-
-def _identify_evaluation_set(member: Member) -> tuple[Any, ...]:
-    """Return the settings that decide the evaluation set and its rows."""
-    config = member.raw.config
-    rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
-    return (_read_digest(member), config.get("evaluation", {}).get("tokens"), *rows)
-
-
-def _read_digest(member: Member) -> Any:
-    return member.raw.last_document["science"].get("data")
-
-
-def has_same_text(variant: Member, baseline: Member) -> bool:
-    """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
-    count = [m.raw.config.get("evaluation", {}).get("tokens") for m in (variant, baseline)]
-    if count[0] != count[1]:
-        return False
-    if _read_digest(variant) == _read_digest(baseline):
-        return True
-    return bool(
-        _identify_text(variant) == _identify_text(baseline)
-        and _list_reading_settings(variant) != _list_reading_settings(baseline)
-    )
-
-
-def _identify_text(member: Member) -> Any:
-    """Return the settings that decide the text of the evaluation set."""
-    dataset = member.raw.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    kinds = member.raw.last_document["science"].get("dataset")
-    return kinds, {
-        name: {k: format_value(v) for k, v in part.items() if k not in _IGNORED_SETTINGS}
-        for name, part in parts.items()
-    }
-
-
-def _list_reading_settings(member: Member) -> Any:
-    """Return the settings that change the digest of the same text."""
-    dataset = member.raw.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    return {name: [format_value(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}
