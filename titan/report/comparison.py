@@ -14,12 +14,13 @@ Each stage is a module of the same name, but for the tests, of which there are t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.report import align, equivalence, estimate, notes, rank, superiority
 from titan.report.collect import CollectedRuns, collect_runs
+from titan.report.estimate import VariantEstimates
 from titan.report.findings import Comparison, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
 from titan.sweep.ledger import SweepSpec
@@ -56,15 +57,17 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     options = options or Options()
     collected = collect_runs([Path(directory) for directory in directories])
     spec = _resolve_spec(collected, options)
-    candidates = _list_candidates(collected, options, spec)
+    groups = align.group_runs(collected.list_started_runs(), collected.failed)
+    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
+    candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     groups = [candidate.group for candidate in candidates]
     return Comparison(
         title=_build_title(collected, directories),
         question=spec.question,
         common=align.find_common_settings(groups),
         differs=align.collect_differing_settings(groups),
-        variants=rank.order_variants(_build_variants(candidates, spec)),
         failed=_list_failed_runs(collected, candidates),
+        variants=rank.order_variants(_build_variants(candidates, spec)),
         target=spec.target,
         margin=spec.margin,
         notes=notes.list_comparison_notes(candidates, collected, spec, options.baseline, options.margin),
@@ -85,68 +88,42 @@ def _build_title(collected: CollectedRuns, directories: Sequence[str | os.PathLi
     return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
-def _list_candidates(collected: CollectedRuns, options: Options, spec: SweepSpec) -> list[VariantCandidate]:
-    """Return all variants with the results of their runs, the baseline first."""
-    groups = align.group_runs(collected.list_started_runs(), collected.failed)
-    members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
-    return rank.list_candidates(groups, members, options.baseline, spec.baseline)
-
-
 def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> list[Variant]:
     """Return all variants with their estimates and tests, the baseline first."""
     estimates = [
         estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
     ]
-    learnings = [_test_equivalence(v, candidates, spec.margin) for v in candidates]
-    qualities = _test_superiority(candidates, spec)
+    learnings = equivalence.judge_candidates(candidates, spec.margin)
+    qualities = superiority.judge_candidates(candidates, spec.target, spec.margin)
     return [
-        Variant(
-            label=v.group.label,
-            settings=v.group.settings,
-            baseline=v is candidates[0],
-            same_science=v.group.group_id == candidates[0].group.group_id,
-            runs=tuple(m.run for m in v.members),
-            learning=learning,
-            quality=qualities.get(index, ()),
-            notes=notes.list_variant_notes(v, candidates[0]),
-            tried=v.tuning.rate_count,
-            untuned=not v.tuning.is_best,
-            against_best=v.tuning.against_best,
-            **vars(variant_estimates),
+        _build_variant(candidate, candidates[0], variant_estimates, learning, variant_qualities)
+        for candidate, variant_estimates, learning, variant_qualities in zip(
+            candidates, estimates, learnings, qualities, strict=True
         )
-        for index, (v, variant_estimates, learning) in enumerate(zip(candidates, estimates, learnings, strict=True))
     ]
 
 
-def _test_equivalence(
-    candidate: VariantCandidate, candidates: Sequence[VariantCandidate], margin: float
-) -> Learning | None:
-    """Return whether a variant learns the same as the one of its recipe: the baseline or a learning rate of it."""
-    reference = next((v for v in candidates if _must_learn_the_same(candidate, v, candidates[0])), None)
-    if reference is None or candidate is candidates[0]:
-        return None
-    learning = equivalence.judge_equivalence(candidate.members, reference.members, margin)
-    if reference is candidates[0]:
-        return learning
-    word, _, text = learning.text.partition(": ")
-    return replace(learning, text=f"{word}: compared with {reference.group.label}: {text}")
-
-
-def _must_learn_the_same(candidate: VariantCandidate, reference: VariantCandidate, baseline: VariantCandidate) -> bool:
-    """Return whether a variant must learn the same as `reference`: the baseline, or another learning rate of it."""
-    same_group = candidate.group.group_id == reference.group.group_id
-    return same_group and candidate is not reference and reference.group.other_settings == baseline.group.other_settings
-
-
-def _test_superiority(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> Mapping[int, tuple[Quality, ...]]:
-    """Return the tests of the variants with other hyperparameters than the baseline, by their index."""
-    rivals = [
-        i for i, v in enumerate(candidates) if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best
-    ]
-    uncorrected = [
-        superiority.compare_variant(candidates[i].members, candidates[0].members, spec.target) for i in rivals
-    ]
-    return dict(zip(rivals, superiority.correct_comparisons(uncorrected, spec.margin), strict=True))
+def _build_variant(
+    candidate: VariantCandidate,
+    baseline: VariantCandidate,
+    estimates: VariantEstimates,
+    learning: Learning | None,
+    qualities: tuple[Quality, ...],
+) -> Variant:
+    return Variant(
+        label=candidate.group.label,
+        settings=candidate.group.settings,
+        baseline=candidate is baseline,
+        same_science=candidate.group.group_id == baseline.group.group_id,
+        runs=tuple(m.run for m in candidate.members),
+        learning=learning,
+        quality=qualities,
+        notes=notes.list_variant_notes(candidate, baseline),
+        tried=candidate.tuning.rate_count,
+        untuned=not candidate.tuning.is_best,
+        against_best=candidate.tuning.against_best,
+        **vars(estimates),
+    )
 
 
 def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCandidate]) -> tuple[FailedRun, ...]:

@@ -34,6 +34,7 @@ from titan.report.estimate import (
     find_crossing,
 )
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
+from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
 SAME_HOURS = 0.02
@@ -69,13 +70,30 @@ _LOSSES: dict[LossMeasure, Measure] = {
 }
 
 
+def judge_candidates(
+    candidates: Sequence[VariantCandidate], target: float | None, margin: float
+) -> list[tuple[Quality, ...]]:
+    """Return the comparisons of each variant with the baseline; the first one decides the answer.
+
+    Variants that must learn the same have none, nor have learning rates of a recipe that has a better one.
+
+    Args:
+        candidates: the variants, the baseline first.
+        target: the target loss that decides where variants saw different numbers of tokens.
+        margin: equivalence margin, in nats of validation loss.
+    """
+    rivals = [v for v in candidates if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best]
+    uncorrected = [compare_variant(v.members, candidates[0].members, target) for v in rivals]
+    qualities = dict(zip(map(id, rivals), correct_comparisons(uncorrected, margin), strict=True))
+    return [qualities.get(id(v), ()) for v in candidates]
+
+
 @dataclass(frozen=True)
 class UncorrectedComparison:
     """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
 
     quality: Quality
     seeds: SeedComparison | None = None
-    measure: Measure | None = None
 
 
 def compare_variant(
@@ -269,7 +287,7 @@ def _build_ranked(
         diverged=seed_comparison.lost_seeds,
         baseline_diverged=seed_comparison.baseline_lost_seeds,
     )
-    return UncorrectedComparison(quality, seed_comparison, measure)
+    return UncorrectedComparison(quality, seed_comparison)
 
 
 def _format_difference(seed_comparison: SeedComparison, measure: Measure, suffix: str = "") -> str:
