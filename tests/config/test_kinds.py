@@ -26,7 +26,7 @@ from titan.checkpoint import manifest
 from titan.cluster import devices
 from titan.config import kinds
 from titan.model.schema import Qwen3
-from titan.report.collect import collect_runs, read_model_settings
+from titan.report.collect import collect_runs
 from titan.run import identity
 from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
@@ -143,7 +143,7 @@ def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) 
     directory = runs / "qwen3-muon"
     found = manifest.inspect(directory / "checkpoints" / "step-3")
     assert found and type(build_model(found, "it")) is Qwen3
-    assert type(read_model_settings(collect_runs([directory]).runs[0])) is Qwen3
+    assert type(collect_runs([directory]).runs[0].model) is Qwen3
 
 
 @pytest.mark.parametrize("name", RUNS)

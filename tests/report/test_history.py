@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
 from titan.report import estimate
-from titan.report.collect import RawRun, collect_runs, read_model_settings
+from titan.report.collect import RawRun, collect_runs
 from titan.report.comparison import compare
 from titan.report.estimate import build_member
 from titan.report.history import History
@@ -123,7 +123,7 @@ def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
 
 def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
-    found, model = estimate.measure_run(raw), read_model_settings(raw)
+    found, model = estimate.measure_run(raw), raw.model
     assert found and model and found.mfu and found.mfu_causal
     attention = 12 * model.layers * model.heads * model.head_size * 16
     full = model.flops_per_token(16)
@@ -138,7 +138,7 @@ def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     ],
 )
 def test_flops_are_of_the_models_own_class(overrides: tuple[str, ...], kind: str, tmp_path: Path) -> None:
-    model = read_model_settings(read(tmp_path / "run", Story(), *overrides))
+    model = read(tmp_path / "run", Story(), *overrides).model
     assert type(model).__name__ == kind
 
 
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_here_has_no_flops(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
     raw.last_document["science"]["model"] = "experiments.gone.Model"
     found = estimate.measure_run(raw)
-    assert read_model_settings(raw) is None and found is not None and found.mfu_causal is None
+    assert raw.model is None and found is not None and found.mfu_causal is None
 
 
 def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:

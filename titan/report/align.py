@@ -14,7 +14,7 @@ from typing import Any, Literal
 from titan.config import kinds
 from titan.config.settings import format_value, to_plain
 from titan.console.numbers import format_count, format_tokens
-from titan.report.collect import RawRun, format_setting, parse_start_time, read_model_settings
+from titan.report.collect import RawRun, format_setting, parse_start_time
 from titan.report.findings import FailedRun
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flatten_config
@@ -262,7 +262,7 @@ def _collect_main_settings(group: RunGroup) -> dict[str, str]:
 
 def _count_parameters(group: RunGroup) -> int | None:
     """Return the model's parameter count; None where its class can't be loaded."""
-    model = read_model_settings(group.runs[0])
+    model = group.runs[0].model
     return model.parameters() if model else None
 
 

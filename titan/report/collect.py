@@ -111,6 +111,17 @@ class RawRun:
         """Return the name of the devices; empty where unknown."""
         return str(self.device.get("name") or "")
 
+    @cached_property
+    def model(self) -> Llama | None:
+        """Return the schema of the model; None where its class can't be loaded."""
+        name = self.last_document["science"].get("model")
+        settings = dict(self.config["model"]) | ({"_target_": name} if name else {})
+        try:  # not what a run's own file would import
+            model: Llama = build(Llama, settings, "model", list_trusted_packages(()))
+        except ConfigError:
+            return None
+        return model
+
     @property
     def gave_up(self) -> bool:
         """Return whether the run ended because too many steps in a row were not finite."""
@@ -152,19 +163,6 @@ class _RunCollection:
 def count_devices(document: Mapping[str, Any]) -> int:
     """Return the number of devices of the attempt that a document in run.yaml describes."""
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
-
-
-def read_model_settings(raw: RawRun) -> Llama | None:
-    """Return the schema of the run's model; None where its class can't be loaded."""
-    name = raw.last_document["science"].get("model")
-    settings = dict(raw.config["model"]) | ({"_target_": name} if name else {})
-    try:
-        model: Llama = build(
-            Llama, settings, "model", list_trusted_packages(())
-        )  # not what a run's own file would import
-    except ConfigError:
-        return None
-    return model
 
 
 def collect_runs(directories: Sequence[Path]) -> CollectedRuns:

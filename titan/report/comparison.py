@@ -60,14 +60,14 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     groups = align.group_runs(collected.list_started_runs(), collected.failed)
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
-    groups = [candidate.group for candidate in candidates]
+    variants, groups = _build_variants(candidates, spec), [candidate.group for candidate in candidates]
     return Comparison(
         title=_build_title(collected, directories),
         question=spec.question,
         common=align.find_common_settings(groups),
         differs=align.collect_differing_settings(groups),
+        variants=rank.order_variants(variants),
         failed=_list_failed_runs(collected, candidates),
-        variants=rank.order_variants(_build_variants(candidates, spec)),
         target=spec.target,
         margin=spec.margin,
         notes=notes.list_comparison_notes(candidates, collected, spec, options.baseline, options.margin),

@@ -14,7 +14,7 @@ from titan.estimate.plan import PredictedValue
 from titan.hooks.schema import METRIC_PREFIX
 from titan.metrics.schema import WARM
 from titan.report.align import RunGroup, find_common_measure, label_runs
-from titan.report.collect import RawRun, read_model_settings
+from titan.report.collect import RawRun
 from titan.report.columns import StepColumns
 from titan.report.findings import (
     FailedRun,
@@ -149,7 +149,7 @@ def build_member(raw: RawRun, label: str, shared: bool = False) -> Member:
     """
     history = History(raw)
     last_step = int(history.steps.step[-1]) if len(history.steps) else 0
-    final, measured_speed = select_final_validation(raw, history), measure_run(raw)
+    final, measured_speed = history.final_validation, measure_run(raw)
     run = RunResult(
         label=label,
         directory=str(raw.directory),
@@ -175,7 +175,7 @@ def build_member(raw: RawRun, label: str, shared: bool = False) -> Member:
         cost=history.compute_cost(),
         curves=history.build_curves(),
         repeat=raw.repeat,
-        diverged=has_diverged(raw, history, final),
+        diverged=has_diverged(history),
         spikes=find_spikes(history),
         shared=shared,
         predicted=build_prediction(raw, measured_speed),
@@ -184,14 +184,6 @@ def build_member(raw: RawRun, label: str, shared: bool = False) -> Member:
         experts=average_expert_load(history),
     )
     return Member(raw, history, run)
-
-
-def select_final_validation(raw: RawRun, history: History) -> Mapping[str, Any]:
-    """Return the final validation of a finished run, from metrics.jsonl or else result.json; else empty."""
-    if raw.state != "finished":
-        return {}
-    last = history.validations[-1] if history.validations else {}
-    return last if last.get("step") == raw.planned_steps else raw.result
 
 
 def compute_last_loss(history: History) -> float | None:
@@ -270,8 +262,7 @@ def format_speed_settings(document: Mapping[str, Any]) -> str:
 
 def compute_flops_without_attention(raw: RawRun) -> float | None:
     """Return the model's FLOPs per token without attention; None where its class can't be loaded."""
-    model = read_model_settings(raw)
-    return model.flops_per_token(0) if model else None
+    return raw.model.flops_per_token(0) if raw.model else None
 
 
 def _measure_speed(steps: StepColumns, flops_without_attention: float | None) -> MeasuredSpeed:

@@ -96,12 +96,12 @@ class History:
         )
 
     @property
-    def last_validation(self) -> float:
-        """Return the loss of the last validation; infinite where it is not finite, 0 without validations."""
-        if not self.validations:
-            return 0.0
-        value = self.validations[-1].get("validation_loss")
-        return float(value) if value is not None and math.isfinite(value) else math.inf
+    def final_validation(self) -> Mapping[str, Any]:
+        """Return the final validation of a finished run, from metrics.jsonl or else result.json; else empty."""
+        if self.raw.state != "finished":
+            return {}
+        last = self.validations[-1] if self.validations else {}
+        return last if last.get("step") == self.raw.planned_steps else self.raw.result
 
     def compute_cost(self) -> RunCost:
         """Return the cost of the run."""
@@ -168,23 +168,16 @@ def _build_column(records: tuple[Mapping[str, Any], ...], key: str) -> Numbers:
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def has_diverged(raw: RawRun, history: History, final: Mapping[str, Any]) -> bool:
-    """Return whether a run has no finite result because of its recipe.
-
-    Args:
-        raw: the run.
-        history: its steps.
-        final: the final validation of a finished run.
-    """
+def has_diverged(history: History) -> bool:
+    """Return whether a run has no finite result because of its recipe."""
+    raw, nonfinite = history.raw, _count_last_nonfinite(history)
     if raw.state == "finished":
-        value = final.get("validation_loss", 0.0 if _count_last_nonfinite(history) < LAST_NONFINITE else None)
-        return value is None or not np.isfinite(value) or _count_last_nonfinite(history) >= SPIKE_BLOCK
+        value = history.final_validation.get("validation_loss", 0.0 if nonfinite < LAST_NONFINITE else None)
+        return value is None or not np.isfinite(value) or nonfinite >= SPIKE_BLOCK
     if raw.state not in ("failed", "stopped"):
         return False
     reason = raw.reason or ""
-    return raw.gave_up or (
-        reason.startswith(SILENT_REASONS) and _count_last_nonfinite(history) >= max(1, _read_bad_steps(raw) - 1)
-    )
+    return raw.gave_up or (reason.startswith(SILENT_REASONS) and nonfinite >= max(1, _read_bad_steps(raw) - 1))
 
 
 def _read_bad_steps(raw: RawRun) -> int:
