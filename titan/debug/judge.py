@@ -101,11 +101,8 @@ class Judge:
             )
         if is_progressing and finding.is_save and not any(state.hung for state in run_state.states.values()):
             return None  # training goes on beside the save
-        return (
-            1
-            if age >= limit - self.clock.lead_seconds(limit) or any(s.hung for s in run_state.states.values())
-            else None
-        )
+        is_over = age >= limit - self.clock.lead_seconds(limit)
+        return 1 if is_over or any(state.hung for state in run_state.states.values()) else None
 
     def _is_new(self, finding: Diagnosis, age: float) -> bool:
         """Whether to say it: at first, for other ranks, and when twice the time has passed."""
