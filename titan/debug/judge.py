@@ -30,7 +30,8 @@ class Judge:
 
         Args:
             directory: the run's.
-            rank_info, attempt: who this is.
+            rank_info: this rank.
+            attempt: the run's attempt.
             clock: knows what is late.
         """
         self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock

@@ -58,7 +58,13 @@ Rates = Mapping[tuple[int, int], Numbers]
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a variant: its files, the lines that count, and its results."""
+    """A run of a variant.
+
+    Attributes:
+        raw: its files.
+        history: its lines that count.
+        run: its results.
+    """
 
     raw: RawRun
     history: History
@@ -92,7 +98,18 @@ def build_members(
 
 @dataclass(frozen=True)
 class VariantEstimates:
-    """Estimates over the runs of a variant; the attributes are those of `Variant`."""
+    """Estimates over the runs of a variant; the attributes are those of `Variant`.
+
+    Attributes:
+        speed: tokens/s per device.
+        speed_ratio: its multiple of the baseline's, without interval where it is not ranked; None for the baseline.
+        few: whether a side has too few runs to rank speed.
+        speed_doubt: why speed is not ranked; empty where it is.
+        validation: mean final validation loss over seeds, in nats per token.
+        bits: the same in bits per byte.
+        outcomes: of its seeds.
+        reached: when it reached the target loss; None without a target, or where losses are not comparable in nats.
+    """
 
     speed: Interval | None
     speed_ratio: Interval | None

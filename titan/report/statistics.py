@@ -82,7 +82,8 @@ class SignCounts:
     """Pairs of seeds counted by the better side; a diverged run loses to any that did not diverge.
 
     Attributes:
-        wins, losses: pairs in which the arm did better or worse than the baseline.
+        wins: pairs in which the arm did better than the baseline.
+        losses: pairs in which it did worse.
         ties: the other pairs, such as those in which both diverged.
     """
 
@@ -281,7 +282,8 @@ class SeedComparison:
         paired: whether of pairs.
         pairs: how many there are.
         signs: the pairs counted; None where no run of either side diverged.
-        lost_seeds, baseline_lost_seeds: seeds of each side with an infinite value, such as diverged ones.
+        lost_seeds: seeds of the variant with an infinite value, such as diverged ones.
+        baseline_lost_seeds: the same of the baseline.
     """
 
     difference: MeanDifference | None
