@@ -1,4 +1,4 @@
-"""A run over its attempts: the lines that count, their cost and curves; divergence, spikes, and shared machines."""
+"""A run over its attempts: the lines that count, their cost and curves; divergence and spikes."""
 
 from __future__ import annotations
 
