@@ -13,7 +13,7 @@ from tests.support.runs import steps, tiny, train
 from titan.metrics.plot import plot_losses, select_spikes
 from titan.metrics.reader import read_steps
 from titan.metrics.spikes import SpikeDetector
-from titan.report import collect, divergence, outcomes
+from titan.report import collect, history, notes
 from titan.report.history import History
 from titan.training.trainer import Trainer
 
@@ -76,6 +76,6 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]
     assert plain != spiked
     (raw,) = collect.collect_runs([tmp_path / "run"]).runs
-    (found,) = divergence.find_spikes(History(raw))
+    (found,) = history.find_spikes(History(raw))
     assert (found.step, found.usual, found.rows) == (30, 3.1, tuple(spike["rows"]))
-    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in outcomes._format_rows(found)
+    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in notes._format_rows(found)

@@ -357,7 +357,7 @@ ESTIMATES = (
     ),
     fault(
         "compare: seeds that diverged do not count against a variant",
-        "titan/report/ranking.py",
+        "titan/report/rank.py",
         "return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0",
         "return 0.0",
         "report/test_outcomes.py::test_divergence_is_an_outcome",
