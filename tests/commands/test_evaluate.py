@@ -22,7 +22,8 @@ from titan.evaluation.scores import compute_scores
 from titan.metrics.lines import read_records
 from titan.run.run import Run
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
-from titan.training.replay import request
+from titan.training.replay.request import EXCLUDED_OVERRIDES as REPLAY_EXCLUDED_OVERRIDES
+from titan.training.side_jobs.recompose import build_command
 
 FORMATS = ("hellaswag", "arc", "lambada")
 
@@ -83,7 +84,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
     reference = composed([*run.overrides, "evaluation.tasks=null", "checkpoint=off", f"hydra.run.dir={tmp_path}/x"])
 
     def replace_weights(trainer: Any) -> None:
-        restore = trainer._restore
+        restore = trainer._restore_state
 
         def restored() -> None:
             restore()
@@ -91,7 +92,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
                 parameter.data.copy_(mean[f"model.{name}"])
             trainer.step = trainer.run.training.steps
 
-        trainer._restore = restored
+        trainer._restore_state = restored
 
     train(reference, replace_weights)
     last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]
@@ -179,7 +180,7 @@ def test_what_a_run_of_before_measured_is_known(run: Run) -> None:
     """Its command line has former names, and adds tasks with a plus sign; a replay measures nothing."""
     given = ["metrics.validation_tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
     document = {"overrides": given, "layout": {}, "config": {"precision": {"compute": "fp32"}}}
-    kept, _ = request.build_command(document, [], EXCLUDED_OVERRIDES)
+    kept, _ = build_command(document, [], EXCLUDED_OVERRIDES)
     assert kept[:2] == ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl"] and "plot" not in str(kept)
-    replayed, _ = request.build_command(document, [])
+    replayed, _ = build_command(document, [], REPLAY_EXCLUDED_OVERRIDES)
     assert "evaluation" not in str(replayed)

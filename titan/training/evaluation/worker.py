@@ -16,8 +16,7 @@ from titan.training.build import build_train_step
 from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
 from titan.training.evaluation.job import EvaluationJob, write_result
-from titan.training.replay.worker import fetch_verified
-from titan.training.side_job import join_ranks
+from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")

@@ -12,7 +12,8 @@ import numpy as np
 from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples, TokenLoss
+from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples
+from titan.training.token_loss import TokenLoss
 
 CONTEXT_TOKENS = 24
 """Tokens of text before a token that is shown."""

@@ -10,25 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import CoordinationError, Coordinator
-from titan.checkpoint.remote import Remote
-from titan.checkpoint.restore import find_corruption
-from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import Progress
 from titan.debug.module_hooks import force_eager
-from titan.errors import ConfigError, RunError
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.run.run import Run
 from titan.training import step_metrics
 from titan.training.build import build_train_step
 from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, RunningTotals, StepRows
 from titan.training.replay import job as replay_job
 from titan.training.replay.job import RankReplay, ReplayJob
-from titan.training.side_job import join_ranks
+from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import choose_stop_exit_code
 from titan.training.trainer import Trainer
 
@@ -57,35 +50,6 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
 def _verify_checkpoint(job: ReplayJob, world: World) -> str | None:
     path = job.attempt.checkpoint
     return None if path is None else fetch_verified(job.run, path, job.attempt.step, world, "start")
-
-
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> str:
-    """Return the folder of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
-
-    Args:
-        run: where to fetch it to, and whether to verify checksums.
-        path: the checkpoint.
-        step: its step.
-        world: the ranks.
-        setting: the user's setting that chose the step, for messages.
-
-    Raises:
-        ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
-        RunError: when it can't be fetched.
-    """
-    coordinator = Coordinator.from_world(world)
-    if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
-        path = _fetch_copy(path, step, Path(run.directory), coordinator)
-    if difference := find_corruption(Path(path), coordinator, run.checkpoint.verify):
-        raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
-    return path
-
-
-def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
-    try:
-        return str(fetch_checkpoint(Remote(url.rpartition("/")[0]), step, directory, coordinator))
-    except CoordinationError as error:
-        raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 
 
 class Replayer(Trainer):
