@@ -143,14 +143,14 @@ TRAINING = (
         "loss scaling: the mean of ranks, not of tokens",
         "titan/training/trainer.py",
         "self.train_step.backward(rows, 1 / tokens)",
-        "self.train_step.backward(slice_rows, self.world.rank_info.world_size / tokens)",
+        "self.train_step.backward(rows, self.world.rank_info.world_size / tokens)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
     fault(
         "loss scaling: targets that do not count are counted",
         "titan/training/trainer.py",
         "scale = tokens / metrics[VALID].clamp(min=1)",
-        "scale_gradients = torch.ones(())",
+        "scale = torch.ones(())",
         "training/test_loader_setup.py::test_documents_are_trained_as_if_each_were_alone",
     ),
     fault(
@@ -176,9 +176,9 @@ TRAINING = (
     ),
     fault(
         "bad steps: they need not be in a row",
-        "titan/training/trainer.py",
-        "            self.bad_steps = 0\n            return {}\n",
-        "            return {}\n",
+        "titan/training/bad_steps.py",
+        "            self.count = 0\n",
+        "",
         "training/test_trainer.py::test_bad_steps_in_a_row_end_the_run",
     ),
     fault(
@@ -205,16 +205,16 @@ TRAINING = (
     fault(
         "stop: a signal of one rank is not heard by the others",
         "titan/training/trainer.py",
-        "self.stopping = self.stopping or metrics[STOP] > 0",
-        "self.stopping = self.stopping or self.stop_request.requested",
+        "self.requests.add(result.metrics, is_last=",
+        "self.requests.stop = self.stop.requested\n        self.requests.add(result.metrics, is_last=",
         "training/test_trainer.py::test_a_signal_to_one_rank_stops_all",
         "training/test_trainer.py::test_a_first_stop_ends_the_attempt_and_the_next_one_finishes",
     ),
     fault(
         "metrics: the loss is the sum",
-        "titan/training/trainer.py",
-        "loss = metrics[LOSS] / max(1, metrics[VALID])",
-        "loss = metrics[LOSS]",
+        "titan/training/step_metrics.py",
+        "return self.metrics[LOSS] / max(1, self.metrics[VALID])",
+        "return self.metrics[LOSS]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
     fault(

@@ -237,7 +237,7 @@ def _train_rank(
     world = trials.connect_rank(run, rank, ranks, init_method)
     trainer = trials.build_trainer((run, attempt), world)
     with trainer.loader, metrics_setup.build_recorder(run, attempt, print) as recorder:
-        trainer.recorder = recorder if rank == 0 else None
+        trainer.reporter.recorder = recorder if rank == 0 else None
         trainer.run_steps(steps)
         gib = peak_resident_gib()
         live = _measure_live_bytes(trainer)
@@ -270,7 +270,7 @@ def _measure_live_bytes(trainer: Any) -> float:
     buckets = sum(p.nbytes for p in step.parameters()) if isinstance(wrapped, DistributedDataParallel) else 0
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        trainer.loop(1)
+        trainer.run_steps(1)
     results: Any = profiled.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))

@@ -136,11 +136,52 @@ class InFlightStep:
     metrics: Tensor
     timer: StepTimer
 
-    def read(self) -> tuple[NDArray[np.float64], float]:
-        """Wait for the device, and return the vector and the gradient norm."""
+    def read(self, num_slots: int, num_counts: int) -> StepResult:
+        """Wait for the device, and return what all ranks have measured.
+
+        Args:
+            num_slots: the number of all ranks' slots.
+            num_counts: the number of counts of experts.
+        """
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
-        return values[:-1], float(values[-1])
+        metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
+        norm, seconds = float(values[-1]), self.timer.compute_seconds()
+        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, norm, seconds)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks have measured in a step that the device has finished.
+
+    Attributes:
+        step, batch, lr, local_loss: see `InFlightStep`.
+        metrics: the summed vector, without slots of ranks and counts of experts.
+        rank_slots: see `titan.training.rank_times`.
+        expert_counts: see `titan.training.expert_load`.
+        grad_norm: before clipping.
+        seconds: how long it took.
+    """
+
+    step: int
+    batch: Batch
+    lr: float
+    local_loss: Tensor
+    metrics: list[float]
+    rank_slots: NDArray[np.float64]
+    expert_counts: list[float]
+    grad_norm: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a target that counts."""
+        return self.metrics[LOSS] / max(1, self.metrics[VALID])
+
+    @property
+    def is_void(self) -> bool:
+        """Whether a rank had nothing to read, because a signal came while it waited for data: this was no step."""
+        return self.metrics[VOID] > 0
 
 
 class StepTimes:

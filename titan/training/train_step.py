@@ -181,6 +181,11 @@ class TrainStep:
         """The device of this rank."""
         return self.world.device
 
+    @property
+    def num_expert_counts(self) -> int:
+        """How many of the last figures of the loss are counts of experts."""
+        return self.expert_load.num_counts if self.expert_load is not None else 0
+
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run forward and backward for every micro-batch; afterwards gradients are complete and reduced over ranks.
 

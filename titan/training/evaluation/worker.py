@@ -57,7 +57,7 @@ class CheckpointEvaluator(Trainer):
             earlier: the checkpoints before the attempt's, for an average over all of them.
         """
         self._restore_state()
-        evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: False, job.tokenizer)
+        evaluator = Evaluator(self.run, self.train_step, self.mix, self.reporter.show, lambda: False, job.tokenizer)
         results = {"weights": evaluator.measure()}
         if self.average is not None:
             with self.average.swap_in():

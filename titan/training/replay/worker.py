@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from titan.cluster.rank_info import RankInfo
-from titan.console.progress import Progress
 from titan.debug.module_hooks import force_eager
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.training import step_metrics
 from titan.training.build import build_train_step
-from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, RunningTotals, StepRows
 from titan.training.replay import job as replay_job
 from titan.training.replay.job import RankReplay, ReplayJob
@@ -58,30 +55,24 @@ class Replayer(Trainer):
     def replay(self, job: ReplayJob) -> int:
         """Replay the job's step; all ranks call it together."""
         self._restore_state()
-        with Progress(self.step, job.step, self.run.metrics.console_every) as progress:
-            self.progress = progress if self.world.is_rank0 else None
+        with self.reporter.show_progress(self.step, job.step):
             self.run_steps(job.step - 1 - self.step)
-            if self.stopping:
-                return choose_stop_exit_code(self.requeue)
+            if self.requests.stop:
+                return choose_stop_exit_code(self.requests.requeue)
             if job.save:
                 self.saving.finish_saving(self.step, self.rows)
-            self._set_timeout(self.run.cluster.timeout)
+            self.timeouts.allow_task()
             self._replay_step(job).write(Path(self.run.directory), self.world.rank_info.rank)
-        self.progress = None
+        self.reporter.progress = None
         return 0
 
     def _replay_step(self, job: ReplayJob) -> RankReplay:
         """Take the step with metrics of all layers, after forward and backward passes with hooks."""
         batch, self.step = next(self.loader), job.step
         observer = self._observe_step(self._to_device(batch), job)
-        self.layer_metrics = LayerMetrics(self.run, self.train_step, 1)
-        current = self._step(batch=batch)
-        values, norm = current.read()
-        metrics, *_ = step_metrics.split_metrics(
-            values, self.rank_times.num_slots, self.expert_load.num_counts if self.expert_load else 0
-        )
-        loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
-        record = self._build_record(current, loss, norm, current.timer.compute_seconds(), metrics)
+        self.layer_metrics.set_interval(1)
+        result = self._step(batch=batch).read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+        record = self.reporter.build_record(result)
         samples = {key: _join_arrays(sample.tokens, sample.values) for key, sample in observer.samples.items()}
         return RankReplay(record, _convert_totals(observer), samples, tuple(observer.losses), self.notes)
 
@@ -92,7 +83,7 @@ class Replayer(Trainer):
         with observer, force_eager(run.compile.scope != "off"):
             observer.watch_hidden(sample=True)
             observer.watch_losses(job.tokens)
-            self.train_step.backward(rows, 1 / (step_rows * run.training.seq_len))
+            self.train_step.backward(rows, 1 / run.training.count_step_tokens(job.step))
         self.train_step.optimizer.zero_grad(set_to_none=True)
         return observer
 
