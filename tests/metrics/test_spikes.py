@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from titan.metrics.plot import plot_losses, select_spikes
 from titan.metrics.spikes import SpikeDetector
 from titan.report import collect, divergence, outcomes
 from titan.report.history import History
+from titan.training.step_metrics import LOSS, VALID, StepResult
 from titan.training.trainer import Trainer
 
 QUIET = [3 + 0.01 * random.Random(i).gauss(0, 1) for i in range(60)]
@@ -51,9 +53,13 @@ def test_window_and_limit_are_settings() -> None:
 
 def test_a_run_marks_its_spikes_also_after_a_resume(tmp_path: Path) -> None:
     def rise(trainer: Trainer) -> None:
-        add, first = trainer.reporter.spikes.add, trainer.run.training.count_rows_before(9)
-        risen = lambda loss: add(loss + 5 * (trainer.rows > first))
-        trainer.reporter.spikes.add = risen  # type: ignore[method-assign]
+        mark, first = trainer.reporter._mark_spike, trainer.run.training.count_rows_before(9)
+
+        def mark_risen(result: StepResult) -> dict[str, float]:
+            rise = 5 * result.metrics[VALID] * (result.batch.first == first)
+            return mark(replace(result, metrics=[result.metrics[LOSS] + rise, *result.metrics[LOSS + 1 :]]))
+
+        trainer.reporter._mark_spike = mark_risen  # type: ignore[method-assign]
 
     window = ("metrics.spike_window=6", "checkpoint.every=7")
     train(tiny(tmp_path, *window, "training.steps=7"), rise)
