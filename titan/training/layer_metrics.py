@@ -83,11 +83,11 @@ class LayerMetrics:
 
     @torch.no_grad()
     def _measure_updates(self, step: int) -> None:
-        updates = []
-        for (name, p), old_weight in zip(
-            layer_norms.iterate_parameters(self.train_step), self._old_weights, strict=True
-        ):
-            updates.append((name, p, old_weight.sub_(local_tensor(p))))
+        named_parameters = layer_norms.iterate_parameters(self.train_step)
+        updates = [
+            (name, p, old_weight.sub_(local_tensor(p)))
+            for (name, p), old_weight in zip(named_parameters, self._old_weights, strict=True)
+        ]
         self._table[UPDATE] = layer_norms.sum_squares(updates, self.layers, self.train_step.world)
         self._old_weights = []
         self.train_step.world.all_reduce(self._table[:LOGIT])

@@ -87,8 +87,7 @@ class Trainer:
         self.layer_metrics = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.requests, self.timeouts = Requests(), Timeouts(run, attempt, world)
-        measures = (self.hooks, self.layer_metrics, self.rank_times, factors)
-        self.reporter = RunReporter(run, attempt, train_step, *measures)
+        self.reporter = RunReporter(run, attempt, train_step, self.hooks, self.layer_metrics, self.rank_times, factors)
         show, warn = self.reporter.show, self.reporter.warn
         self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, warn)
@@ -97,7 +96,7 @@ class Trainer:
         predicted = attempt.prediction.step_parts if attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
         self.profiler = RunProfiler(run, world, train_step, predicted, show, tasks)
-        self.loader = loader_setup.build_loader(run, self.mix, world, attempt.step, show, lambda: self.stop.requested)
+        self.loader = loader_setup.build_loader(run, self.mix, world, attempt.step, show, self._is_stopped)
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, evaluate, sample and report.
@@ -112,9 +111,7 @@ class Trainer:
         self._restore_state()
         self.reporter.start_run(self.mix, self.notes)
         with self.reporter.show_progress(self.step, self.run.training.steps):
-            self.evaluator = Evaluator(
-                self.run, self.train_step, self.mix, self.reporter.show, lambda: self.stop.requested
-            )
+            self.evaluator = Evaluator(self.run, self.train_step, self.mix, self.reporter.show, self._is_stopped)
             self.reporter.report_moment("on_run_start", self.step, {})
             with _no_automatic_gc():
                 self.run_steps()
@@ -132,6 +129,9 @@ class Trainer:
         self.rank_times.close()
         self.saving.close()
         self.reporter.close()
+
+    def _is_stopped(self) -> bool:
+        return self.stop.requested
 
     def _restore_state(self) -> None:
         """Load a checkpoint's state or initial weights, and finish what a kill left of that checkpoint's save."""
