@@ -16,7 +16,6 @@ from titan.metrics.plot import plot_losses, select_spikes
 from titan.metrics.spikes import SpikeDetector
 from titan.report import collect, divergence, outcomes
 from titan.report.history import History
-from titan.training.step_metrics import LOSS, VALID, StepResult
 from titan.training.trainer import Trainer
 
 QUIET = [3 + 0.01 * random.Random(i).gauss(0, 1) for i in range(60)]
@@ -54,12 +53,8 @@ def test_window_and_limit_are_settings() -> None:
 def test_a_run_marks_its_spikes_also_after_a_resume(tmp_path: Path) -> None:
     def rise(trainer: Trainer) -> None:
         mark, first = trainer.reporter._mark_spike, trainer.run.training.count_rows_before(9)
-
-        def mark_risen(result: StepResult) -> dict[str, float]:
-            rise = 5 * result.metrics[VALID] * (result.batch.first == first)
-            return mark(replace(result, metrics=[result.metrics[LOSS] + rise, *result.metrics[LOSS + 1 :]]))
-
-        trainer.reporter._mark_spike = mark_risen  # type: ignore[method-assign]
+        risen = lambda result: mark(replace(result, loss=result.loss + 5 * (result.batch.first == first)))
+        trainer.reporter._mark_spike = risen  # type: ignore[method-assign]
 
     window = ("metrics.spike_window=6", "checkpoint.every=7")
     train(tiny(tmp_path, *window, "training.steps=7"), rise)

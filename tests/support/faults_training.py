@@ -213,8 +213,8 @@ TRAINING = (
     fault(
         "metrics: the loss is the sum",
         "titan/training/step_metrics.py",
-        "return self.metrics[LOSS] / max(1, self.metrics[VALID])",
-        "return self.metrics[LOSS]",
+        "loss = metrics[LOSS] / max(1, metrics[VALID])",
+        "loss = metrics[LOSS]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
     fault(

@@ -146,8 +146,9 @@ class InFlightStep:
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
         metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
+        loss = metrics[LOSS] / max(1, metrics[VALID])
         norm, seconds = float(values[-1]), self.timer.compute_seconds()
-        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, norm, seconds)
+        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, loss, norm, seconds)
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class StepResult:
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.
+        loss: the mean over the targets that count.
         grad_norm: before clipping.
         seconds: how long it took.
     """
@@ -170,13 +172,9 @@ class StepResult:
     metrics: list[float]
     rank_slots: NDArray[np.float64]
     expert_counts: list[float]
+    loss: float
     grad_norm: float
     seconds: float
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of a target that counts."""
-        return self.metrics[LOSS] / max(1, self.metrics[VALID])
 
     @property
     def is_void(self) -> bool:
