@@ -112,7 +112,7 @@ def _show_step(
             continue
         source = mix.sources[k]
         name = f"{source.name}: " if len(mix.sources) > 1 else ""
-        print(f"\nrow {number}: {name}row {row:,} of {source.split.rows(training.seq_len):,}")
+        print(f"\nrow {number}: {name}row {row:,} of {source.split.count_rows(training.seq_len):,}")
         for line in _format_documents(source.split, row, training.seq_len, tokenizer, options.characters or None):
             print(line)
     print()

@@ -52,7 +52,8 @@ class RunReporter:
         """Take what the records of a step consist of; nothing is written yet.
 
         Args:
-            run, attempt: the experiment, and which execution of it this is.
+            run: the experiment.
+            attempt: the execution of it that this is.
             train_step: names the loss terms, and has the load of experts.
             hooks: called with the results, which they may add to.
             layer_metrics: of the layers, on some steps.

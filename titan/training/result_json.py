@@ -24,7 +24,8 @@ class RunEnd:
 
     Attributes:
         finished: whether no step is left.
-        step, rows: the updates and the rows that the weights have seen.
+        step: the number of updates.
+        rows: the number of rows that were read for them.
         start_time: when the attempt began, in seconds of the monotonic clock.
         stalled_seconds: that it waited for saves.
         sample: what the trained model continued; None where it was not asked.
@@ -58,7 +59,8 @@ def build_result(
     """Return the content of result.json.
 
     Args:
-        run, attempt: which ended.
+        run: the experiment.
+        attempt: the execution of it that ended.
         world: whose rank 0 this is.
         end: how it ended.
         latest_metrics: figures of the last evaluation, and the last ones of hooks.

@@ -156,7 +156,10 @@ class StepResult:
     """What all ranks have measured in a step that the device has finished.
 
     Attributes:
-        step, batch, lr, local_loss: see `InFlightStep`.
+        step: its number; 1 is the first.
+        batch: what this rank read.
+        lr: the learning rate.
+        local_loss: this rank's summed loss, on the device.
         metrics: the summed vector, without slots of ranks and counts of experts.
         rank_slots: see `titan.training.rank_times`.
         expert_counts: see `titan.training.expert_load`.

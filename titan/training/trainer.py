@@ -59,7 +59,8 @@ class Trainer:
     """Trains one attempt of a run on one rank.
 
     Attributes:
-        step, rows: the updates that have started, and the rows that they read.
+        step: the number of updates that have started.
+        rows: the number of rows that they have read.
         requests: what ranks have asked for in steps whose metrics were read.
         reporter: receives all results.
         evaluator: measures the weights; None before the run starts.
