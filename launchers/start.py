@@ -21,6 +21,7 @@ from titan.debug.verdict import HangError
 from titan.errors import ConfigError, RunError, describe_machine_error
 from titan.run import attempts, summary
 from titan.run.lock import lock_directory
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 
 Report = Callable[[Exception], object]
@@ -61,8 +62,10 @@ def run_local(run: Run, apart: bool = False) -> int:
 
 
 def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
+    """Prepare the data, then decide what the directory means."""
     with progress_line() as show:
-        return attempts.begin_attempt(run, show)
+        data = prepare_data(run, show)
+    return attempts.begin_attempt(run, data)
 
 
 def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) -> int:

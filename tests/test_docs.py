@@ -19,6 +19,7 @@ import pytest
 from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
+from tests.support.runs import begin
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.config.arguments import parse_arguments
@@ -26,7 +27,7 @@ from titan.dataset.tokenizers import train
 from titan.generation.schema import Settings
 from titan.model.schema import Llama
 from titan.profile import command as profile
-from titan.run import attempts, compose
+from titan.run import compose
 from titan.run.run import Run
 from titan.sweep import ledger
 from titan.training.evaluation import request as request_of_evaluation
@@ -126,7 +127,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
-    attempts.begin_attempt(first)
+    begin(first)
     made_weights.native(manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()

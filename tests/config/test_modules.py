@@ -11,12 +11,12 @@ import yaml
 from launchers import start
 from launchers.command import run_command
 from tests.support.machines import detector
-from tests.support.runs import TINY
+from tests.support.runs import TINY, begin
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
-from titan.run import attempts, compose, summary
+from titan.run import compose, summary
 from titan.run.compose import compose_run
 
 CODE = """
@@ -152,7 +152,7 @@ def test_a_recorded_command_line_is_not_the_users() -> None:
     run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
     assert "modules=[theirs_pack]" in summary.build_next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
-    attempts.begin_attempt(run)
+    begin(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(ConfigError, match="modules="):
         compose.compose_recipe(["resume=runs/one"])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.made_runs import Story, made
-from tests.support.runs import save_of, tiny
+from tests.support.runs import begin, save_of, tiny
 from tests.support.tiers import full, table
 from titan import compare, status
 from titan.errors import ConfigError
@@ -61,11 +61,11 @@ RESULTS: list[Any] = [
 @pytest.mark.parametrize(("harm", "said"), RESULTS)
 def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    attempts.begin_attempt(run)
+    begin(run)
     save_of(run, 2)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3}))
     harm(tmp_path / "result.json")
-    attempt = attempts.begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, attempts.Attempt) and attempt.step == 2
     assert re.search(f"^result.json is damaged and not used: .*{said}", attempt.notes[0])
     assert not is_finished(tmp_path)
@@ -73,9 +73,9 @@ def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_
 
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    attempts.begin_attempt(run)
+    begin(run)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3, "science_id": "other"}))
-    attempt = attempts.begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, attempts.Attempt)
     assert attempt.notes == ("result.json is of another run ('other') and not used",)
 
@@ -94,12 +94,12 @@ LIVES: list[Any] = [
 
 @pytest.mark.parametrize(("harm", "said"), LIVES)
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
-    attempts.begin_attempt(tiny(tmp_path))
+    begin(tiny(tmp_path))
     redo(tmp_path, harm)
     with pytest.raises(
         ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; repair it, or"
     ):
-        attempts.begin_attempt(tiny(tmp_path))
+        begin(tiny(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
-        attempts.begin_attempt(tiny(tmp_path))
+        begin(tiny(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
     with pytest.raises(ConfigError, match="its document 2 is not complete: it is of another run, 'other'"):
         read_attempts(tmp_path)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.state import init_optimizer_state
 from titan.dataset import corpora
 from titan.dataset.loader import Batch
@@ -66,7 +67,15 @@ class Trainer:
         evaluator: measures the weights; None before the run starts.
     """
 
-    def __init__(self, run: Run, attempt: Attempt, world: World, train_step: TrainStep, stop: StopSource) -> None:
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        world: World,
+        train_step: TrainStep,
+        stop: StopSource,
+        reader: CheckpointReader | None = None,
+    ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
@@ -75,9 +84,10 @@ class Trainer:
             world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
+            reader: the attempt's checkpoint, where it has been opened already.
         """
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
-        self.step, self.rows = attempt.step, attempt.rows
+        self.step, self.rows, self.reader = attempt.step, attempt.rows, reader
         init_optimizer_state(train_step.optimizer)
         decay, factors = run.evaluation.ema, run.schedule.build(run.training.steps)
         self.average = None if decay is None else MovingAverage(train_step, decay)
@@ -136,7 +146,8 @@ class Trainer:
 
     def _restore_state(self) -> None:
         """Load a checkpoint's state or initial weights, and finish what a kill left of that checkpoint's save."""
-        restoring.restore_state(self.run, self.attempt, self.train_step, self.average)
+        reader, self.reader = self.reader, None  # frees its metadata
+        restoring.restore_state(self.run, self.attempt, self.train_step, self.average, reader)
         if self.attempt.checkpoint:
             self.saving.resume_post_save()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan.checkpoint.reader import CheckpointReader
 from titan.cluster.rank_info import RankInfo
 from titan.debug.module_hooks import force_eager
 from titan.parallelism.mesh import World
@@ -37,14 +38,16 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
     """
     run = job.run
     with join_ranks(run, rank_info) as (world, stop):
-        attempt = replace(job.attempt, checkpoint=_verify_checkpoint(job, world))
-        replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop)
+        reader = _verify_checkpoint(job, world)
+        attempt = replace(job.attempt, checkpoint=str(reader.folder) if reader else None)
+        replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+        del reader  # the replayer frees its metadata
         exit_code = replayer.replay(job)
         replayer.close()
     return exit_code
 
 
-def _verify_checkpoint(job: ReplayJob, world: World) -> str | None:
+def _verify_checkpoint(job: ReplayJob, world: World) -> CheckpointReader | None:
     path = job.attempt.checkpoint
     return None if path is None else fetch_verified(job.run, path, job.attempt.step, world, "start")
 

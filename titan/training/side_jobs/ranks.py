@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.restore import find_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
@@ -46,8 +47,8 @@ def join_ranks(run: Run, rank_info: RankInfo) -> Iterator[tuple[World, StopSigna
         set_log_file(None)  # the file of one rank is in a temporary directory
 
 
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> str:
-    """Return the folder of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
+def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
+    """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
 
     Args:
         run: where to fetch it to, and whether to verify checksums.
@@ -63,9 +64,10 @@ def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -
     coordinator = Coordinator.from_world(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
         path = _fetch_copy(path, step, Path(run.directory), coordinator)
-    if difference := find_corruption(Path(path), coordinator, run.checkpoint.verify):
+    reader = CheckpointReader(path)
+    if difference := find_corruption(reader, coordinator, run.checkpoint.verify):
         raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
-    return path
+    return reader
 
 
 def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
