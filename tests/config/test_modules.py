@@ -134,14 +134,14 @@ def test_a_grids_file_imports_nothing(
     content: object, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(laptop, "sweep", content)
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert run_command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.run_local) == 2
     assert said in capsys.readouterr().err and not imported()
 
 
 @pytest.mark.full
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert (
         run_command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0
     )

@@ -206,7 +206,7 @@ def test_a_secret_of_the_environment_is_warned_of(
 def test_a_grid_writes_no_secret_down(
     laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     paths = ",".join(f"'{address(SECRET, laptop / name)}'" for name in "ab")
     assert run_command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.run_local) == 0
     texts = files_of(laptop)

@@ -20,7 +20,7 @@ from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.hooks.schema import MOMENTS
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.run import identity
 from titan.run.attempts import FinishedRun
 from titan.run.completion import is_done

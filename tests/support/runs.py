@@ -27,7 +27,7 @@ from titan.dataset import permutation
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt, FinishedRun

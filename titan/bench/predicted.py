@@ -27,6 +27,7 @@ from titan.config.settings import MISSING, setting
 from titan.errors import ConfigError, exit_code
 from titan.estimate import memory
 from titan.estimate import plan as planning
+from titan.metrics.reader import METRICS, read_steps
 from titan.run import attempts, compose
 from titan.run.run import Run
 
@@ -247,8 +248,8 @@ def _train_rank(
 
 
 def _read_step_seconds(folder: Path) -> tuple[float, ...]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return tuple(line["step_seconds"] for line in lines[WARM:-1])  # the last one was profiled
+    records = read_steps(folder / METRICS)
+    return tuple(record["step_seconds"] for record in records[WARM:-1])  # the last one was profiled
 
 
 def _measure_live_bytes(trainer: Any) -> float:

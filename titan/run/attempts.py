@@ -21,8 +21,9 @@ from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.select import CheckpointCandidate
 from titan.dataset import corpora
 from titan.errors import ConfigError
+from titan.metrics.reader import METRICS, ends_with_attempt
 from titan.run import completion, identity, own_code, records
-from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
+from titan.run.directory import is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
@@ -189,7 +190,7 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
     """Remove the record of an attempt that a ConfigError ended before its first step, so that its name is free."""
     directory = Path(run.directory)
     earlier = [document for document in read_attempts(directory) if document["attempt"] != attempt.number]
-    if has_records(directory, attempt.number):
+    if ends_with_attempt(directory / METRICS, attempt.number):
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays

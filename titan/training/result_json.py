@@ -10,8 +10,8 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.hooks.calls import Hooks
-from titan.metrics.lines import find_first_and_last_loss
 from titan.metrics.plot import plot_losses
+from titan.metrics.reader import METRICS, find_first_and_last_loss
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 from titan.parallelism.mesh import World
 from titan.run.attempts import Attempt
@@ -67,7 +67,7 @@ def build_result(
         speed: of a typical step, and how much of the steps waited for data.
     """
     directory, seconds = Path(run.directory), time.monotonic() - end.start_time
-    metrics, checkpoints = directory / "metrics.jsonl", manifest.list_complete(directory)
+    metrics, checkpoints = directory / METRICS, manifest.list_complete(directory)
     first, last = find_first_and_last_loss(metrics)
     plot = plot_losses(metrics, directory / "loss.png") if run.metrics.plot else None
     return {
