@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.manifest import Manifest
+from titan.config.arguments import operand
 from titan.config.settings import MISSING, setting
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
@@ -33,6 +34,7 @@ EXCLUDED_OVERRIDES = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "m
 class Settings:
     """The step of a replay, and what is shown of it."""
 
+    run: str = operand("RUN", "the directory of a run, such as runs/NAME")
     step: int = setting(MISSING, "the step to look at", at_least=1)
     start: int | None = setting(
         None, "the step of the checkpoint to begin at; 0: the initial weights; null: the nearest before", at_least=0
@@ -42,7 +44,7 @@ class Settings:
         None, "relative difference of activations that counts as rounding; null: by precision", above=0
     )
     tokens: int = setting(10, "tokens with the largest losses to show", at_least=1, cap=1000)
-    output: str | None = setting(None, "a JSON file to write, with everything that is shown")
+    to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
 @dataclass(frozen=True)
