@@ -17,7 +17,8 @@ def prepare_environment(env: MutableMapping[str, str]) -> None:
       of memory. On a CPU nothing changes.
     - Huge pages for large tensors on a CPU, each at a multiple of 2 MiB: glibc's heap then finds freed blocks of the
       right size again, and a run takes a fifth less memory where its tensors are large (docs/memory.md).
-    - No warning that messages of a group wait for each other: `titan.parallelism.pipeline.runtime.link` avoids that.
+    - No warning that messages of a group wait for each other:
+      `titan.parallelism.pipeline.runtime.create_p2p_groups` avoids that.
     """
     if not any(name in env for name in ALLOCATOR):
         env[ALLOCATOR[0]] = "expandable_segments:True"

@@ -34,7 +34,7 @@ def compute_on_owners(
 
     Args:
         likes: DTensors over the mesh with the matrices' placements, at most as many as the mesh has ranks.
-        boxes: the slices of this rank's shard of each matrix, see `box_of`.
+        boxes: the slices of this rank's shard of each matrix, see `compute_local_slices`.
         shards: this rank's shard of each matrix.
         mesh: the ranks.
         compute: maps a whole matrix to one of the same shape and type.
