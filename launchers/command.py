@@ -16,7 +16,7 @@ from launchers import plugin
 from launchers.trials import Trial
 from titan.config import help as help_text
 from titan.config import modules
-from titan.config.arguments import describe_version
+from titan.config.command import describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import command_line, hydra_node, hydra_private

@@ -21,15 +21,12 @@ from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
-from titan.config.arguments import parse_arguments
 from titan.dataset.tokenizers import train
-from titan.generation.schema import Settings
 from titan.model.schema import Llama
 from titan.profile import command as profile
 from titan.run import attempts, compose
 from titan.run.run import Run
 from titan.sweep import ledger
-from titan.training.evaluation import request as request_of_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*/README.md"))
@@ -44,7 +41,7 @@ ELSEWHERE = (
     "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
     "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
     "--config-dir mine cluster=here", "bench_405b_512 plan.trace", "bench_405b_512 cluster.hardware", "plan.fit=runs",
-    "against=parallelism=3d", "against=runs/first", "from=exported", "-m .*experiments/.*sweep=",
+    "against=parallelism=3d", "against=runs/first", "(evaluate|convert) exported", "-m .*experiments/.*sweep=",
     f"compare runs/({'|'.join(page.parent.name for page in EXPERIMENTS)})$",
 )  # fmt: skip
 """Patterns of commands that are only parsed: they need the network, a cluster, minutes, or files of other pages."""
@@ -123,7 +120,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations)
     made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
     made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
-    assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
+    assert convert.main([f"{folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     attempts.begin_attempt(first)
@@ -161,33 +158,30 @@ def test_command(
     elif words[0] == "eval":
         assert shutil.which("bash") and launch(["-sc", "install=bash"], train_small) == 0
     elif "titan.dataset.tokenizers.train" in words:
-        smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
+        smaller = ["ranks=700" if w == "ranks=8191" else w for w in words[words.index("-m") + 2 :]]
         assert train.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
         told = words[words.index("titan.generate") + 1 :]
-        assert parse_arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
+        assert generate.COMMAND.parse(told) if command.elsewhere else generate.main(told) == 2 * command.refused
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
-        assert (
-            parse_arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
-        )
+        assert convert.COMMAND.parse(told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.replay" in words:
         request.getfixturevalue("compared")
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
-        assert replay.parse_words(given) if command.elsewhere else replay.main(given) == 2 * command.refused
+        assert replay.COMMAND.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.evaluate" in words:
         request.getfixturevalue("compared")
-        trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
+        trained = {"runs/first": "runs/low", "step=200": "step=2", "average=4": "average=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
-        own, _ = request_of_evaluation.split_words(given)
-        assert parse_arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
+        assert evaluate.COMMAND.parse(given) if command.elsewhere else evaluate.main(given) == 0
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
-        assert parse_arguments(profile.Settings, words[words.index("titan.profile") + 2 :])
+        assert profile.COMMAND.parse(words[words.index("titan.profile") + 1 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         made = {"runs/grid": ["runs/low", "runs/high"]}  # the grid is another command's, which may run elsewhere
@@ -196,7 +190,7 @@ def test_command(
     elif "titan.plan" in words:
         assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
     elif "titan.calibrate" in words:
-        assert parse_arguments(calibrate.Settings, words[words.index("titan.calibrate") + 1 :])
+        assert calibrate.COMMAND.parse(words[words.index("titan.calibrate") + 1 :])
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere and "-m" in words[3:]:
@@ -207,7 +201,7 @@ def test_command(
         compose.compose_run(words[words.index("titan.train") + 1 :], remote=clusters)
     else:
         if "dataset.tokenizer=my.tiktoken" in words:  # the command before trains it
-            assert train.main(["my.tiktoken", "--ranks", "700", "corpus/"]) == 0
+            assert train.main(["corpus/", "to=my.tiktoken", "ranks=700"]) == 0
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains

@@ -432,6 +432,7 @@ def compare(
     Raises:
         ConfigError: for a directory without runs, a value out of range, and a baseline that is none of the variants.
     """
-    options = settings.build(CompareSettings, {"baseline": baseline, "margin": margin, "target": target})
     folders = [directories] if isinstance(directories, (str, os.PathLike)) else directories
+    values = {"baseline": baseline, "margin": margin, "target": target}
+    options = settings.build(CompareSettings, {"directories": [str(folder) for folder in folders], **values})
     return comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))

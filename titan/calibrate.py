@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
 from titan.console import output
-from titan.errors import ConfigError, RunError, exit_code
-from titan.files.atomic import write_atomic
-
-HELP = """\
-Measure this machine for planning: python -m titan.calibrate to=FILE.yaml
-
-  python -m titan.calibrate to=mine/cluster/here.yaml    then: python -m titan.plan --config-dir mine cluster=here ...
-
-Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
-also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
-an option of the cluster axis.
-
-Settings and their defaults:
-
-{settings}
-
-Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
-"""
-
+from titan.errors import ConfigError
+from titan.files.output_files import check_output_file, write_output_file
 
 CPU_RANKS = 2
 """Ranks that measure communication on a CPU."""
@@ -54,25 +35,34 @@ class Settings:
     )
 
 
+COMMAND = Command(
+    "titan.calibrate",
+    "Measure this machine for planning.",
+    {"to=mine/cluster/here.yaml": "then: python -m titan.plan --config-dir mine cluster=here ..."},
+    Settings,
+    notes="""\
+Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
+also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
+an option of the cluster axis.""",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     prepare_environment(os.environ)
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_calibration(words))
+    return COMMAND.run(_run_calibration, argv)
 
 
-def _run_calibration(words: list[str]) -> int:
-    if show_help(words, HELP.format(settings=describe_settings(Settings))):
-        return 0
-    settings = parse_arguments(Settings, words)
-    file = _check_file(settings.to)
+def _run_calibration(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    file = check_output_file(settings.to, (".yaml",), makes_folder=True)
     machine = devices.detect_machine("auto")
     ranks = choose_ranks(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
     if busy := count_busy_cores():
         print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
     text = format_cluster(machine, _measure_figures(machine, ranks), ranks)
-    _write_file(file, text)
+    write_output_file(file, text, makes_folder=True)
     print(text, end="")
     print(f"written: {file}")
     return 0
@@ -82,13 +72,6 @@ def count_busy_cores() -> float:
     """Return how many cores other processes have kept busy in the last minute; 0 below a quarter of one."""
     load = os.getloadavg()[0]
     return load if load > BUSY_LOAD else 0.0
-
-
-def _check_file(to: str) -> Path:
-    file = Path(to).expanduser()
-    if file.suffix != ".yaml":
-        raise ConfigError(f"to={file}: is not a YAML file; give a name that ends in .yaml.")
-    return file
 
 
 def choose_ranks(ranks_setting: int | str, machine: devices.Machine) -> int:
@@ -132,14 +115,6 @@ def format_cluster(machine: devices.Machine, figures: Mapping[str, float], ranks
         lines += [f"devices_per_node: {machine.count}", f"device_name: {machine.name}"]
     lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in figures.items())]
     return "\n".join(lines) + "\n"
-
-
-def _write_file(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text)
-    except OSError as error:
-        raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
 
 
 def cli() -> None:

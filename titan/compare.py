@@ -7,35 +7,21 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
-from titan.errors import ConfigError, RunError, exit_code
+from titan.errors import ConfigError, RunError
+from titan.files.output_files import check_output_files, write_output_file
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison
 
-HELP = """\
-Compare runs and sweeps: python -m titan.compare DIR [DIR ...] [SETTING=VALUE ...]
-
-  python -m titan.compare runs/grid                       all runs of a sweep, also while it is running
-  python -m titan.compare runs/a runs/b runs/c            any runs; the first one is the baseline
-  python -m titan.compare runs baseline=parallelism=ddp   all runs in a folder, with the baseline named
-  python -m titan.compare runs/grid to=[a.html,a.csv]     write these files instead, also in other formats
-
-Prints a table and the answers in words. Writes the same with charts to an HTML page that opens offline.
-
-Settings and their defaults:
-
-{settings}
-
-Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
-"""
 PAGE = "compare.html"
 DEFAULT_COLUMNS = 160
 """Columns without a terminal, as in a file."""
@@ -45,6 +31,7 @@ DEFAULT_COLUMNS = 160
 class Settings:
     """The settings of `python -m titan.compare`."""
 
+    directories: tuple[str, ...] = operand("DIR", "directories of runs or sweeps, such as runs/grid")
     baseline: str | None = setting(
         None,
         "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
@@ -57,25 +44,31 @@ class Settings:
         None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
     )
 
-    def files(self) -> tuple[Path, ...] | None:
-        """Return the files to write; None for the default page."""
-        if self.to is None:
-            return None
-        return tuple(Path(name).expanduser() for name in ([self.to] if isinstance(self.to, str) else self.to))
+
+COMMAND = Command(
+    "titan.compare",
+    "Compare runs and sweeps.",
+    {
+        "runs/grid": "all runs of a sweep, also while it is running",
+        "runs/a runs/b runs/c": "any runs; the first one is the baseline",
+        "runs baseline=parallelism=ddp": "all runs in a folder, with the baseline named",
+        "runs/grid to=[a.html,a.csv]": "write these files instead, also in other formats",
+    },
+    Settings,
+    notes="Prints a table and the answers in words. Writes the same with charts to an HTML page that opens offline.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_comparison(words))
+    return COMMAND.run(_run_comparison, argv)
 
 
-def _run_comparison(words: list[str]) -> int:
-    if show_help(words, HELP.format(settings=describe_settings(Settings))):
-        return 0
-    directories, assignments = split_arguments(words)
-    settings = parse_arguments(Settings, assignments)
-    _check_paths(directories, settings.files() or ())
+def _run_comparison(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    directories = settings.directories
+    _check_directories(directories)
+    files = None if settings.to is None else check_output_files(settings.to, tuple(_WRITERS))
 
     from titan import api  # only now: rejected command lines and --help need not wait for numpy
     from titan.report.render import table
@@ -85,43 +78,15 @@ def _run_comparison(words: list[str]) -> int:
         table.format_report(comparison, shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns, _uses_colours()),
         end="",
     )
-    _write_files(comparison, Path(directories[0]), settings.files(), words)
+    _write_files(comparison, Path(directories[0]), files, command_line.words)
     return 0
 
 
-def split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the directories and the KEY=VALUE arguments.
-
-    The directory of a trial has an equals sign in its name: an argument whose key is not a setting is a directory if it
-    exists as one.
-    """
-    keys = {field.name for field in fields(Settings)}
-    directories = [text for text in words if not _is_setting(text, keys)]
-    return directories, [text for text in words if _is_setting(text, keys)]
-
-
-def _is_setting(text: str, keys: set[str]) -> bool:
-    key, equals, _ = text.partition("=")
-    if text.startswith("-") or (key in keys and equals):
-        return True
-    return bool(equals) and key.isidentifier() and not Path(text).is_dir()
-
-
-def _check_paths(directories: Sequence[str], files: Sequence[Path]) -> None:
-    """Raise ConfigError when something can't be read or written, before any work."""
-    if not directories:
-        raise ConfigError(
-            "no directory is given; give directories of runs or sweeps, such as runs/grid, or see --help."
-        )
+def _check_directories(directories: Sequence[str]) -> None:
+    """Raise ConfigError for a directory that does not exist, before any work."""
     for name in directories:
         if not Path(name).is_dir():
             raise ConfigError(f"{name}: there is no such directory; correct the path.")
-    for file in files:
-        if file.suffix not in _WRITERS:
-            raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(_WRITERS)}.")
-        if file.is_dir() or not file.parent.is_dir():
-            problem = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-            raise ConfigError(f"to={file}: {problem}; give another file.")
 
 
 def _uses_colours() -> bool:
@@ -134,13 +99,15 @@ def _write_files(comparison: Comparison, folder: Path, files: Sequence[Path] | N
     provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *words])}"
     print()
     for file in [folder / PAGE] if files is None else files:
+        text = _WRITERS[file.suffix](comparison, provenance)
         try:
-            file.write_text(_WRITERS[file.suffix](comparison, provenance), encoding="utf-8")
-            print(f"written: {file}")
-        except OSError as error:
+            write_output_file(file, text)
+        except RunError as error:
             if files is not None:
-                raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-            print(f"not written: {file} ({error.strerror}); give another file with to=FILE.")
+                raise
+            print(f"{str(error).removeprefix('to=').rstrip('.')}; give another file with to=FILE.")
+        else:
+            print(f"written: {file}")
 
 
 def _render_html(comparison: Comparison, provenance: str) -> str:

@@ -1,4 +1,4 @@
-"""Convert weights from one format to another: `python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]`; see `--help`.
+"""Convert weights from one format to another: `python -m titan.convert SOURCE to=DIR [KEY=VALUE ...]`; see `--help`.
 
 The target has a marker file while the conversion runs, and the file that makes the folder valid is written last. To
 restart an interrupted conversion, rerun its command.
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.progress import print_table
 from titan.dataset.preprocess import report
-from titan.errors import ConfigError, RunError, exit_code
+from titan.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -45,8 +46,8 @@ SPARE = 64 * 2**20
 class Convert:
     """The source, the target and the format of a conversion."""
 
-    from_: str = setting(
-        help="a run's or checkpoint's directory, a folder in Hugging Face's or Meta's format, or OWNER/NAME on the hub"
+    source: str = operand(
+        "SOURCE", "a run, a checkpoint, a folder in Hugging Face's or Meta's format, or OWNER/NAME on the hub"
     )
     to: str = setting(help="the folder to write")
     format: Literal["hf", "meta", "titan"] = setting(
@@ -58,31 +59,26 @@ class Convert:
     overwrite: bool = setting(False, "replace the folder's content")
 
 
-HELP = f"""\
-Convert weights: python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]
-
-  python -m titan.convert from=runs/first to=exported               for transformers, in bf16
-  python -m titan.convert from=exported to=again format=titan       for titan: checkpoint.weights=again
-  python -m titan.convert from=meta-llama/Llama-3.2-1B to=llama     from Hugging Face's hub
-
-{describe_settings(Convert)}
-
-At most one file's tensors are in memory. To restart an interrupted conversion, rerun its command.
-
-Exit codes: 0 done, 1 failed, 2 invalid input (the message says what to change), 130 interrupted.
-"""
+COMMAND = Command(
+    "titan.convert",
+    "Convert weights from one format to another.",
+    {
+        "runs/first to=exported": "for transformers, in bf16",
+        "exported to=again format=titan": "for titan: checkpoint.weights=again",
+        "meta-llama/Llama-3.2-1B to=llama": "from Hugging Face's hub",
+    },
+    Convert,
+    notes="At most one file's tensors are in memory. To restart an interrupted conversion, rerun its command.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_conversion(words))
+    return COMMAND.run(_run_conversion, argv)
 
 
-def _run_conversion(words: list[str]) -> int:
-    if show_help(words, HELP):
-        return 0
-    settings = parse_arguments(Convert, words)
+def _run_conversion(command_line: CommandLine[Convert]) -> int:
+    settings = command_line.settings
     target = Path(settings.to).expanduser().absolute()
     _check_target(settings, target)
     started = time.monotonic()
@@ -95,8 +91,8 @@ def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path
     """Convert; return the weights that were read and the tensor files that were written."""
     from titan.weights.formats import open_weights, verify_checksums
 
-    weights = open_weights(settings.from_, "from")
-    verify_checksums(weights, "from")
+    weights = open_weights(settings.source, "")
+    verify_checksums(weights, "")
     _check_apart(Path(weights.path), target, settings)
     names, size, write = _plan_files(weights, settings, target)
     _check_space(target, size)
@@ -142,11 +138,11 @@ def _check_target(settings: Convert, target: Path) -> None:
     """Raise ConfigError when the target can't be written, before anything is read."""
     if settings.meta_ranks > 1 and settings.format != "meta":
         raise ConfigError(f"meta_ranks={settings.meta_ranks}: applies to format=meta only; remove it.")
-    source = Path(settings.from_).expanduser().absolute()
+    source = Path(settings.source).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise ConfigError(f"to={settings.to}: is a file; name a folder.")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"to={settings.to}: is inside from={settings.from_}; choose a folder outside of it.")
+        raise ConfigError(f"to={settings.to}: is inside {settings.source}; choose a folder outside of it.")
     is_marked = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (is_marked or settings.overwrite):
         raise ConfigError(f"to={settings.to}: is not empty; choose another folder, or give overwrite=true.")
@@ -155,7 +151,7 @@ def _check_target(settings: Convert, target: Path) -> None:
 def _check_apart(source: Path, target: Path, settings: Convert) -> None:
     """Raise ConfigError when the target is the source."""
     if source.resolve() == target.resolve():
-        raise ConfigError(f"to={settings.to}: is the folder of from={settings.from_}; choose another folder.")
+        raise ConfigError(f"to={settings.to}: is the folder of {settings.source}; choose another folder.")
 
 
 def _check_space(target: Path, size: int) -> None:
@@ -211,7 +207,7 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
     print("converted:")
     print_table(
         {
-            "from": f"{settings.from_}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
+            "from": f"{settings.source}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",
             "to": f"{settings.to}: {settings.format}, {settings.dtype}",
             "files": f"{len(files):,}, {report.format_bytes(size)}",

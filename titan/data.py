@@ -1,19 +1,20 @@
-"""Show the rows of a run as text: `python -m titan.data [RUN] [--step N] [SETTING=VALUE ...]`; see `--help`."""
+"""Show the rows of a run as text: `python -m titan.data [RUN] [KEY=VALUE ...] [OVERRIDE ...]`; see `--help`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan.config.arguments import describe_version
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
+from titan.config.settings import setting
 from titan.console import output
 from titan.console.progress import progress_line
-from titan.errors import ConfigError, exit_code
+from titan.errors import ConfigError
 from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
@@ -22,55 +23,78 @@ if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
     from titan.dataset.shards import Split
     from titan.dataset.tokenizers.tokenizer import Tokenizer
+    from titan.training.schema import Training
 
 MAX_NUMBER = 10**9
 """The largest step or row number that may be given."""
-EPILOG = """\
-examples:
-  python -m titan.data runs/x --step 120                 what the run in runs/x read in step 120
-  python -m titan.data runs/x --step 118-122 --rows 944  one of these rows, by its number in metrics.jsonl
-  python -m titan.data dataset=stdlib --step 1           what a run would read; takes titan.train's settings
-"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.data`."""
+
+    run: str | None = operand("RUN", "the directory of a run, whose settings are used; without it, the defaults", None)
+    step: str = setting("1", "the step, or several: 118-122")
+    rows: str | None = setting(None, "row numbers in these steps: 944, or 940-944; null: all")
+    characters: int = setting(200, "of each document; 0: all", at_least=0)
+
+    def list_steps(self) -> range:
+        """Return the steps.
+
+        Raises:
+            ConfigError: when they are no range that begins at 1 or later.
+        """
+        steps = _parse_range("step", self.step)
+        if steps.start < 1:
+            raise ConfigError(f"step={self.step}: the first step is 1.")
+        return steps
+
+    def list_rows(self) -> range | None:
+        """Return the row numbers; None for all.
+
+        Raises:
+            ConfigError: when they are no range.
+        """
+        return None if self.rows is None else _parse_range("rows", self.rows)
+
+
+COMMAND = Command(
+    "titan.data",
+    "Show the rows that a run reads, as text.",
+    {
+        "runs/x step=120": "what the run in runs/x read in step 120",
+        "runs/x step=118-122 rows=944": "one of these rows, by its number in metrics.jsonl",
+        "dataset=stdlib step=1": "what a run would read",
+    },
+    Settings,
+    overrides="Other arguments are those of titan.train.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    return exit_code(lambda: _run_data_command(sys.argv[1:] if argv is None else list(argv)))
+    return COMMAND.run(_show_data, argv)
 
 
-def _run_data_command(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m titan.data",
-        description="Show the rows that a run reads, as text.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=describe_version())
-    parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are used")
-    parser.add_argument("--step", type=_parse_range, default=range(1, 2), metavar="N[-M]", help="steps (default: 1)")
-    parser.add_argument("--rows", type=_parse_range, metavar="N[-M]", help="row numbers in these steps (default: all)")
-    parser.add_argument("--characters", type=int, default=200, help="per document (default: 200; 0: all)")
-    parser.error = _reject_arguments  # type: ignore[method-assign]
-    options, overrides = parser.parse_known_args(arguments)
-    if options.run and "=" in options.run:
-        overrides.insert(0, options.run)
-        options.run = None
-    if options.step.start < 1:
-        raise ConfigError("--step 0: the first step is 1.")
-    if options.characters < 0:
-        raise ConfigError(f"--characters {options.characters}: must be at least 0.")
-    _show_steps(_compose_recipe(options.run, overrides), options)
+def _show_data(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    steps, row_numbers = settings.list_steps(), settings.list_rows()
+    recipe = _compose_recipe(settings.run, command_line.overrides)
+    mix, tokenizer = _open_data(recipe)
+    for step in steps:
+        _show_step(recipe.training, mix, tokenizer, step, row_numbers, settings.characters or None)
     return 0
 
 
-def _reject_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help.")
+def _parse_range(key: str, text: str) -> range:
+    """Return the numbers of `N` or `N-M`.
 
-
-def _parse_range(text: str) -> range:
+    Raises:
+        ConfigError: for anything else.
+    """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and MAX_NUMBER >= int(last or first) >= int(first)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a range such as 3-5")
+        raise ConfigError(f"{key}={text}: is not a number or a range; give one such as {key}=3 or {key}=3-5.")
     return range(int(first), int(last or first) + 1)
 
 
@@ -83,7 +107,8 @@ def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
     return compose.compose_recipe([f"{RESUME}{directory}", *overrides])
 
 
-def _show_steps(recipe: Recipe, options: argparse.Namespace) -> None:
+def _open_data(recipe: Recipe) -> tuple[RowMixture, Tokenizer | None]:
+    """Return the rows that a recipe reads, prepared where needed, and their tokenizer."""
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
     from titan.dataset.tokenizers.load import load_tokenizer
 
@@ -92,28 +117,31 @@ def _show_steps(recipe: Recipe, options: argparse.Namespace) -> None:
     with progress_line() as progress:
         mix = build_mixture(recipe.dataset, recipe.training, open_corpora(prepare_corpora(recipe.dataset, progress)))
     corpus = mix.sources[0].corpus
-    tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
-    for step in options.step:
-        _show_step(recipe, mix, tokenizer, step, options)
+    return mix, None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
 
 
 def _show_step(
-    recipe: Recipe, mix: RowMixture, tokenizer: Tokenizer | None, step: int, options: argparse.Namespace
+    training: Training,
+    mix: RowMixture,
+    tokenizer: Tokenizer | None,
+    step: int,
+    selected: range | None,
+    max_characters: int | None,
 ) -> None:
-    training = recipe.training
+    """Print the rows of a step, only those with the `selected` numbers."""
     first_row = training.count_rows_before(step)
     numbers = mix.compute_row_numbers(np.arange(first_row, first_row + training.find_phase(step).rows))
     source_indices, rows = mix.locate_rows(numbers)
     print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
-    if options.rows is not None and not set(options.rows) & set(numbers.tolist()):
+    if selected is not None and not set(selected) & set(numbers.tolist()):
         print("  none of the given rows: rows are numbered over the whole run, as in metrics.jsonl")
     for number, k, row in zip(numbers.tolist(), source_indices.tolist(), rows.tolist(), strict=True):
-        if options.rows is not None and number not in options.rows:
+        if selected is not None and number not in selected:
             continue
         source = mix.sources[k]
         name = f"{source.name}: " if len(mix.sources) > 1 else ""
-        print(f"\nrow {number}: {name}row {row:,} of {source.split.rows(training.seq_len):,}")
-        for line in _format_documents(source.split, row, training.seq_len, tokenizer, options.characters or None):
+        print(f"\nrow {number}: {name}row {row:,} of {source.split.count_rows(training.seq_len):,}")
+        for line in _format_documents(source.split, row, training.seq_len, tokenizer, max_characters):
             print(line)
     print()
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import redact
-from titan.errors import ConfigError, RunError, exit_code
+from titan.errors import ConfigError
 from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.refine import UNCHANGED, Refinement
-from titan.files.atomic import write_atomic
+from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
 from titan.run.resolve import resolve
@@ -33,32 +31,13 @@ if TYPE_CHECKING:
     from titan.estimate.traced.result import TracedStep
     from titan.run.run import Run
 
-HELP = """\
-Predict memory, speed and cost of a run: python -m titan.plan [OVERRIDES OF titan.train] [SETTING=VALUE ...]
-
-  python -m titan.plan model=llama8b parallelism=fsdp cluster=h100         one run on eight H100
-  python -m titan.plan recipe=bench_405b_512 plan.search=true              a faster layout on the same devices
-  python -m titan.plan recipe=bench_8b_8 plan.trace=true                   other figures, from a trace of the step
-  python -m titan.plan -m model=llama1b parallelism=ddp,fsdp cluster=h100  a sweep, one line per trial
-  python -m titan.plan recipe=train_8b to=[plan.html,plan.json]            charts as a page, and all figures
-
-Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and starts nothing.
-
-Settings and their defaults:
-
-{settings}
-
-Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
-"""
-PREFIX, TO = "plan.", "to="
-"""Begin the settings of this command."""
 FORMATS = (".html", ".json")
 """Of files that it writes."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of `python -m titan.plan`."""
+class PlanSettings:
+    """The settings of `python -m titan.plan` that begin with `plan.`."""
 
     search: bool = setting(False, "search all layouts on the same devices for faster ones")
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
@@ -68,54 +47,65 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class OutputSettings:
-    """Where `python -m titan.plan` writes to."""
+class Settings:
+    """The settings of `python -m titan.plan`."""
 
+    plan: PlanSettings = field(default_factory=PlanSettings)
     to: str | tuple[str, ...] | None = setting(
         None, "files to write: .html (charts) or .json (all figures); null: none"
     )
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the files to write."""
-        names = [self.to] if isinstance(self.to, str) else self.to or ()
-        return tuple(Path(name).expanduser() for name in names)
+
+COMMAND = Command(
+    "titan.plan",
+    "Predict memory, speed and cost of a run.",
+    {
+        "model=llama8b parallelism=fsdp cluster=h100": "one run on eight H100",
+        "recipe=bench_405b_512 plan.search=true": "a faster layout on the same devices",
+        "recipe=bench_8b_8 plan.trace=true": "other figures, from a trace of the step",
+        "-m model=llama1b parallelism=ddp,fsdp cluster=h100": "a sweep, one line per trial",
+        "recipe=train_8b to=[plan.html,plan.json]": "charts as a page, and all figures",
+    },
+    Settings,
+    overrides="Other arguments are those of titan.train.",
+    notes="Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and "
+    "starts nothing.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_planning(words))
+    return COMMAND.run(_run_planning, argv)
 
 
-def _run_planning(words: list[str]) -> int:
-    help_text = HELP.format(settings=f"{describe_settings(Settings, PREFIX)}\n{describe_settings(OutputSettings)}")
-    if show_help([g for g in words if g in ("-h", "--help", "--version")], help_text):
-        return 0
-    settings = parse_arguments(Settings, [text.removeprefix(PREFIX) for text in words if text.startswith(PREFIX)])
-    files = parse_arguments(OutputSettings, [text for text in words if text.startswith(TO)]).files()
-    _check_files(files)
-    rest = [text for text in words if not text.startswith((PREFIX, TO))]
+def _run_planning(command_line: CommandLine[Settings]) -> int:
+    settings, words = command_line.settings, command_line.words
+    files = _check_files(settings)
     provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *words]))}"
+    typed = tuple(map(redact, command_line.overrides))
     return plan_command(
-        rest,
-        lambda run: _plan_run(run, settings, files, tuple(map(redact, rest)), provenance),
-        lambda trials: _plan_trials(trials, settings, files, provenance),
+        command_line.overrides,
+        lambda run: _plan_run(run, settings.plan, files, typed, provenance),
+        lambda trials: _plan_trials(trials, settings.plan, files, provenance),
     )
 
 
-def _check_files(files: Sequence[Path]) -> None:
-    """Raise ConfigError when a file can't be written, before any work."""
+def _check_files(settings: Settings) -> tuple[Path, ...]:
+    """Return the files to write.
+
+    Raises:
+        ConfigError: when one can't be written, before any work.
+    """
+    files = check_output_files(settings.to, FORMATS)
     for file in files:
-        if file.suffix not in FORMATS:
-            raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(FORMATS)}.")
-        if file.is_dir() or not file.parent.is_dir():
-            problem = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-            raise ConfigError(f"to={file}: {problem}; give another file.")
         if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
             raise ConfigError(f"to={file}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
+    return files
 
 
-def _plan_run(run: Run, settings: Settings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str) -> int:
+def _plan_run(
+    run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
+) -> int:
     def accepts(candidate: search.LayoutCandidate) -> bool:
         return _is_accepted(run, candidate)
 
@@ -151,7 +141,7 @@ def _fit_runs(run: Run, source: str) -> Refinement:
     return refinement
 
 
-def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Path], provenance: str) -> list[int]:
+def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequence[Path], provenance: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
@@ -205,7 +195,7 @@ def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bo
     return plan_text.format_grid([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
-def _trace_step(run: Run, settings: Settings) -> TracedStep:
+def _trace_step(run: Run, settings: PlanSettings) -> TracedStep:
     prepare_environment(os.environ)
     from titan.training.trace.ranks import trace_run  # only now: no other plan needs torch
 
@@ -244,12 +234,7 @@ def _is_accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
 def _write_files(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:
     """Write each file with what its format takes: text, or plain data as JSON."""
     for file in files:
-        content = contents[file.suffix]()
-        text = content if isinstance(content, str) else json.dumps(content, indent=1) + os.linesep
-        try:
-            write_atomic(file, text)
-        except OSError as error:
-            raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
+        write_output_file(file, contents[file.suffix]())
         print(f"written: {file}")
 
 

@@ -1,4 +1,4 @@
-"""Repeat a step of a run and look at it: `python -m titan.replay RUN step=N [SETTING=VALUE ...]`; see `--help`."""
+"""Repeat a step of a run and look at it: `python -m titan.replay RUN step=N [KEY=VALUE ...]`; see `--help`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.command import Command, CommandLine
 from titan.console import output
-from titan.errors import ConfigError, RunError, exit_code
-from titan.files.atomic import write_atomic
+from titan.errors import ConfigError
+from titan.files.output_files import check_output_file, write_output_file
 from titan.metrics.lines import read_records
 from titan.run.directory import METRICS, RUN
 from titan.training.replay import show
@@ -23,38 +23,34 @@ from titan.training.replay.job import ReplayJob, read_rank_replays
 from titan.training.replay.request import ReplayPlan, Settings, plan_replay
 from titan.training.replay.result import ReplayedStep, choose_tolerance, compare_replays, merge_ranks
 
-HELP = f"""\
-Repeat a step of a run and look at it: python -m titan.replay RUN step=N [SETTING=VALUE ...] [OVERRIDE ...]
-
-  python -m titan.replay runs/first step=120                            from the nearest checkpoint before it
-  python -m titan.replay runs/first step=120 parallelism=single         on another layout
-  python -m titan.replay runs/first step=120 against=precision=fp32     and the same step in another precision
-  python -m titan.replay runs/first step=120 against=runs/second        and that step of another run
-
-{describe_settings(Settings)}
-
-What is no setting is an override of the run's own command line. Nothing is written into the run's directory.
-
-Exit codes: 0 done, 1 failed, 2 wrong settings (the message says how to correct them), 130 interrupted.
-"""
+COMMAND = Command(
+    "titan.replay",
+    "Repeat a step of a run, and look at it.",
+    {
+        "runs/first step=120": "from the nearest checkpoint before it",
+        "runs/first step=120 parallelism=single": "on another layout",
+        "runs/first step=120 against=precision=fp32": "and the same step in another precision",
+        "runs/first step=120 against=runs/second": "and that step of another run",
+    },
+    Settings,
+    overrides="Other arguments are overrides of the run's own command line.",
+    notes="Nothing is written into the run's directory.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     prepare_environment(os.environ)
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_replay(words))
+    return COMMAND.run(_run_replay, argv)
 
 
-def _run_replay(words: list[str]) -> int:
-    if show_help(words, HELP):
-        return 0
-    name, settings, overrides = parse_words(words)
-    _check_output(settings)
+def _run_replay(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    file = None if settings.to is None else check_output_file(settings.to)
     from launchers.scratch import make_scratch_folder
 
     with make_scratch_folder() as folder:
-        sides = _plan_replays(name, settings, overrides, folder)
+        sides = _plan_replays(settings, command_line.overrides, folder)
         observations: list[ReplayedStep] = []
         for index, side in enumerate(sides):
             side = _align_start(side, sides[0], settings) if index and not _is_run(settings.against) else side
@@ -62,34 +58,10 @@ def _run_replay(words: list[str]) -> int:
             if observation is None:
                 return code
             observations.append(observation)
-    _print_report(name, settings, sides, observations)
+    content = _print_report(settings, sides, observations)
+    if file is not None:
+        write_output_file(file, show.to_text(content))
     return 0
-
-
-def parse_words(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
-    """Return the run, the settings, and the overrides of the run.
-
-    Raises:
-        ConfigError: when there is not one run, or a setting is wrong.
-    """
-    runs = [word for word in words if "=" not in word]
-    if len(runs) != 1:
-        typed_runs = " ".join(runs) or "nothing"
-        raise ConfigError(f"{typed_runs}: a replay needs the directory of one run; give RUN step=N, or see --help.")
-    keys = {field.name for field in fields(Settings)}
-    settings_words = [word for word in words if word.partition("=")[0] in keys]
-    return (
-        runs[0],
-        parse_arguments(Settings, settings_words),
-        [word for word in words if "=" in word and word not in settings_words],
-    )
-
-
-def _check_output(settings: Settings) -> None:
-    target = Path(settings.output or "x").expanduser()
-    if target.is_dir() or not target.parent.is_dir():
-        problem = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
-        raise ConfigError(f"output={settings.output}: {problem}; give another file.")
 
 
 def _is_run(against: str | None) -> bool:
@@ -107,10 +79,11 @@ def _is_run(against: str | None) -> bool:
     return False
 
 
-def _plan_replays(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[ReplayPlan]:
+def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) -> list[ReplayPlan]:
     """Return the replay, and the one that it is compared with."""
     from launchers.command import compose_single
 
+    name = settings.run
     requests = [(name, list(overrides))]
     if settings.against is not None:
         is_run = _is_run(settings.against)
@@ -165,8 +138,9 @@ def _run_side(side: ReplayPlan, settings: Settings, save: bool) -> tuple[int, Re
 
 
 def _print_report(
-    name: str, settings: Settings, sides: Sequence[ReplayPlan], observations: Sequence[ReplayedStep]
-) -> None:
+    settings: Settings, sides: Sequence[ReplayPlan], observations: Sequence[ReplayedStep]
+) -> dict[str, Any]:
+    """Print what was observed; return it as plain data."""
     for line in show.format_replay(observations[0], sides[0].recorded):
         print(line)
     content = show.as_json(observations[0], sides[0].recorded)
@@ -174,17 +148,13 @@ def _print_report(
         limit = settings.tolerance or choose_tolerance(*(side.run.precision for side in sides))
         step_differences = compare_replays(observations[0], observations[1])
         print()
-        labels = name[-22:], str(settings.against)[-22:]
+        labels = settings.run[-22:], str(settings.against)[-22:]
         for line in show.format_differences(labels, observations[0], observations[1], step_differences, limit):
             print(line)
         content["against"] = show.as_json(observations[1], sides[1].recorded)
         content["differences"] = {"/".join(d.key): d.relative for d in step_differences}
         content["verdict"] = show.format_verdict(step_differences, limit)
-    if settings.output:
-        try:
-            write_atomic(Path(settings.output).expanduser(), show.to_text(content))
-        except OSError as error:
-            raise RunError(f"output={settings.output}: can't be written ({error.strerror}).") from error
+    return content
 
 
 def cli() -> None:

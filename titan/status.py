@@ -17,13 +17,14 @@ from statistics import median
 from typing import Any
 
 from launchers.slurm.state import read_state
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
-from titan.errors import ConfigError, exit_code
+from titan.errors import ConfigError
 from titan.metrics.schema import WARM
 from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
 from titan.run.prediction import parse_document
@@ -35,37 +36,38 @@ RECENT = 40
 """Steps of which the median is shown."""
 HEADING = ("trial", "state", "step", "loss", "tokens/s", "step time", "predicted", "job", "attempts")
 MEASURED, PREDICTED = HEADING.index("step time"), HEADING.index("predicted")
-HEAD = """\
-Show the state of a sweep's trials, or of a run: python -m titan.status DIRECTORY [KEY=VALUE ...]
-
-  python -m titan.status runs/first              a run
-  python -m titan.status runs/grid               a table; on a terminal it is updated until all trials have ended
-  python -m titan.status runs/grid watch=false   once
-
-Exit code: 0 when no trial has failed or was stopped, else 1.
-"""
 
 
 @dataclass(frozen=True)
 class Status:
     """The settings of `python -m titan.status`."""
 
+    directory: str = operand("DIRECTORY", "the directory of a run or a sweep, such as runs/NAME")
     watch: bool | None = setting(None, "update the table until all trials have ended; null: on a terminal")
     seconds: float = setting(5.0, "between two updates", at_least=0.1, cap=86400)
 
 
+COMMAND = Command(
+    "titan.status",
+    "Show the state of a sweep's trials, or of a run.",
+    {
+        "runs/first": "a run",
+        "runs/grid": "a table; on a terminal it is updated until all trials have ended",
+        "runs/grid watch=false": "once",
+    },
+    Status,
+    exit_codes="0 no trial has failed or was stopped, 1 one was, 2 rejected (the message says what to change), 130 "
+    "interrupted.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the state of a sweep or a run; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_status(words))
+    return COMMAND.run(_run_status, argv)
 
 
-def _run_status(words: list[str]) -> int:
-    if show_help(words, f"{HEAD}\n{describe_settings(Status)}"):
-        return 0
-    if not words:
-        raise ConfigError("no directory given: give that of a run or a sweep, as in python -m titan.status runs/NAME.")
-    return _show_status(Path(words[0]), parse_arguments(Status, words[1:]))
+def _run_status(command_line: CommandLine[Status]) -> int:
+    return _show_status(Path(command_line.settings.directory).expanduser(), command_line.settings)
 
 
 def _show_status(directory: Path, settings: Status) -> int:

@@ -186,6 +186,6 @@ def test_an_unknown_part_is_an_error() -> None:
 @pytest.mark.full
 def test_a_part_runs_on_a_cpu(tmp_path: Path) -> None:
     """Training, a hook that disturbs it, and the report."""
-    assert main(["--suite", "acceptance", "--report", str(tmp_path), "--case", "not-finite", "model.layers=1"]) == 0
+    assert main(["suite=acceptance", f"to={tmp_path}", "case=not-finite", "model.layers=1"]) == 0
     found = json.loads((tmp_path / "report.json").read_text())["parts"]["not-finite"]
     assert found["outcome"] == "holds" and found["figures"] == {"marked steps": [3]}

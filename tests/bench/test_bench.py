@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -33,7 +32,7 @@ CEILINGS = {"matmul_bf16_tflops": 750.0, "matmul_fp32_tflops": 50.0, "copy_gb_pe
 @pytest.mark.full
 def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]
+    arguments = ["suite=tiny", "rounds=2", "steps=2", "case=fp32, compile off", f"to={out}"]
     assert command.main(arguments) == 0
     found = json.loads(out.read_text())
     (row,) = found["speed"]
@@ -120,9 +119,9 @@ def test_error_line_of_a_process(text: str, line: str) -> None:
 
 @pytest.mark.parametrize("suite", ["tiny", "modes"])
 def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
+    assert command.main([f"suite={suite}", "case=fp23", "cluster.device=cpu"]) == 2
     assert (
-        "titan: --case fp23: no case has a title that contains this; give a part of one of: " in capsys.readouterr().err
+        "titan: case=fp23: no case has a title that contains this; give a part of one of: " in capsys.readouterr().err
     )
 
 
@@ -187,7 +186,7 @@ def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
-    how = ["--rounds", "2", "--steps", "1"]
+    how = ["rounds=2", "steps=1"]
     taken = speed._run_process("titan", how, overrides)
     assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
     wrong = speed._run_process("bare", how, ["training.sleep=1"])
@@ -196,12 +195,12 @@ def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [SpeedCase("none", ("training.sleep=1",))]
-    assert list(command._measure_speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
+    assert list(command._measure_speeds(cases, [], {}, command.Settings(rounds=1, steps=1))) == []
     assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
 def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--suite", "tiny", "--profile", "--case", "fp32, compile off", "--steps", "1"]
+    arguments = ["suite=tiny", "operators=true", "case=fp32, compile off", "steps=1"]
     assert command.main(arguments) == 0
     out = capsys.readouterr().out
     assert "fp32, compile off: 1 steps" in out and "aten::mm" in out and "Self CPU" in out
@@ -232,14 +231,14 @@ def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command.main(["--suite", "gpu"]) == 2
+    assert command.main(["suite=gpu"]) == 2
     assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
 
 
 @pytest.mark.full
 def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "modes.json"
-    arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
+    arguments = ["suite=modes", "case=single: full, off", f"to={out}", "dataset=synthetic"]
     assert command.main([*arguments, *SMALL]) == 0
     (row,) = json.loads(out.read_text())
     assert row["title"] == "single: full, off"
@@ -258,7 +257,7 @@ def test_modes() -> None:
 @pytest.mark.full
 def test_generation_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    assert command.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
+    assert command.main(["suite=generate", "rounds=1", f"to={out}", "dataset=synthetic", *SMALL]) == 0
     found = json.loads(out.read_text())
     assert [line["new_tokens"] for line in found] == [64, 256, 512]
     for line in found:

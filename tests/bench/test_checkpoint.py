@@ -23,7 +23,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     """With runs forked from here: their start would take most of the time."""
     monkeypatch.setattr(command, "_run_training", lambda overrides, folder: train(composed(overrides))[0].code)
     out = tmp_path / "figures.json"
-    assert command.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
+    assert command.main(["suite=checkpoint", "rounds=1", f"to={out}", *SMALL]) == 0
     found = json.loads(out.read_text())
     off, sync, beside = found["saving"]
     assert [row["mode"] for row in found["saving"]] == ["off", "sync", "async"]

@@ -42,7 +42,7 @@ def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     case = experts.MATMULS[0].title
-    options = ["--suite", "experts", "--rounds", "3", "--steps", "1", "--json", str(out), "--case", case]
+    options = ["suite=experts", "rounds=3", "steps=1", f"to={out}", f"case={case}"]
     assert command.main([*options, "cluster.device=cpu"]) == 0
     (found,) = json.loads(out.read_text())
     assert len(found["ratios"]) == 3 and min(found["ratios"]) > 0 and found["seconds"] > 0
@@ -52,7 +52,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_steps_of_two_sets_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    options = ["--suite", "experts", "--rounds", "2", "--steps", "1", "--json", str(out), "--case", "2 ranks, expert 2"]
+    options = ["suite=experts", "rounds=2", "steps=1", f"to={out}", "case=2 ranks, expert 2"]
     small = [
         "model.layers=1",
         "model.vocab=256",

@@ -42,9 +42,9 @@ def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    options = ["--suite", "features", "--rounds", "2", "--steps", "2", "--json", str(out)]
+    options = ["suite=features", "rounds=2", "steps=2", f"to={out}"]
     settings = [*SMALL, "parallelism=fsdp", "dataset=synthetic", "compile=off"]
-    assert command.main([*options, "--case", "memory of every step", *settings]) == 0
+    assert command.main([*options, "case=memory of every step", *settings]) == 0
     (found,) = json.loads(out.read_text())
     assert len(found["ratios"]) == 2 and min(found["ratios"]) > 0 and found["seconds"] > 0
     assert "profile with memory of every step" in capsys.readouterr().out

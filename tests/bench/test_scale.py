@@ -92,7 +92,7 @@ def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "RANKS", (8, 16))
     out = tmp_path / "figures.json"
-    assert command.main(["--suite", "scale", "--json", str(out)]) == 0
+    assert command.main(["suite=scale", f"to={out}"]) == 0
     rows = json.loads(out.read_text())
     assert [(row["costs"][0]["rank"], row["costs"][0]["what"]) for row in rows] == list(scale.WORK)
     assert all([cost["ranks"] for cost in row["costs"]] == [8, 16] for row in rows)

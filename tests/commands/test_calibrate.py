@@ -44,7 +44,7 @@ def test_what_is_measured_can_be_planned_with(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["to=here.txt"], "give a name that ends in .yaml", id="format"),
+        pytest.param(["to=here.txt"], "unknown file format; use .yaml.", id="format"),
         pytest.param([], "to is missing", id="nothing"),
         pytest.param(["to=x.yaml", "ranks=0"], "ranks=0", id="ranks"),
     ],

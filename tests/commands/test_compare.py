@@ -73,7 +73,7 @@ def test_several_files(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("to", "files"), [("to=[]", 0), ("to=out/x.csv", 1)])
 def test_other_files(to: str, files: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main([to, "runs/grid"]) == 0
+    assert compare.main(["runs/grid", to]) == 0
     assert len(list(place.rglob("*.*"))) == files + 1  # lr=0.1 has a point, too
     assert capsys.readouterr().out.count("written") == files
 
@@ -86,16 +86,17 @@ def test_options_reach_the_comparison(place: Path, monkeypatch: pytest.MonkeyPat
         return shown_report.two()
 
     monkeypatch.setattr(comparison, "compare", compared)
-    given = ["runs/grid", "baseline=parallelism=ddp,lr=1e-3", "lr=0.1", "margin=0.05", "target=3", "to=[]"]
+    given = ["runs/grid", "lr=0.1", "baseline=parallelism=ddp,lr=1e-3", "margin=0.05", "target=3", "to=[]"]
     assert compare.main(given) == 0
     assert asked == [["runs/grid", "lr=0.1"], comparison.Options("parallelism=ddp,lr=1e-3", 0.05, 3.0)]
 
 
 REFUSED = [
-    pytest.param([], "no directory is given; give directories of runs or sweeps", id="nothing"),
-    pytest.param(["margin=1"], "no directory is given", id="only-settings"),
+    pytest.param([], "DIR is missing: directories of runs or sweeps", id="nothing"),
+    pytest.param(["margin=1"], "DIR is missing", id="only-settings"),
     pytest.param(["runs/gird"], "runs/gird: there is no such directory; correct the path.", id="directory"),
-    pytest.param(["lr=0.2"], "lr=0.2: there is no such setting", id="neither"),
+    pytest.param(["runs/grid", "lr=0.2"], "lr=0.2: there is no such setting", id="neither"),
+    pytest.param(["margin=1", "runs/grid"], "DIR is missing", id="not-first"),
     pytest.param(["runs/lr=0.2"], "runs/lr=0.2: there is no such directory", id="directory-with-a-sign"),
     pytest.param(["runs/grid", "margn=1"], "there is no such setting; did you mean 'margin'?", id="setting"),
     pytest.param(["runs/grid", "--fast"], "--fast: not understood", id="flag"),
@@ -118,7 +119,10 @@ def test_refusals(given: list[str], sentence: str, place: Path, capsys: pytest.C
 def test_a_directory_of_others_gets_no_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs" / "grid" / "compare.html").mkdir()
     assert compare.main(["runs/grid"]) == 0
-    assert "not written: runs/grid/compare.html (Is a directory); give another file with to=" in capsys.readouterr().out
+    assert (
+        "runs/grid/compare.html: can't be written (Is a directory); give another file with to="
+        in capsys.readouterr().out
+    )
 
 
 def test_a_file_that_was_asked_for_must_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

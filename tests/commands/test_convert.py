@@ -32,7 +32,7 @@ def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: P
     source(tmp_path / "a", LLAMA)
     weights = open_weights(tmp_path / "a")
     wanted = {name: weights.read(name) for name in weights.shapes}
-    arguments = [f"from={tmp_path / 'a'}", f"to={tmp_path / 'b'}", f"format={target}", "dtype=keep"]
+    arguments = [str(tmp_path / "a"), f"to={tmp_path / 'b'}", f"format={target}", "dtype=keep"]
     assert convert.main([*arguments, *(["meta_ranks=2"] if target == "meta" else ["shard_gb=0.0001"])]) == 0
     assert equal(open_weights(tmp_path / "b"), wanted)
     assert len(list((tmp_path / "b").glob({"hf": "*.safetensors", "meta": "*.pth", "titan": "*.distcp"}[target]))) > 1
@@ -41,7 +41,7 @@ def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: P
 
 def test_it_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     native(tmp_path / "run" / "checkpoints" / "step-3", LLAMA)
-    assert convert.main([f"from={tmp_path}/run", f"to={tmp_path}/b"]) == 0
+    assert convert.main([f"{tmp_path}/run", f"to={tmp_path}/b"]) == 0
     screen = capsys.readouterr()
     found = rows(screen.out)
     assert screen.err == "" and screen.out.startswith("converted:\n")
@@ -61,13 +61,13 @@ REFUSED = [
     pytest.param(["to=b", "shard_gb=0"], "shard_gb=0: must be above 0", id="no-size"),
     pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: applies to format=meta", id="ranks"),
     pytest.param(["to=b", "format=meta", "meta_ranks=3"], "meta_ranks=3: must divide model.heads=4", id="heads"),
-    pytest.param(["to=a"], "to=a: is inside from=a", id="onto-itself"),
-    pytest.param(["to=a/b"], "to=a/b: is inside from=a", id="into-itself"),
-    pytest.param(["to=link"], "to=link: is inside from=a", id="through-a-link"),
+    pytest.param(["to=a"], "to=a: is inside a", id="onto-itself"),
+    pytest.param(["to=a/b"], "to=a/b: is inside a", id="into-itself"),
+    pytest.param(["to=link"], "to=link: is inside a", id="through-a-link"),
     pytest.param(["to=full"], "to=full: is not empty; choose another folder, or give overwrite=true", id="not-empty"),
     pytest.param(["to=file"], "to=file: is a file", id="a-file"),
     pytest.param(["to=file/b"], "file/b: can't be written to", id="below-a-file"),
-    pytest.param(["to=b", "from=gone"], "from=gone: from is given twice", id="twice"),
+    pytest.param(["to=b", "gone"], "gone: not understood; give KEY=VALUE", id="twice"),
 ]
 
 
@@ -86,17 +86,17 @@ def test_refusals(
     Path("full").mkdir()
     Path("full/x").touch()
     Path("file").touch()
-    assert convert.main(["from=a", *arguments]) == 2
+    assert convert.main(["a", *arguments]) == 2
     err = capsys.readouterr().err
     assert sentence in err and err.startswith("titan: ") and err.count("\n") == 1
     assert sorted(Path("a").iterdir()) == before and not Path("b").exists()
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert.main([f"from={tmp_path}/gone", f"to={tmp_path}/b"]) == 2
+    assert convert.main([f"{tmp_path}/gone", f"to={tmp_path}/b"]) == 2
     assert "there is no such directory" in capsys.readouterr().err
     native(tmp_path / "q", QWEN3)
-    assert convert.main([f"from={tmp_path}/q", f"to={tmp_path}/b", "format=meta"]) == 2
+    assert convert.main([f"{tmp_path}/q", f"to={tmp_path}/b", "format=meta"]) == 2
     assert "Meta has no Qwen3" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
@@ -106,8 +106,8 @@ def test_a_run_whose_checkpoint_is_the_target_is_refused(tmp_path: Path, capsys:
     (tmp_path / "b").mkdir()
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "checkpoints" / "step-3")
     target = tmp_path / "b" / "checkpoints" / "step-3"
-    assert convert.main([f"from={tmp_path}/b", f"to={target}", "overwrite=true"]) == 2
-    assert "is inside from=" in capsys.readouterr().err
+    assert convert.main([f"{tmp_path}/b", f"to={target}", "overwrite=true"]) == 2
+    assert ": is inside " in capsys.readouterr().err
     open_weights(tmp_path / "b")
 
 
@@ -116,12 +116,12 @@ def test_a_disk_that_is_too_small_is_refused_beforehand(
 ) -> None:
     native(tmp_path / "a", LLAMA)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=67_200_000))
-    assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b", "dtype=fp32"]) == 2
+    assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b", "dtype=fp32"]) == 2
     assert "needs 67.4 MB, and the disk has 67.2 MB free" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
-    assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b", "dtype=bf16", "format=hf"]) == 2
+    assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b", "dtype=bf16", "format=hf"]) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=67_300_000))
-    assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b", "dtype=bf16"]) == 0
+    assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b", "dtype=bf16"]) == 0
 
 
 @pytest.mark.parametrize("target", ["hf", "meta", "titan"])
@@ -129,7 +129,7 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, calls = native(tmp_path / "a", LLAMA), list[str]()
-    arguments = [f"from={tmp_path}/a", f"to={tmp_path}/b", f"format={target}", "dtype=keep", "shard_gb=0.0001"]
+    arguments = [f"{tmp_path}/a", f"to={tmp_path}/b", f"format={target}", "dtype=keep", "shard_gb=0.0001"]
 
     def interrupted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
         calls.append(name)
@@ -158,7 +158,7 @@ def test_a_full_disk_is_a_failure(
 
     native(tmp_path / "a", LLAMA)
     monkeypatch.setattr(export, "finish_export", full)
-    assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b"]) == 1
+    assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b"]) == 1
     assert "can't be written (No space left on device)" in capsys.readouterr().err
     assert (tmp_path / "b" / convert.MARK).exists()
 
@@ -172,7 +172,7 @@ def test_a_full_disk_is_a_failure(
 )  # fmt: skip
 def test_overwriting_leaves_nothing_of_what_was_there(first: str, second: str, tmp_path: Path) -> None:
     native(tmp_path / "a", LLAMA)
-    common = [f"from={tmp_path}/a", "dtype=keep"]
+    common = [f"{tmp_path}/a", "dtype=keep"]
     assert convert.main([*common, f"to={tmp_path}/b", f"format={first}", "shard_gb=0.00005"]) == 0
     (tmp_path / "b" / "README.md").write_text("mine")
     assert convert.main([*common, f"to={tmp_path}/b", f"format={second}", "overwrite=true"]) == 0
@@ -193,18 +193,18 @@ def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_help_and_refusals_come_without_torch(tmp_path: Path) -> None:
     script = (
         "import sys, titan.convert as c\n"
-        "codes = [c.main(['--help']), c.main(['from=x']), c.main(['from=x', 'to=' + sys.argv[1]])]\n"
+        "codes = [c.main(['--help']), c.main(['x']), c.main(['x', 'to=' + sys.argv[1]])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
     (tmp_path / "x").touch()
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[0, 2, 2] False"
-    assert all(word in done.stdout for word in ("from=", "to=", "meta_ranks=1", "overwrite=false", "Exit codes"))
+    assert all(word in done.stdout for word in ("SOURCE", "to=", "meta_ranks=1", "overwrite=false", "Exit codes"))
 
 
 def test_a_checkpoint_of_a_conversion_names_its_files(tmp_path: Path) -> None:
     hf(tmp_path / "a", LLAMA)
-    assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b", "format=titan"]) == 0
+    assert convert.main([f"{tmp_path}/a", f"to={tmp_path}/b", "format=titan"]) == 0
     found = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert found["step"] == 0 and found["model"]["_target_"] == "titan.model.schema.Llama"
     assert set(found["files"]) == {"__0_0.distcp", ".metadata"}

@@ -28,7 +28,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, *settings, "--step", "3-4", "--characters", "0")
+    lines = shown(capsys, *settings, "step=3-4", "characters=0")
     assert [line for line in lines if line.startswith("step")] == ["step 3: rows 8 to 11", "step 4: rows 12 to 15"]
     rows = [line for line in lines if line.startswith("row")]
     assert [line.split(":")[0] for line in rows] == [f"row {n}" for n in range(8, 16)]
@@ -47,16 +47,16 @@ def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str
     run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
     Path(run.directory).mkdir()
     attempts.begin_attempt(run)
-    lines = shown(capsys, run.directory, "--step", "1", "--rows", "4")
+    lines = shown(capsys, run.directory, "step=1", "rows=4")
     assert lines[0] == "step 1: rows 0 to 5"
     assert next(line for line in lines if line.startswith("row")).startswith("row 4: row ")
     assert len([line for line in lines if line.startswith("row")]) == 1
-    expected = shown(capsys, *settings, "dataset.skip=[[1,2]]", "--rows", "4-4")
+    expected = shown(capsys, *settings, "dataset.skip=[[1,2]]", "rows=4-4")
     assert lines == expected
 
 
 def test_rows_of_another_step_are_said_to_be(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, *settings, "--step", "3", "--rows", "1-2")
+    lines = shown(capsys, *settings, "step=3", "rows=1-2")
     assert lines[:2] == [
         "step 3: rows 8 to 11",
         "  none of the given rows: rows are numbered over the whole run, as in metrics.jsonl",
@@ -75,9 +75,9 @@ def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "words"),
     [
         pytest.param(["nope"], "nope: holds no run", id="no-run"),
-        pytest.param(["--step", "0"], "the first step is 1", id="step-zero"),
-        pytest.param(["--step", "5-3"], "not a number or a range", id="range"),
-        pytest.param(["--rows"], "expected one argument", id="no-value"),
+        pytest.param(["step=0"], "the first step is 1", id="step-zero"),
+        pytest.param(["step=5-3"], "not a number or a range", id="range"),
+        pytest.param(["rows="], "rows=: is empty", id="no-value"),
         pytest.param(["training.step=3"], "did you mean 'training.steps'", id="setting"),
         pytest.param(["training.seq_len=100"], "must be a multiple", id="batch"),
     ],

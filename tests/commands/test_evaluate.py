@@ -45,7 +45,7 @@ def run(folder: Path) -> Run:
 
 def evaluated(run: Run | Path, to: Path, *words: str) -> dict[str, Any]:
     source = run.directory if isinstance(run, Run) else run
-    assert evaluate.main([f"from={source}", *words, f"to={to}"]) == 0
+    assert evaluate.main([str(source), *words, f"to={to}"]) == 0
     found: dict[str, Any] = json.loads(to.read_text())
     return found
 
@@ -101,7 +101,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def exported(run: Run, folder: Path) -> Path:
-    assert convert.main([f"from={run.directory}", f"to={folder}/exported"]) == 0
+    assert convert.main([str(run.directory), f"to={folder}/exported"]) == 0
     return folder / "exported"
 
 
@@ -164,14 +164,14 @@ def alone(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[
 def test_wrong_settings_end_with_2(
     run: Run, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate.main([f"from={run.directory}", *words]) == 2
+    assert evaluate.main([str(run.directory), *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_weights_of_no_run_need_something_to_measure(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main([f"from={exported}"]) == 2
+    assert evaluate.main([str(exported)]) == 2
     assert "is no run, so there is nothing to measure; give tasks or sets." in capsys.readouterr().err
-    assert evaluate.main([f"from={exported}", "step=3"]) == 2
+    assert evaluate.main([str(exported), "step=3"]) == 2
     assert evaluate.main(["--help"]) == 0
 
 

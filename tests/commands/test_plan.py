@@ -124,7 +124,7 @@ def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None
     assert any(re.search(r"tokens: [\d.]+ days \(.* device-hours \(", line) for line in lines)
 
 
-EXAMPLES = re.findall(r"^  python -m titan.plan (.*?)  ", plan.HELP, re.M)
+EXAMPLES = list(plan.COMMAND.examples)
 
 
 @pytest.mark.parametrize("example", table(EXAMPLES, ("model=llama8b parallelism=fsdp cluster=h100",)))
@@ -135,7 +135,7 @@ def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_help_lists_settings_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--help"]) == 0
-    lines = capsys.readouterr().out.partition("defaults:\n\n")[2].partition("\n\n")[0].splitlines()
+    lines = capsys.readouterr().out.partition("Settings:\n")[2].partition("\n\n")[0].splitlines()
     assert {re.split(r"[=]", line.strip())[0] for line in lines} >= {"plan.search", "plan.keep", "to"}
     assert len({re.match(r"  \S+ +", line).end() for line in lines if re.match(r"  \S+ +", line)}) == 1  # type: ignore[union-attr]
 

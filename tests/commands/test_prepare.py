@@ -47,12 +47,12 @@ def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: p
 def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(arguments) == 0
     first = rows(capsys.readouterr().out)
-    assert prepare.main(["--verify", *arguments]) == 0
+    assert prepare.main(["verify=true", *arguments]) == 0
     assert rows(capsys.readouterr().out) == first | {"shards": "1, complete"}
 
 
 def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare.main([*arguments, "--dry-run"]) == 0
+    assert prepare.main([*arguments, "dry_run=true"]) == 0
     assert set(rows(capsys.readouterr().out)) == {"source", "shards", "tokenizer", "folder"}
     assert not (tmp_path / "cache" / "datasets").exists()
 
@@ -62,7 +62,7 @@ def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys:
     (file,) = (tmp_path / "cache" / "datasets").glob("*/train-00000.tokens")
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
-    assert prepare.main([*arguments, "--verify"]) == 0
+    assert prepare.main([*arguments, "verify=true"]) == 0
     assert (
         "train-00000.tokens has another checksum than when it was written; shard 0 of 1 is rebuilt"
         in capsys.readouterr().err
@@ -124,7 +124,9 @@ def test_exit_codes(arguments: list[str], error: BaseException, code: int, monke
 def test_help_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("--verify", "--dry-run", "python -m titan.prepare dataset=", "Exit codes"))
+    assert all(
+        word in text for word in ("verify=false", "dry_run=false", "python -m titan.prepare dataset=", "Exit codes")
+    )
 
 
 def test_what_is_prepared_already_is_said(capsys: pytest.CaptureFixture[str]) -> None:

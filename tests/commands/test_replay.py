@@ -36,7 +36,7 @@ def trained(directory: Path, *settings: str, layout: str = "single") -> Run:
 
 
 def replayed(run: Run, folder: Path, *words: str) -> dict[str, Any]:
-    assert replay.main([run.directory, *words, f"output={folder}/seen.json"]) == 0
+    assert replay.main([run.directory, *words, f"to={folder}/seen.json"]) == 0
     seen: dict[str, Any] = json.loads((folder / "seen.json").read_text())
     return seen
 
@@ -120,7 +120,7 @@ def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path:
 
 REFUSED = {
     "no run": (["nowhere", "step=3"], "nowhere: there is no run in this directory"),
-    "two runs": (["RUN", "RUN", "step=3"], "needs the directory of one run"),
+    "two runs": (["RUN", "RUN", "step=3"], ": not understood; write AXIS=CHOICE"),
     "no step": (["RUN"], "step"),
     "a step behind the last": (["RUN", "step=8"], "step=8: the run in"),
     "no checkpoint before": (["RUN", "step=3"], "no complete checkpoint before this step, the first is of step 3"),

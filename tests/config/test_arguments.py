@@ -15,7 +15,7 @@ from titan.errors import ConfigError
 
 @dataclass(frozen=True)
 class Example:
-    from_: str = setting(help="where from")
+    source: str = setting(help="where from")
     to: str | None = setting(None, "where to")
     kind: Literal["a", "b"] = setting("a", "which")
     number: int = setting(3, "how many", at_least=1)
@@ -29,23 +29,23 @@ class Example:
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
-        pytest.param(["from=x"], Example("x"), id="defaults"),
-        pytest.param(["from=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
-        pytest.param(["from=a=b", "to=null"], Example("a=b"), id="equals-sign"),
-        pytest.param(["from=x", "note="], Example("x", note=""), id="empty"),
-        pytest.param(["from=a,b=c"], Example("a,b=c"), id="commas-stay"),
-        pytest.param(["from=a (b) [c"], Example("a (b) [c"), id="special-characters-stay"),
-        pytest.param(["from=[a, b"], Example("[a, b"), id="brackets-stay"),
-        pytest.param(["from='a b'", 'to="1.10"'], Example("a b", "1.10"), id="quotes-go"),
-        pytest.param(["from='a', she said"], Example("'a', she said"), id="quotes-within-stay"),
-        pytest.param(["from=x", "note='null'"], Example("x", note="null"), id="quoted-null"),
-        pytest.param(["from=x", "files=1.10"], Example("x", files="1.10"), id="text-or-list-text"),
-        pytest.param(["from=x", "files=[a.b, 'c d']"], Example("x", files=("a.b", "c d")), id="list"),
-        pytest.param(["from=x", "files=[]"], Example("x", files=()), id="empty-list"),
-        pytest.param(["from=x", "sizes={a: 1, b: 2}"], Example("x", sizes={"a": 1, "b": 2}), id="dict"),
-        pytest.param(["from=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
+        pytest.param(["source=x"], Example("x"), id="defaults"),
+        pytest.param(["source=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
+        pytest.param(["source=a=b", "to=null"], Example("a=b"), id="equals-sign"),
+        pytest.param(["source=x", "note="], Example("x", note=""), id="empty"),
+        pytest.param(["source=a,b=c"], Example("a,b=c"), id="commas-stay"),
+        pytest.param(["source=a (b) [c"], Example("a (b) [c"), id="special-characters-stay"),
+        pytest.param(["source=[a, b"], Example("[a, b"), id="brackets-stay"),
+        pytest.param(["source='a b'", 'to="1.10"'], Example("a b", "1.10"), id="quotes-go"),
+        pytest.param(["source='a', she said"], Example("'a', she said"), id="quotes-within-stay"),
+        pytest.param(["source=x", "note='null'"], Example("x", note="null"), id="quoted-null"),
+        pytest.param(["source=x", "files=1.10"], Example("x", files="1.10"), id="text-or-list-text"),
+        pytest.param(["source=x", "files=[a.b, 'c d']"], Example("x", files=("a.b", "c d")), id="list"),
+        pytest.param(["source=x", "files=[]"], Example("x", files=()), id="empty-list"),
+        pytest.param(["source=x", "sizes={a: 1, b: 2}"], Example("x", sizes={"a": 1, "b": 2}), id="dict"),
+        pytest.param(["source=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
         pytest.param(
-            ["from=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
+            ["source=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
         ),
     ],
 )
@@ -56,23 +56,22 @@ def test_values(argv: list[str], wanted: Example) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        pytest.param([], "from is missing: where from; give from=VALUE.", id="missing"),
+        pytest.param([], "source is missing: where from; give source=VALUE.", id="missing"),
         pytest.param(["x"], "x: not understood", id="no-value"),
         pytest.param(["--fast"], "--fast: not understood", id="a-flag"),
         pytest.param(["=3"], "=3: not understood", id="no-key"),
-        pytest.param(["form=x"], "form=x: there is no such setting; did you mean 'from'?", id="unknown"),
-        pytest.param(["from_=x"], "there is no such setting; did you mean 'from'?", id="underscore"),
-        pytest.param(["from=x", "from=y"], "from=y: from is given twice", id="twice"),
-        pytest.param(["from=x", "number=0"], "number=0: must be at least 1.", id="range"),
-        pytest.param(["from=x", "number=few"], "number=few: expected a whole number.", id="type"),
-        pytest.param(["from=x", "number=[1"], "number=[1: not understood", id="syntax"),
+        pytest.param(["sorce=x"], "sorce=x: there is no such setting; did you mean 'source'?", id="unknown"),
+        pytest.param(["source=x", "source=y"], "source=y: source is given twice", id="twice"),
+        pytest.param(["source=x", "number=0"], "number=0: must be at least 1.", id="range"),
+        pytest.param(["source=x", "number=few"], "number=few: expected a whole number.", id="type"),
+        pytest.param(["source=x", "number=[1"], "number=[1: not understood", id="syntax"),
         pytest.param(
-            ["from=x", "number=1,2"], "number=1,2: one value is expected; write [a,b] for a list.", id="sweep"
+            ["source=x", "number=1,2"], "number=1,2: one value is expected; write [a,b] for a list.", id="sweep"
         ),
-        pytest.param(["from=x", "files=[a"], "files=[a: not understood; write [a,b] for a list", id="list-syntax"),
-        pytest.param(["from=x", "really=off"], "really=off: expected true or false.", id="no-yaml"),
-        pytest.param(["from="], "from=: is empty; give a value, or leave it out.", id="empty"),
-        pytest.param(["from=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
+        pytest.param(["source=x", "files=[a"], "files=[a: not understood; write [a,b] for a list", id="list-syntax"),
+        pytest.param(["source=x", "really=off"], "really=off: expected true or false.", id="no-yaml"),
+        pytest.param(["source="], "source=: is empty; give a value, or leave it out.", id="empty"),
+        pytest.param(["source=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
     ],
 )
 def test_refusals(argv: list[str], sentence: str) -> None:
@@ -84,7 +83,7 @@ def test_refusals(argv: list[str], sentence: str) -> None:
 def test_every_setting_is_described() -> None:
     lines = describe_settings(Example).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null",
+        "source=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null",
         "files=null", "sizes=null",
     ]  # fmt: skip
     assert lines[0].endswith("where from")

@@ -32,7 +32,7 @@ def test_byte_characters_are_distinct_and_those_of_byte_level_bpe() -> None:
 def test_the_command_writes_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("".join(TEXTS) * 20)
     out = tmp_path / "out.tiktoken"
-    assert main([str(out), "--ranks", "270", str(tmp_path / "corpus.txt")]) == 0
+    assert main([str(tmp_path / "corpus.txt"), f"to={out}", "ranks=270"]) == 0
     tokenizer = load_tokenizer(str(out))
     assert tokenizer.vocab_size == 271
     text = "a theatre of 漢字 cats"
@@ -43,11 +43,11 @@ def test_the_command_writes_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["{}/o.tiktoken", "--ranks", "100", "{}/c.txt"], "256 or more", id="fewer-than-bytes"),
-        pytest.param(["{}/o.tiktoken", "--ranks", "9999", "{}/c.txt"], "fewer ranks", id="more-than-the-text-gives"),
-        pytest.param(["{}/o.txt", "--ranks", "257", "{}/c.txt"], ".tiktoken", id="another-suffix"),
-        pytest.param(["{}/gone/o.tiktoken", "--ranks", "257", "{}/c.txt"], "can't be written", id="no-such-place"),
-        pytest.param(["{}/o.tiktoken", "{}/gone.txt"], "no such file", id="no-such-corpus"),
+        pytest.param(["{}/c.txt", "to={}/o.tiktoken", "ranks=100"], "256 or more", id="fewer-than-bytes"),
+        pytest.param(["{}/c.txt", "to={}/o.tiktoken", "ranks=9999"], "fewer ranks", id="more-than-the-text-gives"),
+        pytest.param(["{}/c.txt", "to={}/o.txt", "ranks=257"], ".tiktoken", id="another-suffix"),
+        pytest.param(["{}/c.txt", "to={}/gone/o.tiktoken", "ranks=257"], "there is no directory", id="no-such-place"),
+        pytest.param(["{}/gone.txt", "to={}/o.tiktoken"], "no such file", id="no-such-corpus"),
     ],
 )
 def test_the_command_refuses_plainly(
@@ -61,5 +61,5 @@ def test_the_command_refuses_plainly(
 
 
 def test_too_few_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--ranks 255"):
+    with pytest.raises(ConfigError, match="ranks=255"):
         train_vocabulary(TEXTS, 255)

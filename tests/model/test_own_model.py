@@ -129,7 +129,7 @@ def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
     line = [*SMALL, "model=own", "model.plan=Module", "checkpoint=sync", "training.steps=1", "name=x"]
     assert run_command(line, run_local) == 0 and capsys.readouterr().err == ""
     for main, words in ((generate.main, ["tokens=[1]", "parallelism.tensor=2"]), (evaluate.main, ["parallelism=tp"])):
-        assert main(["from=runs/x", *words]) == 2
+        assert main(["runs/x", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith("titan: parallelism.tensor=2: the model own_package.model.Own can't be split: its plan")
         assert error.count("\n") == 1

@@ -121,8 +121,8 @@ TRAINING = (
 BENCHES = (
     Rehearsed(
         "bench: speed",
-        ("titan.bench", "--suite", "tiny", "--case", "bf16, compile off, bare", "--rounds", "1", "--steps", "1",
-         "--json", "{runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
+        ("titan.bench", "suite=tiny", "case=bf16, compile off, bare", "rounds=1", "steps=1",
+         "to={runs}/speed.json", "model.vocab=256", "training.seq_len=64"),
         SMALLER, leaves=("speed.json",), says="1 cases: 0 skipped, 0 with a failed side",
     ),
     Rehearsed(
@@ -130,12 +130,12 @@ BENCHES = (
         leaves=("here.yaml",), says="link_gb_per_second",
     ),
     Rehearsed(
-        "bench: waits of the host", ("--only", "sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
+        "bench: waits of the host", ("only=sync", *SMALL, *BF16, "cluster.device=cuda"), "titan.bench",
         says='{"location": "", "failure": ""}',
     ),
     Rehearsed(
         "bench: modes",
-        ("--suite", "modes", "--case", "single: full, off", "--json", "{runs}/modes.json", *SMALL, *BF16),
+        ("suite=modes", "case=single: full, off", "to={runs}/modes.json", *SMALL, *BF16),
         "titan.bench", leaves=("modes.json",),
     ),
 )  # fmt: skip
@@ -153,9 +153,9 @@ COMMANDS = (
         environment={"REHEARSAL_TAKEN_GIB": "79.62"}, code=1, says="out of memory",
         leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
-    Rehearsed("generate", ("from={runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
+    Rehearsed("generate", ("{runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
     Rehearsed(
-        "generate, tp", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
+        "generate, tp", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
     ),
     Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, after="fsdp"),
     Rehearsed(
@@ -188,11 +188,11 @@ REFUSED = (
         environment={"CUDA_VISIBLE_DEVICES": ""},
     ),
     Rehearsed(
-        "refused: generate on more GPUs", ("from={runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
+        "refused: generate on more GPUs", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
         after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
     ),
     Rehearsed(
-        "refused: generate without memory", ("from={runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
+        "refused: generate without memory", ("{runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
         "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor",
         environment={"REHEARSAL_GIB": "0.1"},
     ),
@@ -209,7 +209,7 @@ REFUSED = (
 
 
 def _accepted(name: str, parts: str, **given: Any) -> Rehearsed:
-    arguments = ("--suite", "acceptance", "--report", f"{{runs}}/{name}", "--case", parts, *ACCEPTED)
+    arguments = ("suite=acceptance", f"to={{runs}}/{name}", f"case={parts}", *ACCEPTED)
     return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **given)
 
 

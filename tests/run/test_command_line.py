@@ -213,10 +213,7 @@ def test_other_launchers_keys_name_settings_that_there_are() -> None:
 
 @pytest.mark.parametrize("module", [train, prepare, generate, status, compare, convert, data, bench])
 def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert module.main(["--version"]) == 0  # type: ignore[attr-defined]
-    except SystemExit as leave:
-        assert leave.code == 0
+    assert module.main(["--version"]) == 0  # type: ignore[attr-defined]
     assert capsys.readouterr().out.startswith(f"titan {titan.__version__} (torch ")
 
 
@@ -225,25 +222,25 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     [
         pytest.param(status, ["runs", "seconds=1e300"], "seconds=1e+300: must be at most 86400.", id="status"),
         pytest.param(status, ["runs", "watch=maybe"], "watch=maybe: expected true or false or null.", id="status-type"),
-        pytest.param(generate, ["from=x", "prompt=a", "max_tokens=1e30"], "at most 1000000000.", id="generate"),
+        pytest.param(generate, ["x", "prompt=a", "max_tokens=1e30"], "at most 1000000000.", id="generate"),
         pytest.param(
             generate,
-            ["from=x", "prompt=a", "temperature=nan"],
+            ["x", "prompt=a", "temperature=nan"],
             "temperature=nan: must be at least 0.",
             id="generate-nan",
         ),
-        pytest.param(generate, ["from=", "prompt=a"], "from=: is empty", id="generate-empty"),
-        pytest.param(compare, ["baseline=x\ty"], "control character", id="compare"),
+        pytest.param(generate, ["", "prompt=a"], "MODEL is missing", id="generate-empty"),
+        pytest.param(compare, [".", "baseline=x\ty"], "control character", id="compare"),
         pytest.param(compare, [".", "margin=-1"], "margin=-1: must be above 0.", id="compare-negative"),
-        pytest.param(convert, ["from=a", "to=b", "shard_gb=1e300"], "at most 1000000000.", id="convert"),
-        pytest.param(convert, ["from=a", "to="], "to=: is empty", id="convert-empty"),
+        pytest.param(convert, ["a", "to=b", "shard_gb=1e300"], "at most 1000000000.", id="convert"),
+        pytest.param(convert, ["a", "to="], "to=: is empty", id="convert-empty"),
         pytest.param(prepare, ["dataset.workers=1e9"], "at most 4096.", id="prepare"),
         pytest.param(prepare, ["dataset={}"], "dataset={}: changes nothing", id="prepare-nothing"),
-        pytest.param(data, ["--step", "99999999999"], "is not a number or a range", id="data"),
-        pytest.param(data, ["--characters", "-1"], "--characters -1: must be at least 0.", id="data-negative"),
-        pytest.param(bench, ["--rounds", "0"], "--rounds 0 --steps 5: must be at least 1.", id="bench"),
-        pytest.param(bench, ["--suite", "x"], "invalid choice: 'x'", id="bench-suite"),
-        pytest.param(bench, ["--json", "no/x"], "directory no does not exist", id="bench-json"),
+        pytest.param(data, ["step=99999999999"], "is not a number or a range", id="data"),
+        pytest.param(data, ["characters=-1"], "characters=-1: must be at least 0.", id="data-negative"),
+        pytest.param(bench, ["rounds=0"], "rounds=0: must be at least 1.", id="bench"),
+        pytest.param(bench, ["suite=x"], "suite=x: choose one of cpu, gpu", id="bench-suite"),
+        pytest.param(bench, ["to=no/x"], "to=no/x: there is no directory no", id="bench-json"),
     ],
 )
 def test_every_command_refuses_in_a_sentence(

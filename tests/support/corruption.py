@@ -158,7 +158,7 @@ class Made:
 def made(folder: Path) -> Made:
     """Train the runs that are to be damaged, and one that is not."""
     (folder / "text.txt").write_text(WORDS * 300)
-    train_tokenizer.main([str(folder / "own.tiktoken"), "--ranks", "260", str(folder / "text.txt")])
+    train_tokenizer.main([str(folder / "text.txt"), f"to={folder}/own.tiktoken", "ranks=260"])
     for name in ("plain", "remote"):
         scene = Scene(folder / name)
         train(scene.run(*_copied(scene, FOLDER if name == "remote" else None)), stop_at(3))

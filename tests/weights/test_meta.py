@@ -174,9 +174,9 @@ def test_refusals(
     meta(tmp_path, LLAMA, 2)
     spoil(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        open_weights(tmp_path, "from")
+        open_weights(tmp_path, "")
     assert sentence in str(refused.value)
-    assert str(refused.value).startswith(f"from={tmp_path}: ") and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path}: ") and "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""
 
 

@@ -93,7 +93,7 @@ def test_refusals(
     native(folder, LLAMA)
     spoil(folder)
     with pytest.raises(ConfigError) as refused:
-        open_weights(folder, "from")
+        open_weights(folder, "")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""
@@ -182,6 +182,6 @@ def test_a_model_of_a_trusted_package_is_opened(tmp_path: Path, monkeypatch: pyt
     native(folder, LLAMA)
     edit(folder / "manifest.json", model={"_target_": "ours_shapes.Own", **SMALL})
     with pytest.raises(ConfigError, match=r"TITAN_MODULES=ours_shapes"):
-        open_weights(folder, "from")
+        open_weights(folder, "")
     monkeypatch.setenv("TITAN_MODULES", "ours_shapes")
-    assert type(open_weights(folder, "from").model).__name__ == "Own"
+    assert type(open_weights(folder, "").model).__name__ == "Own"

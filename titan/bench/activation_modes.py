@@ -1,4 +1,4 @@
-"""Measure each kind of activation checkpointing with each scope of compilation: `python -m titan.bench --suite modes`.
+"""Measure each kind of activation checkpointing with each scope of compilation: `python -m titan.bench suite=modes`.
 
 Each is a short separate run, so that each has its own peak memory.
 """

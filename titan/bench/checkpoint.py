@@ -1,4 +1,4 @@
-"""Measure saving checkpoints: `python -m titan.bench --suite checkpoint`.
+"""Measure saving checkpoints: `python -m titan.bench suite=checkpoint`.
 
 The same model is trained three times, each in a separate process: without saving, with synchronous saves and with
 asynchronous ones. Before each, the bytes of a checkpoint are written to the same disk as one plain file, for

@@ -1,4 +1,4 @@
-"""titan against the bare PyTorch loop: `python -m titan.bench [--suite NAME] [SETTING=VALUE ...]`.
+"""titan against the bare PyTorch loop: `python -m titan.bench [suite=NAME] [KEY=VALUE ...] [OVERRIDE ...]`.
 
 Speed is a ratio: titan and the bare loop train the same model in alternating rounds of a few steps, and each round
 gives one ratio. The table shows their median and range, and titan's fraction of the roofline
@@ -10,7 +10,6 @@ Modules that import torch are imported inside functions, so that `--help` and er
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,20 +18,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from titan.bench import activation_modes, experts, features, speed
 from titan.bench import checkpoint as saving
-from titan.bench.speed import SIDES, CaseSpeed, HostSync, build_environment
+from titan.bench.speed import CaseSpeed, HostSync, build_environment
 from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import describe_version
+from titan.config.command import Command, CommandLine
+from titan.config.settings import setting
 from titan.console.numbers import format_count
-from titan.errors import ConfigError, exit_code
+from titan.errors import ConfigError
+from titan.files.output_files import check_output_file, write_output_file
 from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
 from titan.run.hydra_session import CONF
@@ -50,51 +51,62 @@ RATIO_SUITES = {"features": features, "experts": experts}
 Titled = TypeVar("Titled", SpeedCase, activation_modes.ActivationMode)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.bench`."""
+
+    suite: str = setting("cpu", f"what to measure: {', '.join(SUITES)}")
+    rounds: int = setting(9, "rounds per case", at_least=1, cap=10**6)
+    steps: int = setting(5, "steps per round", at_least=1, cap=10**6)
+    case: str = setting("", "only cases whose title contains this text", any_text=True)
+    to: str | None = setting(
+        None, "a JSON file to write, with all figures; of suite=acceptance the folder of the report; null: acceptance"
+    )
+    operators: bool = setting(False, "print the slowest operators of each case instead")
+    only: Literal["titan", "bare", "sync"] | None = setting(None, "what a suite asks of a process of its own: one side")
+    autocast: bool = setting(False, "with only=bare: under torch.autocast")
+
+    @property
+    def file(self) -> Path | None:
+        """The JSON file to write."""
+        return None if self.to is None else Path(self.to).expanduser()
+
+
+COMMAND = Command(
+    "titan.bench",
+    "Measure the speed of titan, as a ratio to the bare PyTorch loop, and other suites.",
+    {
+        "": "training on this CPU",
+        "case='bf16, compile block' operators=true": "the operators that a step spends its time in",
+        "suite=features rounds=15 parallelism=fsdp compile=off": "what debugging features cost",
+        "suite=acceptance cluster.device=cuda to=acceptance": "is a GPU right, and how fast",
+    },
+    Settings,
+    overrides="Other arguments are those of titan.train, for all cases.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     prepare_environment(os.environ)
-    return exit_code(lambda: _run_command(*_build_parser().parse_known_args(argv)))
+    return COMMAND.run(_run_command, argv)
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--suite",
-        choices=SUITES,
-        default="cpu",
-        help="what to measure",
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
-    parser.add_argument("--steps", type=int, default=5, help="steps per round (default 5)")
-    parser.add_argument("--case", default="", help="only cases whose title contains this text")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
-    parser.add_argument("--report", type=Path, default=Path("acceptance"), help="the folder of --suite acceptance")
-    parser.add_argument("--profile", action="store_true", help="print the slowest operators of each case")
-    parser.add_argument("--only", choices=(*SIDES, "sync"), help=argparse.SUPPRESS)
-    parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="version", version=describe_version())
-    parser.error = _reject_arguments  # type: ignore[method-assign]
-    return parser
-
-
-def _run_command(args: argparse.Namespace, overrides: list[str]) -> int:
-    if min(args.rounds, args.steps) < 1:
-        raise ConfigError(f"--rounds {args.rounds} --steps {args.steps}: must be at least 1.")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: directory {args.json.parent} does not exist; give another file.")
-    if args.only == "sync":
+def _run_command(command_line: CommandLine[Settings]) -> int:
+    settings, overrides = command_line.settings, command_line.overrides
+    if settings.suite not in SUITES:
+        raise ConfigError(f"suite={settings.suite}: choose one of {', '.join(SUITES)}.")
+    if settings.to is not None and settings.suite != "acceptance":
+        check_output_file(settings.to)
+    if settings.only == "sync":
         return speed.print_host_sync(overrides)
-    if args.only:
-        return speed.measure_side(args.only, overrides, args.rounds, args.steps, args.autocast)
-    return _run_suite(args, overrides)
+    if settings.only is not None:
+        return speed.measure_side(settings.only, overrides, settings.rounds, settings.steps, settings.autocast)
+    return _run_suite(settings, overrides)
 
 
-def _reject_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help.")
-
-
-def _run_suite(args: argparse.Namespace, overrides: list[str]) -> int:
-    base = [*_choose_overrides(args.suite), *overrides]
+def _run_suite(settings: Settings, overrides: list[str]) -> int:
+    base = [*_choose_overrides(settings.suite), *overrides]
     run = compose.compose_run([*LONG, *base])
     results: dict[str, Any] = {
         "machine": asdict(run.machine),
@@ -102,56 +114,54 @@ def _run_suite(args: argparse.Namespace, overrides: list[str]) -> int:
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"{run.machine.describe()}; torch {results['code']['torch']}; {results['date']}")
-    if args.suite == "acceptance":
-        return _run_acceptance(run, args, overrides, results)
-    if args.suite == "modes":
-        return _measure_modes(run, args, overrides)
-    if args.suite == "data":
-        return _measure_data(args)
-    if args.suite == "checkpoint":
-        return _measure_saving(run, args, base)
-    if args.suite == "generate":
-        return _measure_generation(run, args)
-    if args.suite == "scale":
-        return _measure_scale(args)
-    if args.suite in RATIO_SUITES:
-        return _measure_ratios(args, [*LONG, *base])
-    cases = _select_cases(args.case, list_gpu_cases() if args.suite == "gpu" else list_cpu_cases())
-    if args.profile:
-        return _profile_cases(cases, [*LONG, *base], args.steps)
-    _measure_cases(results, cases, base, run, args)
+    if settings.suite == "acceptance":
+        return _run_acceptance(run, settings, overrides, results)
+    if settings.suite == "modes":
+        return _measure_modes(run, settings, overrides)
+    if settings.suite == "data":
+        return _measure_data(settings)
+    if settings.suite == "checkpoint":
+        return _measure_saving(run, settings, base)
+    if settings.suite == "generate":
+        return _measure_generation(run, settings)
+    if settings.suite == "scale":
+        return _measure_scale(settings)
+    if settings.suite in RATIO_SUITES:
+        return _measure_ratios(settings, [*LONG, *base])
+    cases = _select_cases(settings.case, list_gpu_cases() if settings.suite == "gpu" else list_cpu_cases())
+    if settings.operators:
+        return _profile_cases(cases, [*LONG, *base], settings.steps)
+    _measure_cases(results, cases, base, run, settings)
     failed = sum(bool(row["failure"]) for row in results["speed"])
     print(f"{len(cases)} cases: {len(cases) - len(results['speed'])} skipped, {failed} with a failed side")
     return 0
 
 
 def _measure_cases(
-    results: dict[str, Any], cases: Sequence[SpeedCase], base: list[str], run: Run, args: argparse.Namespace
+    results: dict[str, Any], cases: Sequence[SpeedCase], base: list[str], run: Run, settings: Settings
 ) -> None:
     """Measure all parts of the suite and write the figures found so far after each."""
     results["ceilings"], results["speed"] = _measure_ceilings(run), []
     print(f"\n{speed.HEADER}")
-    for measured in _measure_speeds(cases, [*LONG, *base], results["ceilings"], args):
+    for measured in _measure_speeds(cases, [*LONG, *base], results["ceilings"], settings):
         results["speed"].append(asdict(measured))
-        _write_json(args.json, results)
-    if args.suite == "gpu":
+        _write_json(settings.file, results)
+    if settings.suite == "gpu":
         results["host_sync"] = _find_host_syncs(cases, [*LONG, *base])
     elif results["speed"] and results["speed"][0]["title"] == cases[0].title:
         _print_fastest(results["speed"])
-    _write_json(args.json, results)
+    _write_json(settings.file, results)
     print()
     results["loading"] = _measure_loading(run, results["speed"])
-    results["start"] = _measure_start(base, repeats=1 if args.suite == "tiny" else 3)
+    results["start"] = _measure_start(base, repeats=1 if settings.suite == "tiny" else 3)
     results["memory"] = _measure_memory(base)
-    _write_json(args.json, results)
+    _write_json(settings.file, results)
 
 
-def _write_json(path: Path | None, figures: Any) -> None:
-    """Write the figures found so far to the file of `--json`, atomically."""
-    if path is not None:
-        partial_file = path.with_name(f"{path.name}.part")
-        partial_file.write_text(json.dumps(figures, indent=1))
-        partial_file.replace(path)
+def _write_json(file: Path | None, figures: Any) -> None:
+    """Write the figures found so far to the file of `to=`."""
+    if file is not None:
+        write_output_file(file, figures)
 
 
 def _select_cases(text: str, cases: Iterable[Titled]) -> list[Titled]:
@@ -160,17 +170,17 @@ def _select_cases(text: str, cases: Iterable[Titled]) -> list[Titled]:
     matches = [case for case in all_cases if text in case.title]
     if not matches:
         titles = "; ".join(case.title for case in all_cases)
-        raise ConfigError(f"--case {text}: no case has a title that contains this; give a part of one of: {titles}.")
+        raise ConfigError(f"case={text}: no case has a title that contains this; give a part of one of: {titles}.")
     return matches
 
 
 def _measure_speeds(
-    cases: Sequence[SpeedCase], base: Sequence[str], ceilings: Mapping[str, float], args: argparse.Namespace
+    cases: Sequence[SpeedCase], base: Sequence[str], ceilings: Mapping[str, float], settings: Settings
 ) -> Iterator[CaseSpeed]:
     """Measure the cases and print their rows; a case that can't be composed here is skipped with its error."""
     for case in cases:
         try:
-            case_speed = speed.measure_case(case, base, ceilings, args.rounds, args.steps)
+            case_speed = speed.measure_case(case, base, ceilings, settings.rounds, settings.steps)
         except ConfigError as error:
             print(f"{case.title:<34} skipped: {error}", flush=True)
         else:
@@ -208,20 +218,20 @@ def _classify_case(case: SpeedCase) -> tuple[bool, bool]:
     return "compile=off" not in case.overrides, any(o.startswith("precision=float8") for o in case.overrides)
 
 
-def _measure_modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
+def _measure_modes(run: Run, settings: Settings, overrides: list[str]) -> int:
     """Measure peak memory and step time of each kind of activation checkpointing, compiled and not."""
     print(f"\n{activation_modes.HEADER}")
     results = []
-    for mode in _select_cases(args.case, activation_modes.list_modes(run)):
+    for mode in _select_cases(settings.case, activation_modes.list_modes(run)):
         with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
             measured = activation_modes.measure_mode(mode, [*QUIET, *overrides], Path(folder) / "run", _run_training)
             print(measured.row() if measured else f"{mode.title:<36} failed", flush=True)
             results += [asdict(measured)] if measured else []
-            _write_json(args.json, results)
+            _write_json(settings.file, results)
     return 0
 
 
-def _run_acceptance(run: Run, args: argparse.Namespace, overrides: list[str], provenance: dict[str, Any]) -> int:
+def _run_acceptance(run: Run, settings: Settings, overrides: list[str], provenance: dict[str, Any]) -> int:
     """Ask a device everything that a run relies on."""
     from titan.bench.acceptance import parts, report
     from titan.bench.acceptance.lab import Lab
@@ -231,9 +241,15 @@ def _run_acceptance(run: Run, args: argparse.Namespace, overrides: list[str], pr
         [override for override in overrides if not override.startswith("cluster.device=")],
     )
     count = run.machine.count if device == "cuda" else 2
-    lab = Lab(args.report.resolve(), device, count, tuple(other_overrides), _find_cluster(run.machine.name))
+    lab = Lab(
+        Path(settings.to or "acceptance").resolve(),
+        device,
+        count,
+        tuple(other_overrides),
+        _find_cluster(run.machine.name),
+    )
     stable_provenance = {name: value for name, value in provenance.items() if name != "date"}
-    return report.run_parts(lab, parts.select_parts(args.case), stable_provenance)
+    return report.run_parts(lab, parts.select_parts(settings.case), stable_provenance)
 
 
 def _find_cluster(device_name: str) -> str | None:
@@ -244,54 +260,54 @@ def _find_cluster(device_name: str) -> str | None:
     return None
 
 
-def _measure_data(args: argparse.Namespace) -> int:
+def _measure_data(settings: Settings) -> int:
     """Measure the preparing and loading of data."""
     from titan.bench import preparing
 
-    figures = preparing.suite(args.rounds)
-    _write_json(args.json, figures)
+    figures = preparing.suite(settings.rounds)
+    _write_json(settings.file, figures)
     return 0
 
 
-def _measure_saving(run: Run, args: argparse.Namespace, base: list[str]) -> int:
+def _measure_saving(run: Run, settings: Settings, base: list[str]) -> int:
     """Measure saving checkpoints."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
-        figures = saving.suite(run, [*base, *QUIET[1:]], args.rounds, Path(folder), _run_training)
-    _write_json(args.json, figures)
+        figures = saving.suite(run, [*base, *QUIET[1:]], settings.rounds, Path(folder), _run_training)
+    _write_json(settings.file, figures)
     return 0
 
 
-def _measure_generation(run: Run, args: argparse.Namespace) -> int:
+def _measure_generation(run: Run, settings: Settings) -> int:
     """Measure the speed of generation."""
     from titan.bench import generation
 
-    figures = generation.suite(run, args.rounds)
-    _write_json(args.json, figures)
+    figures = generation.suite(run, settings.rounds)
+    _write_json(settings.file, figures)
     return 0
 
 
-def _measure_scale(args: argparse.Namespace) -> int:
+def _measure_scale(settings: Settings) -> int:
     """Measure what grows with the number of ranks."""
     from titan.bench import scale
 
     print(f"\n{scale.HEADER}")
     rows = []
-    for row in scale.suite(args.case):
+    for row in scale.suite(settings.case):
         print(row.row(), flush=True)
         rows.append(asdict(row))
-        _write_json(args.json, rows)
+        _write_json(settings.file, rows)
     return 0
 
 
-def _measure_ratios(args: argparse.Namespace, base: list[str]) -> int:
+def _measure_ratios(settings: Settings, base: list[str]) -> int:
     """Measure the ratios of times of a suite in `RATIO_SUITES`."""
-    suite_module = RATIO_SUITES[args.suite]
+    suite_module = RATIO_SUITES[settings.suite]
     print(f"\n{suite_module.HEADER}")
     overheads = []
-    for overhead in suite_module.suite(args.case, base, args.rounds, args.steps):
+    for overhead in suite_module.suite(settings.case, base, settings.rounds, settings.steps):
         print(overhead.row(), flush=True)
         overheads.append(asdict(overhead))
-        _write_json(args.json, overheads)
+        _write_json(settings.file, overheads)
     return 0
 
 
@@ -384,8 +400,8 @@ def _measure_memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
         train = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
         _read_last_line(train)
         titan = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
-    rounds = ["--rounds", "1", "--steps", str(steps - speed.WARM)]
-    bare = ["-m", "titan.bench", "--only", "bare", *rounds, f"training.steps={steps}", *QUIET, *overrides]
+    rounds = ["rounds=1", f"steps={steps - speed.WARM}"]
+    bare = ["-m", "titan.bench", "only=bare", *rounds, f"training.steps={steps}", *QUIET, *overrides]
     sizes = {"titan": titan, "bare": float(json.loads(_read_last_line(bare))["memory_gib"])}
     ratio = sizes["titan"] / sizes["bare"]
     print(f"peak memory of the process: titan {sizes['titan']:.3f} GiB, bare {sizes['bare']:.3f}, ratio {ratio:.3f}")

@@ -1,4 +1,4 @@
-"""Measure what experts cost: `python -m titan.bench --suite experts`.
+"""Measure what experts cost: `python -m titan.bench suite=experts`.
 
 A grouped matmul against a loop over the experts, in turn in this process; and whole steps, of which two sets of ranks
 take turns (`titan.bench.features`): with expert parallelism against without, and with experts against the dense model

@@ -22,27 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.environment import prepare_environment
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
-from titan.errors import ConfigError, exit_code
+from titan.errors import ConfigError
 from titan.estimate import memory
 from titan.estimate import plan as planning
+from titan.files.output_files import check_output_file, write_output_file
 from titan.run import attempts, compose
 from titan.run.run import Run
 
-HELP = """\
-Compare predictions with measurements on this CPU: python -m titan.bench.predicted cluster=FILE.yaml
-
-  python -m titan.calibrate to=here.yaml; python -m titan.bench.predicted cluster=here.yaml
-
-Let nothing else run meanwhile; it takes about ten minutes on two cores.
-
-Settings and their defaults:
-
-{settings}
-
-Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
-"""
 BASE = (
     "dataset=synthetic", "checkpoint=off", "compile=off", "model=debug", "metrics.plot=false",
     "metrics.sample_tokens=0", "evaluation.tokens=0", "training.steps=1000000", "cluster=cpu",
@@ -81,6 +69,15 @@ class Settings:
     to: str | None = setting(None, "also write all figures to this JSON file")
     steps: int = setting(9, f"steps of a case, of which the first {WARM} do not count", at_least=WARM + 1, cap=1000)
     only: str = setting("", "only cases whose title contains this text")
+
+
+COMMAND = Command(
+    "titan.bench.predicted",
+    "Compare predictions with measurements on this CPU.",
+    {"cluster=here.yaml": "the file of python -m titan.calibrate to=here.yaml"},
+    Settings,
+    notes="Let nothing else run meanwhile; it takes about ten minutes on two cores.",
+)
 
 
 @dataclass(frozen=True)
@@ -164,14 +161,12 @@ def list_cases() -> Iterator[PredictionCase]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     prepare_environment(os.environ)
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run_command(words))
+    return COMMAND.run(_run_command, argv)
 
 
-def _run_command(words: list[str]) -> int:
-    if show_help(words, HELP.format(settings=describe_settings(Settings))):
-        return 0
-    settings = parse_arguments(Settings, words)
+def _run_command(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    file = None if settings.to is None else check_output_file(settings.to)
     cases = [case for case in list_cases() if settings.only in case.title]
     if not cases:
         raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")
@@ -183,7 +178,8 @@ def _run_command(words: list[str]) -> int:
     for case, run in runs.items():
         rows.append(PredictionRow(case, predictions[case], *measure_run(run, settings.steps)))
         print(rows[-1].row(), flush=True)
-        _write_rows(settings.to, rows)
+        if file is not None:
+            write_output_file(file, [asdict(row) for row in rows])
     print("\n".join(summarise_rows(rows)))
     return 0
 
@@ -302,11 +298,6 @@ def find_distinct_pairs(rows: Sequence[PredictionRow]) -> list[tuple[PredictionR
         if is_same_case and first.measured.seconds * (1 + MIN_DIFFERENCE) < second.measured.seconds:
             distinct_pairs.append((first, second))
     return distinct_pairs
-
-
-def _write_rows(file: str | None, rows: Sequence[PredictionRow]) -> None:
-    if file is not None:
-        Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

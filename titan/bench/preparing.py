@@ -1,4 +1,4 @@
-"""Measure the preparing of data: `python -m titan.bench --suite data`, which also runs `titan.bench.loading`.
+"""Measure the preparing of data: `python -m titan.bench suite=data`, which also runs `titan.bench.loading`.
 
 The speed of preparing relative to the bare tokenizer on the same documents, and of two processes relative to one; the
 finished work that killed preparations repeat; and peak memory. Speeds are ratios of alternating rounds, because other
@@ -119,7 +119,7 @@ def _measure_kills(folder: Path, kills: int) -> dict[str, Any]:
         repeated += _count_repeated(folder / cache, written)
         if _compute_checksums(prepared) != _compute_checksums(undisturbed):
             raise ConfigError(
-                "--suite data: a preparation that was killed and rerun wrote other files; this is a bug in titan."
+                "suite=data: a preparation that was killed and rerun wrote other files; this is a bug in titan."
             )
     print(f"killed {killed} times in {starts} preparations: same files, {repeated} finished shard jobs repeated")
     return {"kills": killed, "preparations": starts, "made_again": repeated}
@@ -149,7 +149,7 @@ def _run_preparation(folder: Path, cache: str, limit: float | None = None) -> An
             os.killpg(process.pid, signal.SIGKILL)
             return None
     if code:
-        raise ConfigError(f"--suite data: preparing ended with exit code {code}; see python -m titan.prepare.")
+        raise ConfigError(f"suite=data: preparing ended with exit code {code}; see python -m titan.prepare.")
     (prepared,) = (folder / cache / "datasets").iterdir()
     return prepared, time.perf_counter() - start
 
@@ -174,9 +174,7 @@ def _measure_memory(folder: Path, megabytes: int) -> dict[str, float]:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_build_environment()
     )
     if completed.returncode:
-        raise ConfigError(
-            f"--suite data: preparing ended with exit code {completed.returncode}; see its message above."
-        )
+        raise ConfigError(f"suite=data: preparing ended with exit code {completed.returncode}; see its message above.")
     seconds, mebibytes = time.perf_counter() - start, int(completed.stdout) / 1024
     print(f"peak memory for {megabytes:,} MB: {mebibytes:.0f} MiB ({seconds:.0f} s)", flush=True)
     return {"megabytes": megabytes, "peak_mebibytes": mebibytes, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: `python -m titan.bench --suite scale`.
+"""What grows with the number of ranks: `python -m titan.bench suite=scale`.
 
 One process plays one rank of 8 to 16,384, and does what that rank does on its host: the other ranks' messages, states
 and times are made beforehand, by the same code, and are not counted. Process groups are torch's fake ones, and messages
@@ -142,7 +142,7 @@ def suite(case: str) -> Iterator[CostRow]:
     """
     rows = {title: work for title, work in WORK.items() if case in title[1]}
     if not rows:
-        raise ConfigError(f"--case {case}: no row has a title that contains this; give a part of one of the titles.")
+        raise ConfigError(f"case={case}: no row has a title that contains this; give a part of one of the titles.")
     for (rank, task), work in rows.items():
         yield CostRow([RankCost(rank, task, count, *_measure_cost(work, count)) for count in RANKS])
 

@@ -156,15 +156,15 @@ def measure_separately(
     run: Run, case: SpeedCase, overrides: Sequence[str], rounds: int, steps: int
 ) -> dict[Side, SideResult]:
     """Measure each side in a separate process; arguments as for `measure_case`."""
-    options = ["--rounds", str(rounds), "--steps", str(steps), *(["--autocast"] if case.autocast else [])]
+    options = [f"rounds={rounds}", f"steps={steps}", *(["autocast=true"] if case.autocast else [])]
     overrides, bare = [*overrides, *case.overrides], [f"compile={case.bare}"] if case.bare else []
     extra = {"bare": bare, "titan": []}
     return {side: SideResult(**_run_process(side, options, [*overrides, *extra[side]])) for side in SIDES}
 
 
 def _run_process(task: str, options: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON that `titan.bench --only TASK` prints in its last line, or its error message as `failure`."""
-    command = [sys.executable, "-m", "titan.bench", "--only", task, *options, *overrides]
+    """Return the JSON that `titan.bench only=TASK` prints in its last line, or its error message as `failure`."""
+    command = [sys.executable, "-m", "titan.bench", f"only={task}", *options, *overrides]
     completed = subprocess.run(command, capture_output=True, text=True, env=build_environment())
     if completed.returncode:
         return {"failure": find_error_line(completed.stderr, completed.returncode)}

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.schema import Checkpoint
+from titan.config.settings import format_setting
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
 from titan.files.untrusted import check_file_name, check_type, describe_value, parse_object
@@ -50,7 +51,7 @@ class Remote:
                 get_filesystem_class(get_protocol(part))
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{setting}={url}: can't be used ({error}); correct it, or install the missing package."
+                f"{format_setting(setting, url)}: can't be used ({error}); correct it, or install the missing package."
             ) from error
 
     @cached_property

@@ -13,6 +13,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest
 from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
 from titan.checkpoint.schema import Checkpoint
+from titan.config.settings import format_setting
 from titan.errors import ConfigError
 from titan.files.untrusted import describe_value
 
@@ -177,13 +178,15 @@ def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandi
 def _load_local(path: str, setting: str) -> CheckpointCandidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{setting}={path}: there is no such directory; correct the path.")
+        raise ConfigError(f"{format_setting(setting, path)}: there is no such directory; correct the path.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
         return _load_remote(str(folder), setting)
     try:
         checkpoint_manifest = manifest.inspect(folder)
     except CorruptCheckpointError as error:
-        raise ConfigError(f"{setting}={path}: the checkpoint is damaged: {error}; give another one.") from error
+        raise ConfigError(
+            f"{format_setting(setting, path)}: the checkpoint is damaged: {error}; give another one."
+        ) from error
     last, notes = (
         (CheckpointCandidate(str(folder), checkpoint_manifest), ())
         if checkpoint_manifest
@@ -195,11 +198,12 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
         advice = (
             f"use its weights: checkpoint.weights={path}" if weight_files else "give a run's or a checkpoint's folder"
         )
-        raise ConfigError(f"{setting}={path}: holds no complete checkpoint{reasons}; {advice}.")
+        raise ConfigError(f"{format_setting(setting, path)}: holds no complete checkpoint{reasons}; {advice}.")
     return replace(last, notes=notes)
 
 
 def _load_remote(url: str, setting: str) -> CheckpointCandidate:
+    label = format_setting(setting, url)
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         if name.startswith("step-") and name[5:].isdigit():
@@ -209,7 +213,5 @@ def _load_remote(url: str, setting: str) -> CheckpointCandidate:
         if steps:
             return CheckpointCandidate(f"{remote.url}/step-{max(steps)}", remote.read_manifest(max(steps)))
     except (OSError, CorruptCheckpointError, ValueError, KeyError) as error:
-        raise ConfigError(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
-    raise ConfigError(
-        f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them."
-    )
+        raise ConfigError(f"{label}: no checkpoint can be read there ({error}); correct the URL.") from error
+    raise ConfigError(f"{label}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")

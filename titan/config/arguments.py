@@ -1,88 +1,218 @@
-"""Command lines of `KEY=VALUE` for commands that need no configuration files: a frozen dataclass declares the keys.
+"""The grammar of command lines: first words, then `KEY=VALUE`; a frozen dataclass declares both.
 
 Values follow Hydra's override grammar, as in titan.train: numbers, true, false, null, [lists], {dicts: ...} and quoted
-text. Text without quotes is taken unchanged, so that a path may look like a number. A field whose name is a keyword of
-Python ends with an underscore that its key lacks: `from_` is `from`.
+text. Text without quotes is taken unchanged, so that a path may look like a number. A field made by `operand` takes the
+words before the first `KEY=VALUE`; a field that is a dataclass itself is a group, whose keys are `GROUP.KEY`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Sequence
-from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-import titan
 from titan.config import settings
-from titan.config.settings import MISSING, suggest_nearest
+from titan.config.settings import MISSING, setting, suggest_nearest
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
 
 T = TypeVar("T")
+REQUIRED = (MISSING, dataclasses.MISSING)
+"""Defaults of fields that the user must give."""
+
+
+def operand(label: str, help: str, default: Any = MISSING) -> Any:
+    """Declare a field that takes a command's first word, or all of its first words where it is a tuple.
+
+    Args:
+        label: its name in `--help`, such as RUN.
+        help: one line for `--help`.
+        default: the value without such a word; `MISSING` where the user must give one.
+    """
+    return dataclasses.field(default=default, metadata={**setting(default, help).metadata, "operand": label})
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of a command line.
+
+    Attributes:
+        path: names of the field and of the groups that it is in.
+        field: the field.
+        kind: its type.
+    """
+
+    path: tuple[str, ...]
+    field: dataclasses.Field[Any]
+    kind: Any
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.field.default in REQUIRED
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """The first word of a command line, or all its first words.
+
+    Attributes:
+        field: the field that takes it.
+        takes_several: whether it may be several words.
+    """
+
+    field: dataclasses.Field[Any]
+    takes_several: bool
+
+    @property
+    def label(self) -> str:
+        """Its name in `--help`."""
+        return str(self.field.metadata["operand"])
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.field.default in REQUIRED
+
+    @property
+    def usage(self) -> str:
+        """How the usage line of `--help` shows it."""
+        several = f"{self.label} [{self.label} ...]" if self.takes_several else self.label
+        return several if self.is_required else f"[{self.label} ...]" if self.takes_several else f"[{self.label}]"
+
+
+def list_keys(cls: type, path: tuple[str, ...] = ()) -> dict[str, Key]:
+    """Return the keys that the dataclass `cls` declares, by their names on the command line."""
+    hints = typing.get_type_hints(cls)
+    keys: dict[str, Key] = {}
+    for field in dataclasses.fields(cls):
+        if "operand" in field.metadata:
+            continue
+        name = (*path, field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys |= list_keys(hints[field.name], name)
+        else:
+            keys[".".join(name)] = Key(name, field, hints[field.name])
+    return keys
+
+
+def find_operand(cls: type) -> Operand | None:
+    """Return what takes the first words; None where the command has none."""
+    field = next((field for field in dataclasses.fields(cls) if "operand" in field.metadata), None)
+    if field is None:
+        return None
+    return Operand(field, typing.get_origin(typing.get_type_hints(cls)[field.name]) is tuple)
 
 
 def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
-    """Return an instance of the frozen dataclass `cls`, whose fields are settings, from a command line.
+    """Return an instance of the frozen dataclass `cls` from a command line.
 
     Raises:
-        ConfigError: on what is not `KEY=VALUE`, on an unknown key, a key given twice, a value of the wrong type or out
-            of range, and a missing value.
+        ConfigError: on what is not `KEY=VALUE` after the first words, on an unknown key, a key given twice, a value of
+            the wrong type or out of range, and a missing value.
     """
-    hints = typing.get_type_hints(cls)
-    fields = {_format_key(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
-    former = {field.metadata["formerly"]: key for key, field in fields.items() if field.metadata.get("formerly")}
-    values: dict[str, Any] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
-        if key in former:
-            warn_once(f"{key}: this setting is now called {former[key]}; use that name.")
-            key = former[key]
-        if key not in fields:
-            raise ConfigError(f"{argument}: there is no such setting{suggest_nearest(key, fields)}")
-        if fields[key].name in values:
-            raise ConfigError(f"{argument}: {key} is given twice; leave one out.")
-        values[fields[key].name] = _parse_value(argument, text, hints[fields[key].name])
-    for key, field in fields.items():
-        if field.name not in values and field.default in (MISSING, dataclasses.MISSING):
+    words, assignments = split_operands(cls, argv)
+    values: dict[str, Any] = _read_operands(cls, words)
+    keys, assigned_keys = list_keys(cls), set[str]()
+    former = {key.field.metadata["formerly"]: name for name, key in keys.items() if key.field.metadata.get("formerly")}
+    for argument in assignments:
+        name = _read_key(argument, keys, former)
+        if name in assigned_keys:
+            raise ConfigError(f"{argument}: {name} is given twice; leave one out.")
+        assigned_keys.add(name)
+        group, field = _open_group(values, keys[name].path), keys[name].field
+        group[field.name] = _parse_value(argument, argument.partition("=")[2], keys[name].kind)
+    for name, key in keys.items():
+        _open_group(values, key.path)  # `build` has the defaults of a group
+        if name not in assigned_keys and key.is_required:
             raise ConfigError(
-                f"{key} is missing: {field.metadata.get('help') or 'a value is needed'}; give {key}=VALUE."
+                f"{name} is missing: {key.field.metadata.get('help') or 'a value is needed'}; give {name}=VALUE."
             )
     return typing.cast(T, settings.build(cls, values))
 
 
-def show_help(argv: Sequence[str], help: str) -> bool:
-    """Print the help or the version when a command line asks for it; return whether it does."""
-    if requested := {"-h", "--help", "--version"} & set(argv):
-        print(describe_version() if requested == {"--version"} else help.rstrip("\n"))
-    return bool(requested)
+def split_operands(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the first words of a command line, and the rest.
+
+    A directory may have an equals sign in its name, as that of a trial: a word whose key is not declared is a first
+    word if it exists as a path, or if a slash stands before its equals sign.
+    """
+    first = find_operand(cls)
+    if first is None:
+        return [], list(argv)
+    keys = list_keys(cls)
+    words = list(itertools.takewhile(lambda word: not _is_assignment(word, keys), argv))
+    count = len(words) if first.takes_several else min(1, len(words))
+    return words[:count], list(argv[count:])
 
 
-def describe_version() -> str:
-    """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
-    try:
-        return f"titan {titan.__version__} (torch {metadata.version('torch')})"
-    except metadata.PackageNotFoundError:
-        return f"titan {titan.__version__} (without torch)"
+def describe_settings(cls: type) -> str:
+    """Return one line per first word and setting for `--help`: its name, its default and its meaning."""
+    rows: list[tuple[str, str]] = []
+    if (first := find_operand(cls)) is not None:
+        rows.append((first.label, first.field.metadata["help"]))
+    for name, key in list_keys(cls).items():
+        default = "" if key.is_required else settings.format_value(key.field.default)
+        rows.append((f"{name}={default}", key.field.metadata.get("help", "")))
+    width = max(20, *(len(name) for name, _ in rows))
+    return "\n".join(f"  {name:<{width}} {help}" for name, help in rows)
 
 
-def describe_settings(cls: type, prefix: str = "") -> str:
-    """Return one line per setting for `--help`: its key, which begins with `prefix`, its default and its meaning."""
-    lines = []
-    for field in dataclasses.fields(cls):
-        default = "" if field.default in (MISSING, dataclasses.MISSING) else settings.format_value(field.default)
-        lines.append(f"  {f'{prefix}{_format_key(field.name)}={default}':<20} {field.metadata.get('help', '')}")
-    return "\n".join(lines)
+def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
+    """Return whether a word is an option or KEY=VALUE; see `split_operands`."""
+    key, equals, _ = word.partition("=")
+    if word.startswith("-") or (equals and key in keys):
+        return True
+    is_path = "/" in key and not key.lstrip("+~").startswith("hydra/")
+    return bool(equals) and not is_path and not Path(word).exists()
 
 
-def _format_key(name: str) -> str:
-    return name.rstrip("_")
+def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
+    """Return the value of the operand's field.
+
+    Raises:
+        ConfigError: when there is no such word, or an empty one.
+    """
+    first = find_operand(cls)
+    if first is None:
+        return {}
+    if "" in words or (not words and first.is_required):
+        meaning = first.field.metadata["help"]
+        raise ConfigError(f"{first.label} is missing: {meaning}; give it as the first word, before KEY=VALUE.")
+    if not words:
+        return {}
+    return {first.field.name: list(words) if first.takes_several else words[0]}
+
+
+def _read_key(argument: str, keys: dict[str, Key], former: dict[str, str]) -> str:
+    """Return the name of the key that an argument assigns.
+
+    Raises:
+        ConfigError: for what is not KEY=VALUE, and for an unknown key.
+    """
+    name, equals, _ = argument.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
+    if name in former:
+        warn_once(f"{name}: this setting is now called {former[name]}; use that name.")
+        name = former[name]
+    if name not in keys:
+        raise ConfigError(f"{argument}: there is no such setting{suggest_nearest(name, keys)}")
+    return name
+
+
+def _open_group(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return the mapping that holds the last name of a path, an empty one where there was none."""
+    for group in path[:-1]:
+        values = values.setdefault(group, {})
+    return values
 
 
 def _parse_value(argument: str, text: str, kind: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
 
+from titan.config.command import format_help
+
 AXES = {
     "recipe": "named, complete recipes: recipe=NAME",
     "sweep": "named sweeps: -m sweep=NAME",
@@ -38,17 +40,14 @@ LAUNCHERS = {
     "slurm": "As Slurm jobs, in arrays.",
 }
 
-HEAD = """\
-Pre-train a language model: python -m titan.train [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
-
-  python -m titan.train                                    the default: a small Llama on real text, 2 minutes
-  python -m titan.train model=llama8b parallelism=fsdp     choices of axes
-  python -m titan.train training.steps=500 name=longer     settings; results go to runs/longer
-  python -m titan.train -m optimizer.lr=1e-3,3e-3          a sweep: every combination, one after the other
-  python -m titan.train --cfg job                          print all settings and their values, without a run
-"""
-
-TAIL = """\
+EXAMPLES = {
+    "": "the default: a small Llama on real text, 2 minutes",
+    "model=llama8b parallelism=fsdp": "choices of axes",
+    "training.steps=500 name=longer": "settings; results go to runs/longer",
+    "-m optimizer.lr=1e-3,3e-3": "a sweep: every combination, one after the other",
+    "--cfg job": "print all settings and their values, without a run",
+}
+NOTES = """\
 The same command resumes an unfinished run of the same name. Settings of an axis: --cfg job -p AXIS.
 More choices: hydra.searchpath=[file:///folder], $TITAN_CONF, or packages with a titan.plugins entry point.
 Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
@@ -56,15 +55,26 @@ Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
 
 def build_help(loader: ConfigLoader, axes: Sequence[str]) -> str:
     """Return the help text with all choices that `loader` finds, also those of plugins."""
-    lines = [HEAD]
+    return format_help(
+        "titan.train",
+        ["[AXIS=CHOICE ...]", "[AXIS.SETTING=VALUE ...]"],
+        "Pre-train a language model.",
+        EXAMPLES,
+        "\n".join(_list_choices(loader, axes)),
+        NOTES,
+    )
+
+
+def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
+    """Return the lines of each axis: its choices, and what each is."""
+    lines: list[str] = []
     for axis in ("recipe", "sweep", *axes, "hooks", "hydra/launcher"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
         if options:
             width = max(14, *map(len, options))
-            lines.append(f"{axis}: {AXES.get(axis, '')}")
-            lines += [f"  {option:<{width}} {_first_comment(loader, axis, option)}" for option in sorted(options)]
-            lines.append("")
-    return "\n".join([*lines, TAIL])
+            lines.append(f"  {axis}: {AXES.get(axis, '')}")
+            lines += [f"    {option:<{width}} {_first_comment(loader, axis, option)}" for option in sorted(options)]
+    return lines
 
 
 def _first_comment(loader: Any, axis: str, option: str) -> str:

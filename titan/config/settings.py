@@ -283,6 +283,11 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
+def format_setting(key: str, value: object) -> str:
+    """Return KEY=VALUE for a message; the value alone for a command's first word, whose `key` is empty."""
+    return f"{key}={value}" if key else str(value)
+
+
 def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 

@@ -75,12 +75,18 @@ def _import_schema(name: str) -> type:
 
 def _format_rows(prefix: str, schema: type) -> list[str]:
     hints = typing.get_type_hints(schema)
-    fields = [field for field in dataclasses.fields(schema) if field.init]
-    return [_format_row(prefix, field, hints[field.name]) for field in fields]
+    rows: list[str] = []
+    for field in dataclasses.fields(schema):
+        kind = hints[field.name]
+        if field.init and dataclasses.is_dataclass(kind) and field.default_factory is not dataclasses.MISSING:
+            rows += _format_rows(_join_names(prefix, field.name), typing.cast(type, kind))
+        elif field.init:
+            rows.append(_format_row(prefix, field, kind))
+    return rows
 
 
 def _format_row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
-    name = ".".join(filter(None, [prefix.strip("-"), field.name.rstrip("_")]))
+    name = field.metadata.get("operand") or _join_names(prefix, field.name.rstrip("_"))
     cells = (
         f"`{name}`",
         _format_type(field, kind),
@@ -88,6 +94,10 @@ def _format_row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
         _escape_markdown(str(field.metadata.get("help", ""))),
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _join_names(prefix: str, name: str) -> str:
+    return ".".join(filter(None, [prefix.strip("-"), name]))
 
 
 def _escape_markdown(text: str) -> str:

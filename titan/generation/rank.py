@@ -14,7 +14,7 @@ def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], in
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 
-    if payload.settings.output:
+    if payload.settings.to:
         output.ignore_write_errors()
     return generate(payload, rank_info)
 

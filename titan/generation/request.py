@@ -89,7 +89,7 @@ def _encode_prompts(
     if texts is None:
         return (settings.tokens or (),)
     if tokenizer is None:
-        raise ConfigError(f"from={settings.from_}: has no tokenizer to read a prompt with; give tokens=[1,2,3].")
+        raise ConfigError(f"{settings.source}: has no tokenizer to read a prompt with; give tokens=[1,2,3].")
     bos_ids = [] if tokenizer.bos is None else [tokenizer.bos]
     encode = tokenizer.encode_markup if settings.markup else tokenizer.encode
     encoded = []
@@ -147,7 +147,7 @@ def _check_memory(
         options += [f"a batch below {settings.batch}"] if cache > 0.1 else []
         options += ["a larger parallelism.tensor" if machine.device == "cuda" else "a machine with more memory"]
         raise ConfigError(
-            f"from={settings.from_}: {format_count(model.parameters())} parameters in {precision.compute} take "
+            f"{settings.source}: {format_count(model.parameters())} parameters in {precision.compute} take "
             f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, but {ranks} "
             f"rank{'s have' if ranks > 1 else ' has'} {available:.1f} GiB; give {' or '.join(options)}."
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from titan.config.settings import MISSING, setting
+from titan.config.arguments import operand
+from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.parallelism.schema import DIMENSIONS, Layout
 
@@ -43,7 +44,7 @@ class Degrees:
 class Settings:
     """The model, the prompts and the sampling of a generation."""
 
-    from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
+    source: str = operand("MODEL", "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
     prompt: str | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
     prompts: str | None = setting(None, "a file with one prompt per line, or *.jsonl with the key text")
     tokens: tuple[int, ...] | None = setting(None, "token ids to continue, used unchanged: [1,2,3]", at_least=0)
@@ -60,13 +61,14 @@ class Settings:
     seed: int = setting(0, "of the random numbers", at_least=0, below=2**63)
     stop: str | None = setting(None, "a text before which the continuation ends, or several: [a,b]", any_text=True)
     ignore_eos: bool = setting(False, "continue after the token that ends a document")
-    output: str | None = setting(None, "a JSON Lines file to write; null: the terminal")
+    to: str | None = setting(None, "a JSON Lines file to write; null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "type of the weights and of computation; auto: bf16 where the device is fast at it, else fp32"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs if available, else the CPU")
     batch: int = setting(8, "continuations computed together", at_least=1, cap=10**6)
     chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
+    parallelism: Degrees = field(default_factory=Degrees)
 
     def read_texts(self) -> list[str] | None:
         """Return the prompts as texts; None where `tokens` are given.

@@ -104,7 +104,7 @@ class JsonLinesOutput(NoOutput):
         try:
             self.stream = self.file.open("w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"output={self.file}: can't be written ({error.strerror}); give another file.") from error
+            raise ConfigError(f"to={self.file}: can't be written ({error.strerror}); give another file.") from error
         return self
 
     def __exit__(self, *error: object) -> None:

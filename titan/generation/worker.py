@@ -56,9 +56,9 @@ def work(job: GenerationJob, rank_info: RankInfo) -> int:
 
 def _load_model(job: GenerationJob, world: World) -> Any:
     """Return the model, or this rank's part of it, with its weights."""
-    weights = open_weights(job.path, "from")
+    weights = open_weights(job.path, "")
     model = build.build_for_generation(weights.model, job.precision, world)
-    load_weights(dict(model.named_weights()), weights, no_dist=world.rank_info.world_size == 1, setting="from")
+    load_weights(dict(model.named_weights()), weights, no_dist=world.rank_info.world_size == 1, setting="")
     return model
 
 
@@ -96,6 +96,6 @@ def _create_rows(job: GenerationJob, tokenizer: Tokenizer | None, on_token: Any)
 def _create_output(job: GenerationJob, tokenizer: Tokenizer | None, world: World) -> GenerationOutput:
     if not world.is_rank0:
         return NoOutput()
-    if job.settings.output is not None:
-        return JsonLinesOutput(Path(job.settings.output).expanduser(), tokenizer)
+    if job.settings.to is not None:
+        return JsonLinesOutput(Path(job.settings.to).expanduser(), tokenizer)
     return TerminalOutput(tokenizer, len(job.prompts) * job.settings.samples)

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.config.arguments import describe_settings, parse_arguments, show_help
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import sanitize_line
-from titan.errors import ConfigError, exit_code
+from titan.errors import ConfigError
 from titan.profile import summary
-
-HEAD = """\
-Show where the time and memory of profiled steps went: python -m titan.profile RUN [KEY=VALUE ...]
-
-  python -m titan.profile runs/first           the latest profile, and ranks that are slower than the others
-  python -m titan.profile runs/first step=20   the profile that recorded step 20
-
-A running run is profiled on demand: touch runs/first/profile/now
-Traces for https://ui.perfetto.dev are in runs/first/profile/step-N/.
-"""
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of `python -m titan.profile`."""
 
+    run: str = operand("RUN", "the directory of a run, such as runs/NAME")
     step: int | None = setting(None, "a step that was recorded; null: the latest profile", at_least=1)
     rank: int | None = setting(None, "the rank whose table is shown; null: the one with most work", at_least=0)
 
 
+COMMAND = Command(
+    "titan.profile",
+    "Show where the time and memory of profiled steps went.",
+    {
+        "runs/first": "the latest profile, and ranks that are slower than the others",
+        "runs/first step=20": "the profile that recorded step 20",
+    },
+    Settings,
+    notes="A running run is profiled on demand: touch runs/first/profile/now\n"
+    "Traces for https://ui.perfetto.dev are in runs/first/profile/step-N/.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the profiles of a run; returns the exit code."""
-    command_line = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _show_profile(command_line))
+    return COMMAND.run(_show_profile, argv)
 
 
-def _show_profile(command_line: list[str]) -> int:
-    if show_help(command_line, f"{HEAD}\n{describe_settings(Settings)}"):
-        return 0
-    if not command_line:
-        raise ConfigError("no directory given: give that of a run, as in python -m titan.profile runs/NAME.")
-    directory, settings = Path(command_line[0]), parse_arguments(Settings, command_line[1:])
+def _show_profile(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    directory = Path(settings.run).expanduser()
     summaries = summary.read(directory, settings.step)
     selected = _select_rank(summaries, settings.rank)
     trace = summary.build_trace_path(directory / "profile", selected.steps[0], selected.rank)

@@ -160,7 +160,7 @@ def _describe_generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     package = type(run.model).__module__.partition(".")[0]
     modules_variable = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
     directory = shlex.quote(shorten_path(run.directory))
-    return {"generate": f'{modules_variable}python -m titan.generate from={directory} prompt="..."'}
+    return {"generate": f'{modules_variable}python -m titan.generate {directory} prompt="..."'}
 
 
 def _describe_loss(result: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.config.kinds import get_kind
-from titan.config.settings import to_plain
+from titan.config.settings import format_setting, to_plain
 from titan.errors import ConfigError
 from titan.weights import origin
 from titan.weights.hf import HuggingFaceFormat
@@ -29,7 +29,7 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
 
     Args:
         path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
-        setting: the name of the user's setting, for messages.
+        setting: the name of the user's setting, for messages; empty for a command's first word.
 
     Raises:
         ConfigError: when there are no weights, or they can't be read.
@@ -51,7 +51,8 @@ def verify_checksums(weights: Weights, setting: str) -> None:
         if saved_manifest := manifest.inspect(folder):
             manifest.verify_checksums(folder, saved_manifest.files)
     except CorruptCheckpointError as error:
-        raise ConfigError(f"{setting}={weights.path}: is corrupt: {error}; give another checkpoint.") from error
+        label = format_setting(setting, weights.path)
+        raise ConfigError(f"{label}: is corrupt: {error}; give another checkpoint.") from error
 
 
 def compute_digest(weights: Weights) -> str:

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from titan.checkpoint.coordinator import find_reason
 from titan.checkpoint.reader import ProgressLoadPlanner as Planner
+from titan.config.settings import format_setting
 from titan.errors import ConfigError, RunError
 from titan.weights.interface import Weights
 
@@ -95,14 +96,15 @@ def load_weights(
         state: the parameters of this rank by their names in titan's module; DTensors if they are sharded.
         weights: the weights to load.
         no_dist: load without communication; the caller shares errors between ranks.
-        setting: the name of the user's setting, for messages.
+        setting: the name of the user's setting, for messages; empty for a command's first word.
         advance: called after each tensor.
 
     Raises:
         ConfigError: when a parameter is missing or has another shape, or a file is broken.
         RunError: when it can't be read for another reason.
     """
-    sources = _map_sources(state, weights, f"{setting}={weights.path}")
+    label = format_setting(setting, weights.path)
+    sources = _map_sources(state, weights, label)
     plain = {name: tensor.detach() for name, tensor in state.items()}
     try:
         with warnings.catch_warnings():
@@ -114,9 +116,7 @@ def load_weights(
             if isinstance(cause, ConfigError):
                 raise cause from None
         # torch's error is not an Exception, so the handlers that end a run orderly would miss it
-        raise RunError(
-            f"{setting}={weights.path}: can't be read: {find_reason(error)}; fix this, or give other weights."
-        ) from error
+        raise RunError(f"{label}: can't be read: {find_reason(error)}; fix this, or give other weights.") from error
 
 
 def _map_sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:

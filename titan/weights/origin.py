@@ -73,17 +73,27 @@ class WeightsLocation:
             raise translate_hub_error(error, self.label, self.label) from error
 
 
+def check_source(name: str) -> None:
+    """Raise ConfigError for a command's first word that can't be a model's path, before torch is imported.
+
+    A name at Hugging Face's hub looks like a path, too.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
+        raise ConfigError(f"{name}: there is no such directory; correct the path.")
+
+
 def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> WeightsLocation:
     """Find the weights at `path`.
 
     Args:
         path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
-        setting: the name of the user's setting, for messages.
+        setting: the name of the user's setting, for messages; empty for a command's first word.
 
     Raises:
         ConfigError: when there are no weights.
     """
-    label, folder = f"{setting}={path}", Path(path).expanduser().absolute()
+    label, folder = settings.format_setting(setting, path), Path(path).expanduser().absolute()
     if not folder.exists() and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return WeightsLocation("hub", path, label)
     if not folder.is_dir():

@@ -226,8 +226,8 @@ def measure_speeds(lab: Lab) -> Findings:
     """Run the suite of speeds, with the search for host waits."""
     findings = Findings()
     file = lab.folder / "speeds.json"
-    suite = ["gpu", "--case", "llama1b"] if lab.device == "cuda" else ["tiny", "--case", "fp32, compile off"]
-    command = ["-m", "titan.bench", "--suite", *suite, "--rounds", "3", "--json", str(file), *lab.overrides]
+    suite = ["suite=gpu", "case=llama1b"] if lab.device == "cuda" else ["suite=tiny", "case=fp32, compile off"]
+    command = ["-m", "titan.bench", *suite, "rounds=3", f"to={file}", *lab.overrides]
     code, output = lab.run("speeds", command, seconds=900)
     findings.require(code == 0, f"the suite of speeds ended with exit code {code}: {output.strip().splitlines()[-1:]}")
     content = json.loads(file.read_text()) if file.is_file() else {}
@@ -360,5 +360,5 @@ def select_parts(text: str) -> list[AcceptancePart]:
     parts = [part for part in PARTS if any(word.strip() in part.name for word in text.split(","))]
     if not parts:
         names = ", ".join(part.name for part in PARTS)
-        raise ConfigError(f"--case {text}: no part has a name that contains this; give a part of one of: {names}.")
+        raise ConfigError(f"case={text}: no part has a name that contains this; give a part of one of: {names}.")
     return parts

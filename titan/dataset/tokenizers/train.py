@@ -1,4 +1,4 @@
-"""Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train OUT.tiktoken [--ranks N] [PATH...]`.
+"""Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train [PATH ...] to=OUT.tiktoken [ranks=N]`.
 
 Text is split by Llama 3's pattern, pairs of bytes are merged by frequency (Sennrich et al. 2016, on bytes), and the
 result is written as a tiktoken rank file. The built-in titan4k was trained this way on the standard library's sources:
@@ -7,23 +7,42 @@ result is written as a tiktoken rank file. The built-in titan4k was trained this
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import NoReturn
 
-from titan.config.arguments import describe_version
+from titan.config.arguments import operand
+from titan.config.command import Command, CommandLine
+from titan.config.settings import MISSING, setting
 from titan.console import output
-from titan.console.text import format_message
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
 from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
-from titan.errors import ConfigError
+from titan.errors import ConfigError, RunError
+from titan.files.output_files import check_output_file
 
 MAX_RANKS = 10**7
 """The largest vocabulary."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.dataset.tokenizers.train`."""
+
+    paths: tuple[str, ...] = operand("PATH", "text files, folders or globs; without any, the standard library", ())
+    to: str = setting(MISSING, "the rank file to write, *.tiktoken")
+    ranks: int = setting(4095, "number of tokens", at_least=1, at_most=MAX_RANKS)
+
+
+COMMAND = Command(
+    "titan.dataset.tokenizers.train",
+    "Train a tokenizer's vocabulary on text.",
+    {
+        "corpus/ to=my.tiktoken ranks=8191": "then: dataset.tokenizer=my.tiktoken model.vocab=8192",
+        "to=small.tiktoken ranks=511": "on the sources of the standard library",
+    },
+    Settings,
+)
 
 
 def train_vocabulary(texts: Iterable[str], ranks: int) -> list[bytes]:
@@ -33,13 +52,11 @@ def train_vocabulary(texts: Iterable[str], ranks: int) -> list[bytes]:
         ConfigError: when `ranks` is below 256, or the texts have too few pairs to merge.
     """
     if ranks < 256:
-        raise ConfigError(f"--ranks {ranks}: the 256 single bytes are always included; give 256 or more.")
-    if ranks > MAX_RANKS:
-        raise ConfigError(f"--ranks {ranks}: must be at most {MAX_RANKS}.")
+        raise ConfigError(f"ranks={ranks}: the 256 single bytes are always included; give 256 or more.")
     vocabulary = _learn_merges(chain.from_iterable(map(cut_spaces, texts)), ranks)
     if len(vocabulary) < ranks:
         raise ConfigError(
-            f"--ranks {ranks}: the text yields only {len(vocabulary)} tokens; give more text or fewer ranks."
+            f"ranks={ranks}: the text yields only {len(vocabulary)} tokens; give more text or fewer ranks."
         )
     byte_of = {character: byte for byte, character in enumerate(list_byte_characters())}
     ordered = sorted(vocabulary, key=lambda token: vocabulary[token])
@@ -66,25 +83,9 @@ def _learn_merges(texts: Iterable[str], ranks: int) -> dict[str, int]:
     return backend.get_vocab()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 when the file is written, 2 when the input is invalid."""
-    parser = argparse.ArgumentParser(prog="python -m titan.dataset.tokenizers.train", description="Train a tokenizer.")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
-    parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
-    parser.add_argument("--ranks", type=int, default=4095, help="number of tokens (default: 4095)")
-    parser.add_argument("--version", action="version", version=describe_version())
-    parser.error = _reject_arguments  # type: ignore[method-assign]
-    try:
-        options = parser.parse_intermixed_args(arguments)
-        _train_file(options.out, options.paths, options.ranks)
-    except ConfigError as error:
-        print(f"titan: {format_message(str(error))}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _reject_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    return COMMAND.run(_train_file, argv)
 
 
 def _read_texts(source: Source) -> Iterator[str]:
@@ -92,16 +93,17 @@ def _read_texts(source: Source) -> Iterator[str]:
     return (document for document in documents if isinstance(document, str))
 
 
-def _train_file(out: Path, paths: Sequence[str], ranks: int) -> None:
-    if out.suffix != ".tiktoken":
-        raise ConfigError(f"{out}: the name of a rank file must end in .tiktoken.")
-    sources = [local.build_text_source(path) for path in paths] or [local.build_stdlib_source()]
-    tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), ranks)
+def _train_file(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    out = check_output_file(settings.to, (".tiktoken",))
+    sources = [local.build_text_source(path) for path in settings.paths] or [local.build_stdlib_source()]
+    tokens = train_vocabulary(chain.from_iterable(map(_read_texts, sources)), settings.ranks)
     try:
         write_ranks(out, tokens)
     except OSError as error:
-        raise ConfigError(f"{out}: can't be written ({error.strerror}); choose another path.") from error
+        raise RunError(f"to={out}: can't be written ({error.strerror}).") from error
     print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")
+    return 0
 
 
 if __name__ == "__main__":

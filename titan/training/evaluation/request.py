@@ -6,13 +6,14 @@ The run's own command line is composed again, with the user's overrides behind i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
-from titan.config.settings import MISSING, format_value, setting, to_plain
+from titan.config.arguments import operand
+from titan.config.settings import format_value, setting, to_plain
 from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
@@ -43,7 +44,7 @@ MAX_ROW_TOKENS = 2048
 class Settings:
     """What is measured, and of what."""
 
-    from_: str = setting(MISSING, "a run, or a folder of weights in the format of Hugging Face, Meta or titan")
+    source: str = operand("MODEL", "a run, or a folder of weights in the format of Hugging Face, Meta or titan")
     step: int | None = setting(None, "the step of the checkpoint; null: the last one", at_least=1)
     average: int = setting(1, "measure the average of so many checkpoints too, the last ones up to step", at_least=1)
     tasks: tuple[str, ...] | None = setting(
@@ -56,13 +57,6 @@ class Settings:
     )
     tokenizer: str | None = setting(None, "the tokenizer of weights whose folder has none; null: that of the folder")
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line that are settings, and the overrides of the run."""
-    setting_names = {field.name.rstrip("_") for field in fields(Settings)}
-    settings_words = [word for word in words if "=" not in word or word.partition("=")[0] in setting_names]
-    return settings_words, [word for word in words if word not in settings_words]
 
 
 def plan_evaluation(
@@ -80,9 +74,9 @@ def plan_evaluation(
     Raises:
         ConfigError: when there is no such checkpoint or file, or the run can't work here.
     """
-    if (Path(settings.from_).expanduser() / RUN).is_file():
+    if (Path(settings.source).expanduser() / RUN).is_file():
         return _plan_run(settings, overrides, scratch, compose)
-    return _plan_weights(settings, overrides, scratch, compose, weights(settings.from_, "from"))
+    return _plan_weights(settings, overrides, scratch, compose, weights(settings.source, ""))
 
 
 OpenWeights = Callable[[str, str], "Weights"]
@@ -91,7 +85,7 @@ OpenWeights = Callable[[str, str], "Weights"]
 def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> EvaluationJob:
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
-    name, documents = settings.from_, read_run_attempts(settings.from_)
+    name, documents = settings.source, read_run_attempts(settings.source)
     document = documents[-1]
     command, _ = build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = compose(overrides, command)
@@ -121,12 +115,12 @@ def _plan_weights(
     """Return the job for weights of no run; the data are a placeholder that is not read."""
     for key, default in (("step", None), ("average", 1)):
         if getattr(settings, key) != default:
-            raise ConfigError(f"{key}={getattr(settings, key)}: from={settings.from_} is no run; leave {key} out.")
+            raise ConfigError(f"{key}={getattr(settings, key)}: {settings.source} is no run; leave {key} out.")
     if not (settings.sets or settings.tasks) or settings.tokens == 0:
-        raise ConfigError(f"from={settings.from_}: is no run, so there is nothing to measure; give tasks or sets.")
+        raise ConfigError(f"{settings.source}: is no run, so there is nothing to measure; give tasks or sets.")
     tokenizer = settings.tokenizer or weights.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"from={settings.from_}: has no tokenizer to read text with; give tokenizer=FILE.")
+        raise ConfigError(f"{settings.source}: has no tokenizer to read text with; give tokenizer=FILE.")
     run = compose(overrides, _build_command(weights))
     evaluation = replace(_choose_evaluation(settings, Evaluation()), tokens=0)
     run = _disable_outputs(run, evaluation, scratch)
@@ -151,7 +145,7 @@ def _build_command(weights: Weights) -> list[str]:
         Llama4: "llama4_debug",
     }
     if type(weights.model) not in choices:
-        raise ConfigError(f"from={weights.path}: is a model of another package; give from=RUN, the run that made it.")
+        raise ConfigError(f"{weights.path}: is a model of another package; give the run that made it.")
     max_positions = int(getattr(weights, "config", {}).get("max_position_embeddings") or MAX_ROW_TOKENS)
     rows = min(MAX_ROW_TOKENS, max_positions)
     model = [f"model.{key}={format_value(value)}" for key, value in to_plain(weights.model).items()]
@@ -191,7 +185,7 @@ def _check_evaluation(settings: Settings, evaluation: Evaluation) -> None:
             )
     evaluation.check()
     if not (evaluation.tokens or evaluation.sets or evaluation.tasks):
-        raise ConfigError(f"from={settings.from_}: there is nothing to measure; give tasks, sets or tokens.")
+        raise ConfigError(f"{settings.source}: there is nothing to measure; give tasks, sets or tokens.")
 
 
 def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
@@ -227,7 +221,7 @@ def _select_checkpoints(
             if checkpoints
             else "train it with checkpoint=sync"
         )
-        setting_text = f"step={settings.step}" if settings.step else f"from={settings.from_}"
+        setting_text = f"step={settings.step}" if settings.step else settings.source
         raise ConfigError(f"{setting_text}: the run has no such complete checkpoint; {advice}.")
     if settings.average > len(steps):
         raise ConfigError(

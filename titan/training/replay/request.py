@@ -15,6 +15,7 @@ from typing import Any
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
+from titan.config.arguments import operand
 from titan.config.settings import MISSING, setting
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
@@ -44,6 +45,7 @@ Compose = Callable[[Sequence[str], Sequence[str]], Run]
 class Settings:
     """The step of a replay, and what is shown of it."""
 
+    run: str = operand("RUN", "the directory of a run, such as runs/NAME")
     step: int = setting(MISSING, "the step to look at", at_least=1)
     start: int | None = setting(
         None, "the step of the checkpoint to begin at; 0: the initial weights; null: the nearest before", at_least=0
@@ -53,7 +55,7 @@ class Settings:
         None, "relative difference of activations that counts as rounding; null: by precision", above=0
     )
     tokens: int = setting(10, "tokens with the largest losses to show", at_least=1, cap=1000)
-    output: str | None = setting(None, "a JSON file to write, with everything that is shown")
+    to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
 @dataclass(frozen=True)

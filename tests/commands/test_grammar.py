@@ -1,0 +1,176 @@
+"""One grammar for all commands: help, an unknown key, a wrong value, a missing run, and no packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.composing import composed
+from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status, train
+from titan.bench import command as bench
+from titan.bench import predicted
+from titan.config.command import Command
+from titan.console import requirements
+from titan.dataset.tokenizers import train as tokenizer
+from titan.profile import command as profile
+from titan.run import attempts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, and what it must reject.
+
+    Attributes:
+        name: of the module.
+        main: takes the words.
+        valid: words that a valid command line begins with.
+        wrong: a key with a value of the wrong type or out of range.
+        operand: the name of the required first word; empty: none.
+        help: how the help begins.
+    """
+
+    name: str
+    main: Callable[[Sequence[str]], int]
+    valid: tuple[str, ...]
+    wrong: str
+    operand: str = ""
+
+
+CASES = [
+    Case("titan.train", train.main, (), "training.steps=few"),
+    Case("titan.prepare", prepare.main, ("dataset=stdlib",), "verify=perhaps"),
+    Case("titan.data", data.main, ("dataset=stdlib",), "step=three"),
+    Case("titan.generate", generate.main, ("runs/x", "prompt=x"), "max_tokens=0", "MODEL"),
+    Case("titan.evaluate", evaluate.main, ("runs/x",), "average=0", "MODEL"),
+    Case("titan.replay", replay.main, ("runs/x", "step=3"), "tokens=0", "RUN"),
+    Case("titan.status", status.main, ("runs/x",), "watch=perhaps", "DIRECTORY"),
+    Case("titan.profile", profile.main, ("runs/x",), "rank=-1", "RUN"),
+    Case("titan.compare", compare.main, (".",), "margin=0", "DIR"),
+    Case("titan.convert", convert.main, ("runs/x", "to=y"), "format=onnx", "SOURCE"),
+    Case("titan.plan", plan.main, ("model=debug",), "plan.keep=0"),
+    Case("titan.calibrate", calibrate.main, ("to=x.yaml",), "ranks=0"),
+    Case("titan.bench", bench.main, ("suite=tiny",), "rounds=0"),
+    Case("titan.bench.predicted", predicted.main, ("cluster=x.yaml",), "steps=1"),
+    Case("titan.dataset.tokenizers.train", tokenizer.main, ("to=x.tiktoken",), "ranks=0"),
+]
+every_command = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that has begun, runs/x."""
+    folder = tmp_path_factory.mktemp("grammar")
+    run = composed(["dataset=synthetic", "dataset.tokens=65536", "cluster=cpu", f"hydra.run.dir={folder}/runs/x"])
+    Path(run.directory).mkdir(parents=True)
+    attempts.begin_attempt(run)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def working_directory(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+
+
+def rejected(case: Case, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the sentence that rejects a command line."""
+    assert case.main(words) == 2
+    screen = capsys.readouterr()
+    assert screen.out == "" and screen.err.startswith("titan: ") and screen.err.count("\n") == 1
+    return screen.err
+
+
+@every_command
+def test_help_has_the_same_sections(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert case.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    headings = [f"\n\nUsage: python -m {case.name} ", "\n\nExamples:\n", "\n\nSettings:\n", "\n\nExit codes: 0 "]
+    positions = [text.index(heading) for heading in headings]
+    assert positions == sorted(positions) and positions[0] < 120
+    examples = text[positions[1] : positions[2]]
+    assert f"\n  python -m {case.name}" in examples and text.count("\n\nExamples:\n") == 1
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@every_command
+def test_an_unknown_key_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unheard_of" in rejected(case, [*case.valid, "unheard_of=1"], capsys)
+
+
+@every_command
+def test_a_wrong_value_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"titan: {case.wrong}: " in rejected(case, [*case.valid, case.wrong], capsys)
+
+
+@every_command
+def test_an_option_of_another_grammar_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--unheard-of" in rejected(case, [*case.valid, "--unheard-of"], capsys)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
+def test_a_missing_run_is_named(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = f"titan: {case.operand} is missing: "
+    assert rejected(case, [], capsys).startswith(sentence)
+    assert rejected(case, [*case.valid[1:], case.wrong], capsys).startswith(sentence)
+    assert rejected(case, ["", *case.valid[1:]], capsys).startswith(sentence)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
+def test_a_run_that_does_not_exist_is_named(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gone/lr=0.1: " in rejected(case, ["gone/lr=0.1", *case.valid[1:]], capsys)
+
+
+def test_all_commands_are_here() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    modules = {target.partition(":")[0].removesuffix(".command") for target in scripts.values()}
+    assert modules <= {case.name for case in CASES}
+    declared = [
+        module for module in list(sys.modules.values()) if isinstance(getattr(module, "COMMAND", None), Command)
+    ]
+    assert {module.COMMAND.name for module in declared} == {case.name for case in CASES} - {"titan.train"}
+
+
+@every_command
+def test_without_packages_one_sentence_says_what_to_do(case: Case) -> None:
+    command = [sys.executable, "-S", "-m", case.name, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"titan: {sys.executable} has no torch, ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "prefix", "advice"),
+    [
+        pytest.param([".venv/bin/activate"], "/usr", "activate titan's environment: source ", id="activate"),
+        pytest.param([".venv/bin/activate", "pyproject.toml"], "{}/.venv", " -m pip install -e ", id="broken"),
+        pytest.param(["pyproject.toml"], "/usr", " -m pip install -e ", id="clone"),
+        pytest.param([], "/usr", " -m pip install hydra-core pyyaml", id="installed"),
+    ],
+)
+def test_the_way_out_without_packages(files: list[str], prefix: str, advice: str, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    sentence = requirements.describe_missing(["hydra", "yaml"], tmp_path, prefix.format(tmp_path))
+    assert advice in sentence and sentence.startswith(f"{sys.executable} has no hydra, yaml; ")
+
+
+def test_a_library_is_imported_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda package: None)
+    for program in ([], ["/x/notebook.py"], ["-c"]):
+        requirements.check_requirements(program)
+    for program in (["-m"], ["/x/bin/titan-train"]):
+        with pytest.raises(SystemExit, match="2"):
+            requirements.check_requirements(program)
+
+
+def test_the_packages_are_those_that_installing_brings() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(requirements.REQUIREMENTS.values()) == {line.partition(">")[0] for line in dependencies}

@@ -1,0 +1,167 @@
+"""What all commands have in common: parse the command line, call the body, return the exit code; and their `--help`.
+
+A command is a module with a `Command`, a body, `main` and `cli`:
+
+    COMMAND = Command("titan.status", "Show ...", {"runs/first": "a run"}, Settings)
+
+    def main(argv=None):
+        return COMMAND.run(_show_status, argv)
+
+The body gets the parsed command line. Files that it writes are named by `to=`: see `titan.files.output_files`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Generic, TypeVar
+
+import titan
+from titan.config.arguments import (
+    describe_settings,
+    find_operand,
+    list_keys,
+    parse_arguments,
+    split_operands,
+)
+from titan.errors import exit_code
+
+T = TypeVar("T")
+EXIT_CODES = "0 done, 1 failed, 2 rejected (the message says what to change), 130 interrupted."
+COMMENT_COLUMN = 80
+"""The last column where the comment of an example may begin on the example's own line."""
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[T]):
+    """A parsed command line.
+
+    Attributes:
+        settings: the command's own.
+        overrides: the other words, for titan.train's settings.
+        words: all words, as typed.
+    """
+
+    settings: T
+    overrides: list[str]
+    words: list[str]
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """A command: what it accepts, and its help.
+
+    Attributes:
+        name: of the module that is run, such as titan.status.
+        summary: one sentence.
+        examples: the words of example command lines, and what each does.
+        settings: a frozen dataclass that declares its first words and keys.
+        overrides: a sentence on what other words are; empty: they are rejected.
+        notes: text below the settings.
+        exit_codes: their meanings.
+    """
+
+    name: str
+    summary: str
+    examples: Mapping[str, str]
+    settings: type[T]
+    overrides: str = ""
+    notes: str = ""
+    exit_codes: str = EXIT_CODES
+
+    def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
+        """Carry out a command line, and return the exit code; print what --help and --version ask for.
+
+        Args:
+            body: takes the parsed command line; returns the exit code.
+            argv: the words; None: those of this process.
+        """
+        words = list(sys.argv[1:] if argv is None else argv)
+        return exit_code(lambda: 0 if self._show_help(words) else body(self.parse(words)))
+
+    def parse(self, words: Sequence[str]) -> CommandLine[T]:
+        """Return a parsed command line.
+
+        Raises:
+            ConfigError: when it does not follow the grammar, or a setting is wrong.
+        """
+        operands, rest = split_operands(self.settings, words)
+        overrides = [word for word in rest if self.overrides and not self._declares(word)]
+        assignments = [word for word in rest if word not in overrides]
+        return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))
+
+    def format_help(self) -> str:
+        """Return what `--help` prints."""
+        notes = "\n\n".join(filter(None, (self.overrides, self.notes)))
+        return format_help(
+            self.name, self._list_usage(), self.summary, self.examples, describe_settings(self.settings), notes,
+            self.exit_codes,
+        )  # fmt: skip
+
+    def _list_usage(self) -> list[str]:
+        """Return the kinds of words that the command takes."""
+        keys = [f"{name}=VALUE" for name, key in list_keys(self.settings).items() if key.is_required]
+        usage = [*keys, "[KEY=VALUE ...]", *(["[OVERRIDE ...]"] if self.overrides else [])]
+        operand = find_operand(self.settings)
+        return usage if operand is None else [operand.usage, *usage]
+
+    def _declares(self, word: str) -> bool:
+        """Return whether a word is KEY=VALUE of a setting of the command, or of one of its groups."""
+        name, equals, _ = word.partition("=")
+        keys = list_keys(self.settings)
+        groups = {key.path[0] for key in keys.values() if len(key.path) > 1}
+        return bool(equals) and (name in keys or name.partition(".")[0] in groups)
+
+    def _show_help(self, words: Sequence[str]) -> bool:
+        requested = {"-h", "--help", "--version"} & set(words)
+        if requested:
+            print(describe_version() if requested == {"--version"} else self.format_help())
+        return bool(requested)
+
+
+def format_help(
+    name: str,
+    usage: Sequence[str],
+    summary: str,
+    examples: Mapping[str, str],
+    settings_text: str,
+    notes: str,
+    exit_codes: str = EXIT_CODES,
+) -> str:
+    """Return the text of a command's `--help`, with the same sections in the same order for all commands.
+
+    Args:
+        name: see `Command`.
+        usage: the kinds of words, in order.
+        summary, examples, notes, exit_codes: see `Command`.
+        settings_text: the lines of the settings.
+    """
+    sections = [
+        summary,
+        f"Usage: python -m {name} {' '.join(usage)}",
+        f"Examples:\n{_format_examples(name, examples)}",
+        f"Settings:\n{settings_text.rstrip()}",
+        notes.strip(),
+        f"Exit codes: {exit_codes}",
+    ]
+    return "\n\n".join(filter(None, sections))
+
+
+def _format_examples(name: str, examples: Mapping[str, str]) -> str:
+    """Return a line per example, with its comment behind it where there is room, else below it."""
+    lines = {f"  python -m {name} {words}".rstrip(): comment for words, comment in examples.items()}
+    width = max((len(line) for line in lines if len(line) < COMMENT_COLUMN), default=0)
+    return "\n".join(
+        f"{line:<{width}}   {comment}" if len(line) <= width else f"{line}\n{'':<{width}}   {comment}"
+        for line, comment in lines.items()
+    )
+
+
+def describe_version() -> str:
+    """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
+    try:
+        return f"titan {titan.__version__} (torch {metadata.version('torch')})"
+    except metadata.PackageNotFoundError:
+        return f"titan {titan.__version__} (without torch)"
