@@ -18,8 +18,8 @@ TICKED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\([^`]*\))?`(?!`)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 COMPOUND = re.compile(r"\w_\w|[a-z][A-Z]|^_")
 """Identifiers that are no English words: snake_case, CamelCase, private names."""
-NO_MODULES = {"titan.plugins"}
-"""Dotted names that are no modules: the group of entry points."""
+NO_MODULES = {"titan.plugins", "titan.COMMAND"}
+"""Dotted names that are no modules: the group of entry points, and a placeholder."""
 FOREIGN_NAMES = {
     "FileSystemBase", "TORCH_FR_BUFFER_SIZE", "donated_buffer", "record_stream", "AutoTokenizer", "from_pretrained",
     "apply_scaling", "FullModelHFCheckpointer", "max_filename", "to_yaml", "load_sweep_config",
