@@ -151,7 +151,7 @@ class TestFailedSaves:
         """The disk has room again after step 3, and the save is tried again after no time."""
 
         def full(trainer: Trainer) -> None:
-            limited(50_000)  # more than the file of the ranks' store takes
+            limited(30_000)
             trainer.saving.retry_delay = 0.0
             update = trainer._update
 
@@ -184,7 +184,7 @@ class TestFailedSaves:
 
             def limit(bad: torch.Tensor) -> None:
                 if trainer.step == 4:
-                    limited(50_000)  # more than the file of the ranks' store takes
+                    limited(30_000)
                 update(bad)
 
             trainer._update = limit  # type: ignore[method-assign]

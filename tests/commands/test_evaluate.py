@@ -83,7 +83,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
     reference = composed([*run.overrides, "evaluation.tasks=null", "checkpoint=off", f"hydra.run.dir={tmp_path}/x"])
 
     def replace_weights(trainer: Any) -> None:
-        restore = trainer._restore
+        restore = trainer._restore_state
 
         def restored() -> None:
             restore()
@@ -91,7 +91,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
                 parameter.data.copy_(mean[f"model.{name}"])
             trainer.step = trainer.run.training.steps
 
-        trainer._restore = restored
+        trainer._restore_state = restored
 
     train(reference, replace_weights)
     last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]

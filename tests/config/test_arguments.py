@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from titan.config.arguments import describe_settings, parse_arguments
+from titan.config.arguments import describe_settings, operand, parse_arguments
+from titan.config.command import Command
 from titan.config.settings import setting
 from titan.errors import ConfigError
 
@@ -87,3 +89,90 @@ def test_every_setting_is_described() -> None:
         "files=null", "sizes=null",
     ]  # fmt: skip
     assert lines[0].endswith("where from")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int = setting(1, "how many rows", at_least=1)
+
+
+@dataclass(frozen=True)
+class One:
+    run: str = operand("RUN", "a run")
+    lr: float = setting(0.1, "rate")
+    sizes: Sizes = field(default_factory=Sizes)
+
+
+@dataclass(frozen=True)
+class Several:
+    folders: tuple[str, ...] = operand("DIR", "folders")
+    lr: float = setting(0.1, "rate")
+
+
+@dataclass(frozen=True)
+class Optional:
+    run: str | None = operand("RUN", "a run", None)
+    lr: float = setting(0.1, "rate")
+
+
+ONE = Command("titan.one", "One.", {}, One, overrides="Other arguments are overrides.")
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "parsed"),
+    [
+        pytest.param(One, ["runs/a", "lr=1"], One("runs/a", 1.0), id="one"),
+        pytest.param(One, ["runs/lr=1"], One("runs/lr=1"), id="trial"),
+        pytest.param(One, ["seed=1"], One("seed=1"), id="trial-here"),
+        pytest.param(One, ["a", "sizes.rows=3"], One("a", sizes=Sizes(3)), id="group"),
+        pytest.param(Several, ["a", "runs/lr=1", "lr=1"], Several(("a", "runs/lr=1"), 1.0), id="several"),
+        pytest.param(Optional, ["lr=1"], Optional(None, 1.0), id="left-out"),
+        pytest.param(Optional, ["a"], Optional("a"), id="given"),
+    ],
+)
+def test_first_words(
+    cls: type, words: list[str], parsed: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seed=1").mkdir()
+    Path("lr=1").mkdir()  # of the same name as a setting, which comes first
+    assert parse_arguments(cls, words) == parsed
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "sentence"),
+    [
+        pytest.param(One, [], "RUN is missing: a run; give it as the first word, before KEY=VALUE.", id="none"),
+        pytest.param(One, ["lr=1", "a"], "RUN is missing", id="behind"),
+        pytest.param(One, ["lr=1"], "RUN is missing", id="only-a-setting"),
+        pytest.param(One, ["--fast"], "RUN is missing", id="option"),
+        pytest.param(One, ["hydra/launcher=slurm"], "RUN is missing", id="override"),
+        pytest.param(One, ["a", "b"], "b: not understood; give KEY=VALUE", id="two"),
+        pytest.param(Several, ["a", "lr=1", "b"], "b: not understood", id="several-apart"),
+        pytest.param(One, ["a", "sizes.rows=0"], "sizes.rows=0: must be at least 1.", id="group-range"),
+        pytest.param(One, ["a", "sizes.row=1"], "did you mean 'sizes.rows'?", id="group-key"),
+        pytest.param(One, ["a", "run=b"], "run=b: there is no such setting", id="by-name"),
+    ],
+)
+def test_first_words_that_are_rejected(cls: type, words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        parse_arguments(cls, words)
+    assert sentence in str(rejected.value)
+
+
+def test_other_words_are_overrides() -> None:
+    words = ["runs/a", "--config-dir", "mine", "lr=1", "optimizer.lr=2", "sizes.rows=3", "+x.y=1"]
+    command_line = ONE.parse(words)
+    assert command_line.settings == One("runs/a", 1.0, Sizes(3))
+    assert command_line.overrides == ["--config-dir", "mine", "optimizer.lr=2", "+x.y=1"]
+    assert command_line.words == words
+
+
+def test_the_usage_shows_what_is_required() -> None:
+    usages = [
+        Command("titan.x", "X.", {}, cls).format_help().splitlines()[2] for cls in (One, Several, Optional, Example)
+    ]
+    assert [usage.removeprefix("Usage: python -m titan.x ") for usage in usages] == [
+        "RUN [KEY=VALUE ...]", "DIR [DIR ...] [KEY=VALUE ...]", "[RUN] [KEY=VALUE ...]", "source=VALUE [KEY=VALUE ...]",
+    ]  # fmt: skip
+    assert ONE.format_help().splitlines()[2].endswith("RUN [KEY=VALUE ...] [OVERRIDE ...]")

@@ -93,7 +93,7 @@ def _in_save(act: Callable[[], object]) -> Callable[[int], None]:
     def plant(step: int) -> None:
         from titan.checkpoint import manager
 
-        _before(manager._Save, "_write", lambda save: act() if save.about.step >= step else None)
+        _before(manager._Save, "_write_data", lambda save: act() if save.manifest.step >= step else None)
 
     return plant
 

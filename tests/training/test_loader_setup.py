@@ -54,7 +54,7 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
         total = 0
         for number in numbers.tolist():
             (k,), (row,) = mix.locate_rows(np.array([number]))
-            total += hash_row(number, mix.sources[k].split.row(int(row), run.training.seq_len))
+            total += hash_row(number, mix.sources[k].split.read_row(int(row), run.training.seq_len))
         out.append(([int(numbers[0]), int(numbers[-1])], f"{total % 2**64:016x}"))
     return out
 

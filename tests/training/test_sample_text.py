@@ -65,7 +65,7 @@ def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
 
         def sample_too() -> None:
             finish()
-            drawn.append(sample_continuation(trainer.train_step.logits, [1, 2], 20, window=8, vocab=64, seed=5))
+            drawn.append(sample_continuation(trainer.train_step.compute_logits, [1, 2], 20, window=8, vocab=64, seed=5))
 
         trainer.validate = sample_too
         return drawn

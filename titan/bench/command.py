@@ -63,7 +63,9 @@ class Settings:
         None, "a JSON file to write, with all figures; of suite=acceptance the folder of the report; null: acceptance"
     )
     operators: bool = setting(False, "print the slowest operators of each case instead")
-    only: Literal["titan", "bare", "sync"] | None = setting(None, "what a suite asks of a process of its own: one side")
+    only: Literal["titan", "bare", "sync"] | None = setting(
+        None, "measure one side in this process, as suites do in others"
+    )
     autocast: bool = setting(False, "with only=bare: under torch.autocast")
 
     @property

@@ -266,7 +266,7 @@ def _measure_live_bytes(trainer: Any) -> float:
     buckets = sum(p.nbytes for p in step.parameters()) if isinstance(wrapped, DistributedDataParallel) else 0
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        trainer.loop(1)
+        trainer.run_steps(1)
     results: Any = profiled.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))

@@ -212,7 +212,7 @@ def _combine_messages(
     outcomes = [unpacked[message] for message in messages or ()]
     for rank, (_, error) in enumerate(outcomes):
         if error:
-            return None, error.named(rank)
+            return None, error.to_exception(rank)
     return _call(lambda: combine([result for result, _ in outcomes]))
 
 

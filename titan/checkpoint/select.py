@@ -176,17 +176,15 @@ def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandi
 
 
 def _load_local(path: str, setting: str) -> CheckpointCandidate:
-    folder = Path(path).expanduser().absolute()
+    label, folder = format_setting(setting, path), Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{format_setting(setting, path)}: there is no such directory; correct the path.")
+        raise ConfigError(f"{label}: there is no such directory; correct the path.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
         return _load_remote(str(folder), setting)
     try:
         checkpoint_manifest = manifest.inspect(folder)
     except CorruptCheckpointError as error:
-        raise ConfigError(
-            f"{format_setting(setting, path)}: the checkpoint is damaged: {error}; give another one."
-        ) from error
+        raise ConfigError(f"{label}: the checkpoint is damaged: {error}; give another one.") from error
     last, notes = (
         (CheckpointCandidate(str(folder), checkpoint_manifest), ())
         if checkpoint_manifest
@@ -198,7 +196,7 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
         advice = (
             f"use its weights: checkpoint.weights={path}" if weight_files else "give a run's or a checkpoint's folder"
         )
-        raise ConfigError(f"{format_setting(setting, path)}: holds no complete checkpoint{reasons}; {advice}.")
+        raise ConfigError(f"{label}: holds no complete checkpoint{reasons}; {advice}.")
     return replace(last, notes=notes)
 
 

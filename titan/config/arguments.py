@@ -84,8 +84,10 @@ class Operand:
     @property
     def usage(self) -> str:
         """How the usage line of `--help` shows it."""
-        several = f"{self.label} [{self.label} ...]" if self.takes_several else self.label
-        return several if self.is_required else f"[{self.label} ...]" if self.takes_several else f"[{self.label}]"
+        optional = f"[{self.label} ...]" if self.takes_several else f"[{self.label}]"
+        if not self.is_required:
+            return optional
+        return f"{self.label} {optional}" if self.takes_several else self.label
 
 
 def list_keys(cls: type, path: tuple[str, ...] = ()) -> dict[str, Key]:
@@ -119,22 +121,7 @@ def parse_arguments(cls: type[T], argv: Sequence[str]) -> T:
             the wrong type or out of range, and a missing value.
     """
     words, assignments = split_operands(cls, argv)
-    values: dict[str, Any] = _read_operands(cls, words)
-    keys, assigned_keys = list_keys(cls), set[str]()
-    former = {key.field.metadata["formerly"]: name for name, key in keys.items() if key.field.metadata.get("formerly")}
-    for argument in assignments:
-        name = _read_key(argument, keys, former)
-        if name in assigned_keys:
-            raise ConfigError(f"{argument}: {name} is given twice; leave one out.")
-        assigned_keys.add(name)
-        group, field = _open_group(values, keys[name].path), keys[name].field
-        group[field.name] = _parse_value(argument, argument.partition("=")[2], keys[name].kind)
-    for name, key in keys.items():
-        _open_group(values, key.path)  # `build` has the defaults of a group
-        if name not in assigned_keys and key.is_required:
-            raise ConfigError(
-                f"{name} is missing: {key.field.metadata.get('help') or 'a value is needed'}; give {name}=VALUE."
-            )
+    values = _read_operands(cls, words) | _read_assignments(list_keys(cls), assignments)
     return typing.cast(T, settings.build(cls, values))
 
 
@@ -191,6 +178,26 @@ def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:
     return {first.field.name: list(words) if first.takes_several else words[0]}
 
 
+def _read_assignments(keys: dict[str, Key], assignments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the fields, those of a group in a mapping.
+
+    Raises:
+        ConfigError: see `parse_arguments`.
+    """
+    former = {key.field.metadata["formerly"]: name for name, key in keys.items() if key.field.metadata.get("formerly")}
+    assigned: dict[str, Any] = {}
+    for argument in assignments:
+        name = _read_key(argument, keys, former)
+        if name in assigned:
+            raise ConfigError(f"{argument}: {name} is given twice; leave one out.")
+        assigned[name] = _parse_value(argument, argument.partition("=")[2], keys[name].kind)
+    for name, key in keys.items():
+        if name not in assigned and key.is_required:
+            meaning = key.field.metadata.get("help") or "a value is needed"
+            raise ConfigError(f"{name} is missing: {meaning}; give {name}=VALUE.")
+    return _nest(keys, assigned)
+
+
 def _read_key(argument: str, keys: dict[str, Key], former: dict[str, str]) -> str:
     """Return the name of the key that an argument assigns.
 
@@ -208,10 +215,15 @@ def _read_key(argument: str, keys: dict[str, Key], former: dict[str, str]) -> st
     return name
 
 
-def _open_group(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return the mapping that holds the last name of a path, an empty one where there was none."""
-    for group in path[:-1]:
-        values = values.setdefault(group, {})
+def _nest(keys: dict[str, Key], assigned: dict[str, Any]) -> dict[str, Any]:
+    """Return the values by field; a group without any is an empty mapping, for which `build` has defaults."""
+    values: dict[str, Any] = {}
+    for name, key in keys.items():
+        group = values
+        for field_name in key.path[:-1]:
+            group = group.setdefault(field_name, {})
+        if name in assigned:
+            group[key.path[-1]] = assigned[name]
     return values
 
 

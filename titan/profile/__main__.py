@@ -1,7 +1,6 @@
 """`python -m titan.profile`."""
 
-from titan.console import output
-from titan.profile.command import main
+from titan.profile.command import cli
 
 if __name__ == "__main__":
-    output.run(main, keep_going=False)
+    cli()

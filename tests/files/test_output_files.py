@@ -1,0 +1,61 @@
+"""Files that `to=` names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan.errors import ConfigError, RunError
+from titan.files.output_files import check_output_file, check_output_files, write_output_file
+
+
+@pytest.mark.parametrize(
+    ("name", "endings", "sentence"),
+    [
+        pytest.param(
+            "a.pdf", (".html", ".json"), "to=a.pdf: unknown file format; use one of .html, .json.", id="format"
+        ),
+        pytest.param("a", (".yaml",), "to=a: unknown file format; use .yaml.", id="no-ending"),
+        pytest.param("folder", (), "to=folder: is a directory; give another file.", id="directory"),
+        pytest.param("gone/a", (), "to=gone/a: there is no directory gone; give another file.", id="no-folder"),
+    ],
+)
+def test_what_can_not_be_written_is_rejected(
+    name: str, endings: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(ConfigError) as rejected:
+        check_output_file(name, endings)
+    assert str(rejected.value) == sentence
+
+
+def test_several_files_or_none(tmp_path: Path) -> None:
+    assert check_output_files(None, ()) == () == check_output_files((), ())
+    assert check_output_files(f"{tmp_path}/a", ()) == (tmp_path / "a",)
+    assert check_output_files([f"{tmp_path}/a", f"{tmp_path}/b"], ()) == (tmp_path / "a", tmp_path / "b")
+
+
+def test_a_folder_is_made_where_the_command_does(tmp_path: Path) -> None:
+    file = check_output_file(f"{tmp_path}/mine/cluster/here.yaml", (".yaml",), makes_folder=True)
+    write_output_file(file, "text", makes_folder=True)
+    assert file.read_text() == "text"
+
+
+def test_data_is_json(tmp_path: Path) -> None:
+    write_output_file(tmp_path / "a", {"b": [1]})
+    assert (tmp_path / "a").read_text() == '{\n "b": [\n  1\n ]\n}\n'
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("before")
+    (tmp_path / "link").symlink_to("real")
+    write_output_file(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"
+
+
+def test_a_full_disk_fails_the_command(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"full: can't be written \(No space left on device\)"):
+        write_output_file(tmp_path / "full", "text")
