@@ -44,9 +44,10 @@ cuda-names: $(VENV)/.test ## names of CUDA wheels, and code for GPUs: PYTHONS ar
 	$(VENV)/bin/python -m tests.rehearsal.names $(PYTHONS)
 	$(VENV)/bin/python -m tests.rehearsal.inductor $(lastword $(PYTHONS))
 
-lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
+lint: $(VENV)/.lint      ## ruff, docstrings (pydoclint), mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/flake8 titan launchers
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 

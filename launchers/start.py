@@ -100,7 +100,8 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> 
     """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train.
 
     Args:
-        run, rank_info: what to run, and this rank.
+        run: what to run.
+        rank_info: this rank.
         report: called with the error of a hang, after which this process ends at once.
     """
     rendezvous, worker = import_module(RENDEZVOUS), import_module(WORKER)

@@ -45,7 +45,7 @@ class Trial:
     """One run of a sweep.
 
     Attributes:
-        id: see `known`.
+        id: see `find_trial_id`.
         varied: its overrides, without those that all trials share.
         run: the frozen run.
         config: what Hydra composed, for callbacks.
@@ -74,10 +74,12 @@ def expand_trials(
     """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
     Args:
-        loader, config: Hydra's, of the sweep.
+        loader: Hydra's configuration loader.
+        config: Hydra's configuration of the sweep.
         overrides: of each trial.
         first: Hydra's number of the first trial.
-        remote, trusted: see `titan.run.compose.freeze_run`.
+        remote: see `titan.run.compose.freeze_run`.
+        trusted: see `titan.run.compose.freeze_run`.
         fixed_settings: the settings that do not vary, of a sweeper that comes with one batch of trials after another,
             in which a trial may be there twice; None: those that are the same in all trials.
 

@@ -110,8 +110,10 @@ class Result:
         finished: whether all steps are done; False when a signal stopped the run.
         step: optimizer updates done.
         tokens: tokens read.
-        first_loss, last_loss: training loss of the first and the last step, nats per token; None when not finite.
-        validation_loss, bits_per_byte: of the last evaluation; None without one.
+        first_loss: training loss of the first step, nats per token; None when not finite.
+        last_loss: training loss of the last step, nats per token; None when not finite.
+        validation_loss: of the last evaluation, nats per token; None without one.
+        bits_per_byte: of the last evaluation; None without one.
         tokens_per_second: of all ranks together, without warm-up steps; None when no step was timed.
         mfu: model FLOP utilization; None when the device's peak is unknown.
         memory_gib: peak memory of a rank.
@@ -176,7 +178,8 @@ def launch(run: Run, *, in_process: bool = True) -> int:
     """Run on this machine as the command does and return the exit code; ranks report their errors on stderr.
 
     Raises:
-        ConfigError, RunError: when a rank in this process rejects the run, or fails.
+        ConfigError: when a rank in this process rejects the run.
+        RunError: when a rank in this process fails, or this machine does.
     """
     if in_process:
         prepare_environment(os.environ)

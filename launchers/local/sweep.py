@@ -38,6 +38,7 @@ class LocalSweep:
         spec: what the sweep is for.
         job: runs the body of one trial in this process.
         processes: the process of each running trial, by the trial's index.
+        supervisor: starts these processes, and ends them.
     """
 
     root: Path

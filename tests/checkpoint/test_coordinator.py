@@ -132,7 +132,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
     assert (manifest.folder_of(tmp_path, 3) / "hf" / select.EXPORT_MARKERS["hf"]).is_file()
 
 
-@pytest.mark.parametrize("when", [full("start"), "ready"])
+@pytest.mark.parametrize("when", [full("start_copy"), "wait_for_copies"])
 def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when: str, tmp_path: Path) -> None:
     def full(trainer: Trainer) -> list[SaveOutcome]:
         staging = trainer.saving.manager and trainer.saving.manager.staging

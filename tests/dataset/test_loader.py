@@ -164,7 +164,7 @@ def every_row_once(
             assert sum(batch.hash for batch in batches) % 2**64 == sum(hashes) % 2**64
             assert len({batch.tokens.shape for batch in batches}) == 1
             position, step = position + count, step + 1
-            assert {(b.first, b.last, b.read) for b in batches} == {(numbers[0], numbers[-1], position)}
+            assert {(b.first, b.last, b.rows_read) for b in batches} == {(numbers[0], numbers[-1], position)}
     assert position == training.count_rows_before(step)
 
 
@@ -254,7 +254,7 @@ def test_tokens_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_read_has_room_for_what_it_is_handed(corpus: Corpus) -> None:
     reading = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, mask_documents=True)
-    silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, mask_documents=True, read=False)
+    silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, mask_documents=True, is_reader=False)
     for one, other in zip(reading, silent, strict=True):
         assert (one.first, one.last, one.rows_read) == (other.first, other.last, other.rows_read)
         assert one.fields.shape == other.fields.shape
@@ -281,7 +281,7 @@ def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeyp
             if len(entries) == len(UNITS):
                 finish(folder, entries)
 
-    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), DataShard(0, 1), 12, tell=tell)
+    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), DataShard(0, 1), 12, log=tell)
     assert [batch.hash for batch in live] == [batch.hash for batch in whole]
     assert len(lines) >= 3
     assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 shards, 0 tokens, are done"

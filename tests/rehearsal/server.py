@@ -66,7 +66,8 @@ def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     """Fork a process in a new session that runs a module as `python -m` does.
 
     Args:
-        module, arguments: what it runs.
+        module: the module's name.
+        arguments: those of its command line.
         environment: all of its variables.
         log: the file descriptor for its output; None: this process's.
     """

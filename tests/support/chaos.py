@@ -151,7 +151,8 @@ class Chaos:
         """Nothing is started yet.
 
         Args:
-            name, plan: which run.
+            name: the run's name.
+            plan: which run.
             kills: how often to kill it.
             dice: draws moments and victims.
             folder: new, for the run, the undisturbed one and the copies.

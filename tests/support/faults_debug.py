@@ -12,7 +12,7 @@ FAULTS = (
         "hangs: ranks that are ahead are the late ones",
         "titan/debug/diagnosis.py",
         "peer_state.entered.get(op.group, 0) < op.number",
-        "peer_state.entered.get(operation.group, 0) > operation.number",
+        "peer_state.entered.get(op.group, 0) > op.number",
         "debug/test_diagnosis.py",
     ),
     fault(
@@ -25,8 +25,8 @@ FAULTS = (
     fault(
         "hangs: the timeout of the collective comes first",
         "titan/debug/judge.py",
-        "return 1 if age >= limit - self.clock.lead_seconds(limit) or",
-        "return 1 if compute_idle_seconds >= limit + 60 or",
+        "is_over = age >= limit - self.clock.lead_seconds(limit)",
+        "is_over = age >= limit + 60",
         "debug/test_judge.py",
     ),
     fault(
@@ -39,8 +39,8 @@ FAULTS = (
     fault(
         "hangs: batches and tensors are no progress",
         "titan/debug/activity.py",
-        "max(self.since, self._progress_time, self",
-        "max(self.since, self",
+        "self.since, self._progress_time, self",
+        "self.since, self",
         "debug/test_judge.py",
     ),
     fault(

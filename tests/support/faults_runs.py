@@ -99,7 +99,7 @@ CHECKPOINTS = (
     fault(
         "remote copies: they do not count",
         "titan/checkpoint/remote.py",
-        "| {checkpoint_manifest.step: checkpoint_manifest.tokens}",
+        "            checkpoint_manifest.step: checkpoint_manifest.tokens\n",
         "",
         "checkpoint/test_remote.py::test_what_is_copied_counts_and_comes_back[file]",
     ),
@@ -134,7 +134,7 @@ CHECKPOINTS = (
     fault(
         "saves: what a rank has written is not compared with its part",
         "titan/checkpoint/plans.py",
-        "if positions is None or compute_digest(*plan, positions.compute_digest()) != rank_written.compute_digest:",
+        "if positions is None or compute_digest(*plan, positions.compute_digest()) != rank_written.digest:",
         "if positions is None:",
         "checkpoint/test_assignment.py::test_a_rank_that_writes_something_else_fails_the_save",
     ),
@@ -156,7 +156,7 @@ CHECKPOINTS = (
         "messages: of a large one the first part arrives",
         "titan/parallelism/exchange.py",
         "for number in range(1, part_count)]\n        except",
-        "for round_number in range(1, 1)]\n        except",
+        "for number in range(1, 1)]\n        except",
         "parallelism/test_exchange.py::test_a_large_message_is_split_and_arrives_whole",
     ),
     fault(
@@ -303,7 +303,7 @@ ESTIMATES = (
         "trace: repeated blocks refer to those of the short trace",
         "titan/estimate/traced/compose.py",
         "return at + target - source",
-        "return map_target",
+        "return target",
         "estimate/test_traced.py::test_a_short_trace_repeated_is_the_whole_trace",
     ),
     fault(
@@ -331,7 +331,7 @@ ESTIMATES = (
         "compare: Holm's correction is Bonferroni's of the last",
         "titan/report/statistics.py",
         "min(1.0, (len(order) - rank) * p)",
-        "min(1.0, compute_p_value)",
+        "min(1.0, p)",
         "report/test_statistics.py::test_holm_is_what_its_definition_says",
     ),
     fault(

@@ -109,7 +109,8 @@ def join_process_group(rank: int, ranks: int, init_method: str, device: str) -> 
     """Yield this rank's device within a process group.
 
     Args:
-        rank, ranks: this rank, and the number of ranks.
+        rank: this rank.
+        ranks: the number of ranks.
         init_method: the URL of their rendezvous.
         device: "cpu" or "cuda".
     """

@@ -62,7 +62,8 @@ class CaseSpeed:
 
     Attributes:
         title: the case's title.
-        bare, titan: median tokens/s; 0 for a side that failed.
+        bare: the bare loop's median tokens/s; 0 if it failed.
+        titan: titan's median tokens/s; 0 if it failed.
         ratios: titan's speed as a fraction of the bare loop's, one per round; empty if a side failed.
         mfu: model FLOPs utilisation of titan, relative to the device's peak in the compute type (bf16 for float8
             matmuls too); None where the peak is unknown.
@@ -106,7 +107,8 @@ def measure_case(
         case: the case.
         overrides: overrides common to all cases.
         ceilings: measured speeds of the device.
-        rounds, steps: number of rounds, and steps per round of each side.
+        rounds: number of rounds.
+        steps: steps per round of each side.
 
     Raises:
         ConfigError: if the case can't be composed on this machine.

@@ -10,8 +10,8 @@ A save is one job of all ranks, in a separate thread:
 5. post-save hooks: exported weights, a copy at `checkpoint.path`.
 
 `mode=sync` waits for steps 1 to 3; `mode=async` continues once the state is copied (`staging`), and the training thread
-only starts that copy. A failed job leaves no files behind and is reported by `completed`; the run goes on. Tensors have
-the model's parameter names, so a checkpoint is independent of the layout that saved it.
+only starts that copy. A failed job leaves no files behind and is reported by `pop_outcomes`; the run goes on. Tensors
+have the model's parameter names, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Save:
         """On rank 0: write the metadata and the manifest.
 
         Raises:
-            Damaged: when rank 0 does not see a file that another rank has written.
+            CorruptCheckpointError: when rank 0 does not see a file that another rank has written.
         """
         self.plans.finish(self.writer, [rank_written for rank_written, _ in written])
         files = [self.manifest.files, *(files for _, files in written), self.writer.files]

@@ -47,12 +47,14 @@ class Manifest:
         step: number of optimizer updates.
         tokens: number of tokens read.
         data: the data position and fingerprint (`titan.dataset.permutation.build_state`); empty for converted weights.
-        science_id, run_id: the ids of the run that saved it.
+        science_id: that of the run that saved it.
+        run_id: that of the run that saved it.
         layout: the degrees of the layout that saved it.
         model: the model's settings, with its kind (`titan.config.kinds`) under `_target_`.
         tokenizer: a file in the folder or the name of a tokenizer; None if the data have none.
         files: the files by name.
         seq_len: tokens per row; 0 if unknown.
+        format: the version of this description.
     """
 
     step: int
@@ -93,7 +95,7 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
         name: the manifest's file name.
 
     Raises:
-        Damaged: when the manifest or a file's size is wrong.
+        CorruptCheckpointError: when the manifest or a file's size is wrong.
     """
     manifest = load(folder, name)
     if manifest is not None:
@@ -132,7 +134,7 @@ def check_sizes(folder: Path, files: Mapping[str, ManifestFile]) -> None:
     """Check the sizes of files.
 
     Raises:
-        Damaged: when a file is missing or its size differs; the message names the first.
+        CorruptCheckpointError: when a file is missing or its size differs; the message names the first.
     """
     for name, file in files.items():
         try:
@@ -147,7 +149,7 @@ def parse(text: bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        Damaged: when it is invalid, or has another format.
+        CorruptCheckpointError: when it is invalid, or has another format.
     """
     try:
         content = untrusted.parse_object(text)
@@ -166,7 +168,9 @@ def _build_manifest(content: dict[str, Any]) -> Manifest:
     """Build a manifest from untrusted values.
 
     Raises:
-        ValueError, TypeError: when a value has a wrong type or is out of range, or a file is outside of the folder.
+        ValueError: when a value has another type or is out of range, or a file is outside of the folder.
+        TypeError: when a value is missing, or is not a field.
+        KeyError: when `files` is missing.
     """
     for name, kind in get_type_hints(Manifest).items():
         if name in content:  # older ones lack some
@@ -222,7 +226,7 @@ def verify_checksums(
     """Verify the checksums of files, and call `advance` after each part that is read.
 
     Raises:
-        Damaged: when a file differs; the message names the first.
+        CorruptCheckpointError: when a file differs; the message names the first.
     """
     for name, file in files.items():
         try:

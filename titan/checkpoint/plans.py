@@ -5,10 +5,12 @@ rank 0 makes the objects of the whole checkpoint, and pickles them as its metada
 minutes, in which rank 0's training thread hardly runs. Here each rank plans its own items and describes them in arrays
 (`titan.checkpoint.assignment`), from which rank 0 also encodes the metadata (`titan.checkpoint.metadata_file`):
 
-1. every rank: `propose` its holdings, or their digest if they are unchanged;
-2. rank 0: `settle` which rank writes what, check that it makes up every tensor, and send each rank its part;
-3. every rank: `accept` its part, `write` it, and send the positions in its file and a digest of all this;
-4. rank 0: `conclude` by comparing the digests with its own and writing the metadata.
+1. every rank: `local_plan` gives its holdings, or their digest if they are unchanged;
+2. rank 0: `global_plan` decides which rank writes what, checks that this makes up every tensor, and gives each rank's
+   part;
+3. every rank: `set_plan` takes its part, `write_data` writes it, and gives the positions in its file and a digest of
+   all this;
+4. rank 0: `finish` compares the digests with its own and writes the metadata.
 
 After a failed save every rank forgets its plan. If one did not, the digests differ and the save fails, before the
 checkpoint is complete. The messages go through `titan.checkpoint.coordinator.Coordinator`.

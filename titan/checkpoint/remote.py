@@ -95,7 +95,7 @@ class Remote:
         """Return the manifest of a checkpoint.
 
         Raises:
-            Damaged: when it is missing or invalid.
+            CorruptCheckpointError: when it is missing or invalid.
         """
         content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
@@ -197,7 +197,7 @@ class Remote:
         """Fetch files of a checkpoint into `folder` and verify their checksums; call `advance` after each part of one.
 
         Raises:
-            Damaged: when a file differs.
+            CorruptCheckpointError: when a file differs.
         """
         for name, expected in files.items():
             check_file_name(name)
@@ -252,7 +252,8 @@ def _check_index(index: dict[str, Any]) -> dict[str, Any]:
     """Check an index: the files that it lists get deleted, so it must not name any others.
 
     Raises:
-        ValueError, KeyError: when a value is invalid.
+        ValueError: when a value is invalid.
+        KeyError: when a value is missing.
     """
     content = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
     content |= {key: index[key] for key in ("steps", "retired")}

@@ -39,7 +39,9 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
 
     Args:
         directory: the run's directory.
-        keep, keep_tokens, grace: see `titan.checkpoint.schema.Checkpoint`.
+        keep: see `titan.checkpoint.schema.Checkpoint`.
+        keep_tokens: see `Checkpoint`.
+        grace: see `Checkpoint`.
     """
     manifests = {int(f.name[5:]): manifest.read(f) for f in manifest.list_folders(directory)}
     kept_steps = select_kept([(step, m.tokens) for step, m in manifests.items() if m], keep, keep_tokens)

@@ -156,7 +156,7 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     """Return the manifest after checking that it belongs to the run with this id, if one is given.
 
     Raises:
-        Damaged: when it belongs to another run.
+        CorruptCheckpointError: when it belongs to another run.
     """
     if checkpoint_manifest and run_id and checkpoint_manifest.run_id != run_id:
         raise CorruptCheckpointError(

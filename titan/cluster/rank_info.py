@@ -13,8 +13,9 @@ class RankInfo:
     """One rank among all.
 
     Attributes:
-        rank, world_size: this rank, and the number of ranks.
-        local_rank: this rank on its machine.
+        rank: this rank.
+        world_size: the number of ranks.
+        local_rank: this rank's number on its machine.
         init_method: torch's init_method, the URL at which the ranks rendezvous; "meet://FILE" where rank 0 writes its
             address into a shared file; empty for a single rank.
         scheduled: whether a scheduler sends it signals: see `titan.training.signals`.

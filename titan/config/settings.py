@@ -66,7 +66,10 @@ def setting(
         default: its default value; `MISSING` where the user must give one.
         help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
-        at_least, at_most, above, below: the range of a number (of each number, in a tuple).
+        at_least: the least value of a number (of each number, in a tuple).
+        at_most: the largest value of a number.
+        above: a number must be larger.
+        below: a number must be smaller.
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
         in_ids: False when no id depends on it: requests to a scheduler, and names of a run.

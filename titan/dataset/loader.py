@@ -80,7 +80,8 @@ class Batch:
         fields: int32 [2 or 4, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
             follows; `IGNORED` where there is nothing to predict), and with document masks each token's position in its
             document and the document's number in the row.
-        first, last: the numbers of the whole step's first and last row; skipped rows have numbers too.
+        first: the number of the whole step's first row; skipped rows have numbers too.
+        last: the number of its last row.
         rows_read: number of rows read in total when this step is done.
         hash: in [0, 2**64), over this rank's rows; the sum modulo 2**64 over ranks is the same under every layout.
         valid: number of targets of this rank's rows that count in the loss.

@@ -38,7 +38,9 @@ class TokenSequences:
         name: the corpus's name in the configuration.
         corpus: the prepared data; reopened as more of it is prepared.
         seq_len: tokens per row.
-        seed, block, window: see `titan.dataset.permutation.Permutation`; the window is in rows.
+        seed: see `titan.dataset.permutation.Permutation`.
+        block: see `Permutation`.
+        window: see `Permutation`; in rows.
         epochs: the maximum number of passes; None: unlimited.
     """
 

@@ -217,14 +217,16 @@ class Corpus:
         digest: the identity of the content, the tokenizer and the settings.
         vocab_size: one more than the largest id of the tokenizer.
         max_token: the largest id that occurs; while incomplete, the largest possible one.
-        documents, bytes: number of documents and of bytes of their text in UTF-8, in both splits.
+        documents: number of documents, in both splits.
+        bytes: number of bytes of their text in UTF-8.
         tokenizer: name and fingerprint, and the file in the folder, if any.
         token_bytes: uint16 [vocab_size].
         masked: whether there is a loss mask.
         has_validation: whether there is a validation split.
         complete: whether all shards are finished.
         shard_jobs: number of finished shards, and of all shards.
-        train, validation: the splits.
+        train: the training split.
+        validation: the validation split; empty without one.
     """
 
     folder: Path

@@ -30,7 +30,8 @@ class Judge:
 
         Args:
             directory: the run's.
-            rank_info, attempt: who this is.
+            rank_info: this rank.
+            attempt: the run's attempt.
             clock: knows what is late.
         """
         self.directory, self.rank_info, self.attempt, self.clock = directory, rank_info, attempt, clock
@@ -101,11 +102,8 @@ class Judge:
             )
         if is_progressing and finding.is_save and not any(state.hung for state in run_state.states.values()):
             return None  # training goes on beside the save
-        return (
-            1
-            if age >= limit - self.clock.lead_seconds(limit) or any(s.hung for s in run_state.states.values())
-            else None
-        )
+        is_over = age >= limit - self.clock.lead_seconds(limit)
+        return 1 if is_over or any(state.hung for state in run_state.states.values()) else None
 
     def _is_new(self, finding: Diagnosis, age: float) -> bool:
         """Whether to say it: at first, for other ranks, and when twice the time has passed."""

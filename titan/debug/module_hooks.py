@@ -19,7 +19,8 @@ class StageCall:
     Attributes:
         stage: index of the stage on this rank.
         microbatch: its number in the step.
-        args, kwargs: of the stage's `forward`.
+        args: positional arguments of the stage's `forward`.
+        kwargs: keyword arguments of the stage's `forward`.
         called: modules that were called; a checkpointed block calls them again in the backward pass.
     """
 

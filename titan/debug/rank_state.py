@@ -43,18 +43,32 @@ class RankState:
     """What one rank does.
 
     Attributes:
-        rank, host, node, pid, attempt: who it is; `node` is the name of its node under Slurm.
+        rank: its number.
+        host: the name of its machine.
+        node: the name of its node under Slurm.
+        pid: its process.
+        attempt: the run's attempt.
         beat: grows with every write.
-        step, phase, age: its step and phase, and the seconds since the phase began.
-        line, layer: where its main thread is.
-        compiles, exchanges, joins, transfers: see `titan.debug.thread_state.ThreadState`.
+        step: its step.
+        phase: its phase, see `titan.debug.activity`.
+        age: seconds since the phase began.
+        line: the line in which its main thread is.
+        layer: the layer in which its main thread is; None: in none.
+        compiles: see `titan.debug.thread_state.ThreadState`.
+        exchanges: see `ThreadState`.
+        joins: see `ThreadState`.
+        transfers: see `ThreadState`.
         reads: where the thread is that reads its data.
-        saving, saving_age, saving_line, saving_waits: the step of the checkpoint that it writes, for how many seconds,
-            where, and whether it waits for another rank in this.
+        saving: the step of the checkpoint that it writes; None: it writes none.
+        saving_age: for how many seconds it has been writing it.
+        saving_line: the line in which the thread is that writes it.
+        saving_waits: whether that thread waits for another rank.
         usual: the usual seconds of a step.
         advances: how often it has recorded progress within phases.
         late: its time without progress in units of its patience; see `titan.debug.clock.Clock.compute_lateness`.
-        entered, completed, pending: see `titan.debug.flight.Collectives`.
+        entered: see `titan.debug.flight.Collectives`.
+        completed: see `titan.debug.flight.Collectives`.
+        pending: see `titan.debug.flight.Collectives`.
         groups: its process groups by their names.
         hung: whether a collective of it has timed out.
         dumped: whether it has written its stacks.
@@ -101,7 +115,9 @@ def from_json_object(content: dict[str, Any]) -> RankState:
     """Return a state from what `to_json_object` returned.
 
     Raises:
-        KeyError, TypeError, ValueError: where it is something else.
+        KeyError: when a value is missing.
+        TypeError: when a value has another type, or is not a field.
+        ValueError: when a value can't be unpacked.
     """
     pending = tuple(Operation(**{**op, "peers": tuple(op["peers"])}) for op in content["pending"])
     groups = {name: RankGroup(words, _unpack_ranks(ranks)) for name, (words, ranks) in content["groups"].items()}

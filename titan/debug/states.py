@@ -71,7 +71,8 @@ class States:
 
         Args:
             directory: the run's.
-            rank_info, attempt: who this is.
+            rank_info: this rank.
+            attempt: the run's attempt.
             clock: when to read and write.
             open_memory: returns the folder in the node's memory, from a key.
         """

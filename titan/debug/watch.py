@@ -58,7 +58,8 @@ class Watch:
 
         Args:
             directory: the run's.
-            rank_info, attempt: who this is.
+            rank_info: this rank.
+            attempt: the run's attempt.
             activity: what the thread that trains does.
             patience: see `PATIENCE_SECONDS`; None: watch nothing.
             on_failure: called with the error before the process ends.

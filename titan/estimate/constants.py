@@ -32,8 +32,9 @@ class Constants:
             `unseen.csv`, or of the source that is predicted worst when it is left out, whichever is larger.
         memory_error: the 90th percentile of the relative error of peak memory where `fragments` is not fitted, because
             one source only states peaks of PyTorch.
-        cpu_error, cpu_memory_error: the 90th percentiles on a CPU that `titan.calibrate` measured, of the runs of
-            `python -m titan.bench.predicted`.
+        cpu_error: the 90th percentile of the relative error of step times on a CPU that `titan.calibrate` measured, of
+            the runs of `python -m titan.bench.predicted`.
+        cpu_memory_error: that of peak memory, of the same runs.
     """
 
     matmul: float = 0.75

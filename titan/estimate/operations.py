@@ -51,19 +51,34 @@ class Speeds:
     """The speeds of a device and its links.
 
     Attributes:
-        matmul, matmul_8bit: FLOP/s of a large matmul.
-        prologue, prologue_8bit: start-up of a tile, as additional inner size.
-        units: compute units.
+        matmul: FLOP/s of a large matmul.
+        matmul_8bit: FLOP/s of a large 8-bit matmul.
+        prologue: start-up of a tile, as additional inner size.
+        prologue_8bit: start-up of a tile of an 8-bit matmul, as additional inner size.
+        units: compute units; 1: a CPU.
         casts: traffic of casts to 8 bits, relative to one pass over each operand.
-        attention, attention_backward: FLOP/s.
+        attention: FLOP/s of the forward pass, with long rows and heads of 128.
+        attention_backward: FLOP/s of the backward pass, likewise.
         memory: bytes/s of fused elementwise work.
         eager: traffic of uncompiled elementwise work, relative to fused.
         launch: host seconds per kernel launch.
-        link, network: bytes/s per device within a node and between nodes.
-        link_latency, network_latency: seconds of a collective within a node; per doubling of nodes between them.
+        link: bytes/s per device within a node.
+        network: bytes/s per device between nodes.
+        link_latency: seconds of a collective within a node.
+        network_latency: additional seconds of a collective per doubling of nodes.
         per_node: devices per node.
         overlapped: fraction of overlapped tensor-parallel communication that stays exposed.
         per_doubling: fraction of a step lost for each doubling of nodes.
+        synchronous: whether nothing overlaps, neither launches nor transfers: on a CPU.
+        loss: traffic of an uncompiled loss, relative to fused; 0: derived from `eager`.
+        update: traffic of the optimizer's update, relative to one pass over its tensors.
+        reduce: bytes/s of reduce-scatters within a node; 0: as `link`.
+        sum: bytes/s of all-reduces within a node; 0: as `link`.
+        host: host seconds that a dimension of the layout adds to a block (a pipeline: to an action), and to a step.
+        step: host seconds of a step beside its blocks.
+        turns: ranks that take turns on a core, at least 1; an idle rank leaves its turn to another.
+        short_rows: length of rows at which attention reaches half of its speed, forward and backward.
+        head_power: power of the head size that attention's speed follows below 128.
     """
 
     matmul: float
@@ -201,7 +216,9 @@ def estimate_cast(m: float, n: float, k: float, element: int, factor: float, spe
     Each is read, its scale found, and written in one byte.
 
     Args:
-        m, n, k: see `estimate_matmul`.
+        m: rows of the first factor.
+        n: columns of the second factor.
+        k: inner size.
         element: bytes of an element before.
         factor: traffic of uncompiled casts, relative to compiled ones.
         speeds: of the device.

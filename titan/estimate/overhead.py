@@ -48,7 +48,9 @@ def add_overhead(
     """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints.
 
     Args:
-        recipe, layout, microbatches: of the run.
+        recipe: the run's choices.
+        layout: the run's degrees.
+        microbatches: of a step.
         usage: live tensors.
         device: "cuda" or "cpu".
         fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.

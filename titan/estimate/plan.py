@@ -53,14 +53,15 @@ class Plan:
     Attributes:
         memory: of the fullest moment of each pipeline rank, in order.
         step: the time of a step by cause.
-        error, memory_error: relative errors of time and memory that nine in ten published runs stay below.
+        error: the 90th percentile of the relative error of step times; see `intervals`.
+        memory_error: the 90th percentile of the relative error of peak memory.
         memory_gib: of one device; None if unknown.
         peak_tflops: of one device in the compute type; None if unknown.
         flops_per_token: as model FLOPs utilisation counts them.
         steps: of the run.
         checkpoint_bytes: of one checkpoint.
         price: of a device-hour; None if not given.
-        intervals: what lies within the intervals.
+        intervals: says which runs these percentiles are of.
     """
 
     memory: tuple[Usage, ...]

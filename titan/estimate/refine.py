@@ -40,9 +40,11 @@ class MeasuredRun:
     """A measured run.
 
     Attributes:
-        computation, communication: predicted seconds of a step; pipeline idle is computation of other ranks.
-        seconds: measured, of a step.
-        memory, measured_memory: predicted and measured, of rank 0 in the same unit; measured 0: unknown.
+        computation: predicted seconds of computation of a step; pipeline idle is computation of other ranks.
+        communication: predicted seconds of communication of a step.
+        seconds: measured seconds of a step.
+        memory: predicted memory of rank 0.
+        measured_memory: measured memory of rank 0 in the same unit; 0: unknown.
         devices: of the run.
     """
 
@@ -95,9 +97,10 @@ class RelativeErrors:
     """The relative errors of one figure over the runs.
 
     Attributes:
-        before, after: the median without and with the factors.
-        ninety: what nine in ten stay below with the factors.
-        left_out: whether each run was predicted from the others: so it is from `LEFT_OUT` runs on.
+        before: the median without the factors.
+        after: the median with the factors.
+        ninety: the 90th percentile with the factors.
+        left_out: whether each run was predicted from the others, as from `LEFT_OUT` runs on.
     """
 
     before: float
@@ -114,7 +117,8 @@ class Refinement:
         factors: what predictions are multiplied by.
         runs: how many were used.
         devices: most devices of a run.
-        time, memory: their errors; memory None where no run measured it.
+        time: the errors of step times.
+        memory: the errors of memory; None where no run measured it.
     """
 
     factors: CorrectionFactors

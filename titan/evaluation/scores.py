@@ -24,7 +24,8 @@ class TaskScore:
 
     Attributes:
         value: over all items.
-        low, high: the interval of `LEVEL` by the bootstrap over items.
+        low: the lower bound of the interval of `LEVEL` by the bootstrap over items.
+        high: its upper bound.
     """
 
     value: float

@@ -30,7 +30,10 @@ class SamplingRules:
     """How tokens are sampled, and when a continuation ends.
 
     Attributes:
-        temperature, top_k, top_p, seed: see `titan.model.sampling`.
+        temperature: see `titan.model.sampling.sample_tokens`.
+        top_k: see `sample_tokens`.
+        top_p: see `sample_tokens`.
+        seed: of the random numbers; see `titan.model.sampling.make_generator`.
         vocab: only ids below it are sampled.
         eos: the token that ends a continuation; None: no token does.
         max_tokens: the maximum length of a continuation.

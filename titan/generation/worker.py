@@ -86,7 +86,7 @@ def continue_prompts(
 
 
 def _create_rows(job: GenerationJob, tokenizer: Tokenizer | None, on_token: Any) -> Iterator[Continuation]:
-    """Return the continuations of all prompts, in order."""
+    """Yield the continuations of all prompts, in order."""
     for prompt in job.prompts:
         for sample in range(job.settings.samples):
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, job.settings.list_stops())

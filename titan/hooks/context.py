@@ -20,7 +20,8 @@ class Context:
 
     Attributes:
         run: all settings.
-        rank, world_size: this rank, and the number of ranks.
+        rank: this rank.
+        world_size: the number of ranks.
         device: of this rank.
         step: the step of the moment; 0 before the first one.
         figures: what is known at the moment; docs/extending.md lists it.

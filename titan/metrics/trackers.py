@@ -147,7 +147,7 @@ class _TrackerThread:
             self._drop_tracker(f"it did not close within {patience:g} s of the end of the run")
 
     def take_warnings(self) -> Iterator[str]:
-        """Return the warnings since the last call."""
+        """Yield the warnings since the last call."""
         while not self._warnings.empty():
             yield self._warnings.get()
 

@@ -153,7 +153,8 @@ def count_attention_bytes(
     Args:
         batch: the part that the rank computes.
         dim: D.
-        queries, keys: width of all queries, and of all keys.
+        queries: width of all query heads together.
+        keys: width of all key heads together.
         heads: query heads.
         head_norms: whether queries and keys are normalised.
         context: what context parallelism adds.

@@ -171,7 +171,8 @@ def make_mask_mod(queries: DocumentTokens, keys: DocumentTokens) -> Callable[[Te
     """Return FlexAttention's `mask_mod`: whether a query attends to a key.
 
     Args:
-        queries, keys: positions are taken from the first row for all rows; so are ids if there is one row of them.
+        queries: positions are taken from the first row for all rows; so are ids if there is one row of them.
+        keys: likewise.
     """
     (ids, positions), (key_ids, key_positions) = queries, keys
     positions, key_positions = positions[0], key_positions[0]
@@ -192,7 +193,8 @@ def find_visible_blocks(queries: DocumentTokens, keys: DocumentTokens, mask_mod:
     one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does.
 
     Args:
-        queries, keys: tokens with the same number of rows.
+        queries: tokens in B rows.
+        keys: tokens in B rows.
         mask_mod: the `mask_mod` of partially visible blocks.
     """
     low, high = (x[:, :, None] for x in _find_block_ranges(queries.document_ids))

@@ -74,7 +74,8 @@ class Balance:
 
         Args:
             experts: chosen ones, int64 [B, T, K].
-            scores, logits: float32 [B, T, E].
+            scores: the router's scores, float32 [B, T, E].
+            logits: the router's logits, float32 [B, T, E].
             load: of the previous step, float32 [E].
             valid: which tokens count, bool [B, T].
         """

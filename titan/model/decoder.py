@@ -46,20 +46,21 @@ class DecoderModel(nn.Module):
     `titan.model.init_weights.materialise_model`.
 
     Attributes:
+        BLOCK_NAMES: Hugging Face's name of each module of a block that has a weight, and the full name of a parameter
+            that is no module's `weight`.
+        BLOCK_PLAN: the tensor-parallel plan of a block, where all blocks have the same.
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
             type; returns the mask that every block's attention uses. Where blocks have chunked attention, called with
             the length of a chunk too; returns `titan.model.masks.Masks`.
         losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
             and a mapping from these names to values of its tokens, float32 [B, t].
-        counted: what a block that routes tokens to experts counts of them, E + 1 figures (`titan.model.balance`),
-            returned as a third result; 0 in a model without experts.
+        counted: the number of figures that a block with experts counts of its tokens and returns as a third result,
+            E + 1 (`titan.model.balance`); 0 in a model without experts.
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
-    """Hugging Face's name of each module of a block that has a weight, and the whole name of what is no weight."""
     BLOCK_PLAN: ClassVar[Mapping[str, Placement]]
-    """The tensor-parallel plan of a block, where all blocks have the same."""
     inv_freq: Tensor
 
     def __init__(self, config: Any) -> None:
@@ -179,7 +180,7 @@ class DecoderModel(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
 
     def build_masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
-        """Return what blocks get as `seen`, once per micro-batch; a family with several kinds of masks overrides it."""
+        """Return what blocks get as `mask`, once per micro-batch; a family with several kinds of masks overrides it."""
         return self.mask(document_ids, positions, dtype)
 
     def blocks(self) -> list[nn.Module]:

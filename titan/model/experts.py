@@ -50,8 +50,8 @@ class Router(nn.Module):
     Logits and scores are float32; the weight is rounded to the compute type, as FSDP gathers it.
 
     Attributes:
-        bias: added to scores where experts are chosen, float32 [E] (arXiv:2408.15664); None: nothing is.
         load: shares of all choices that each expert had in the previous step, float32 [E]; see `titan.model.balance`.
+        bias: added to scores where experts are chosen, float32 [E] (arXiv:2408.15664); None: nothing is.
     """
 
     load: Tensor
@@ -73,7 +73,9 @@ class Router(nn.Module):
         """Create a router.
 
         Args:
-            dim, experts, top_k: D, E and K.
+            dim: D.
+            experts: E.
+            top_k: K.
             norm_topk_prob: scale the chosen experts' scores so that their sum is one.
             sigmoid: score each expert by itself; else scores are a softmax over the experts.
             scale: factor of the chosen experts' weights.

@@ -4,9 +4,9 @@ Precision follows the activations: the embedding's output sets the compute type,
 type of its input where it uses it (a no-op if the weight has that type already), and the operations that lose most in
 low precision - norms, rotary embedding, loss - compute in float32 and cast back.
 
-What a technique may replace is a plain attribute: how a layer gets its weight (`use`) and in which type (`operand`),
-its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss` from logits, or `fused`
-from hidden states) and what makes logits complete (`whole`).
+What a technique may replace is a plain attribute: how a layer gets its weight (`get_weight`) and in which type
+(`operand`), its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss` from logits,
+or `fused` from hidden states) and what makes logits complete (`complete_logits`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -254,7 +254,8 @@ def attend(
 
     Args:
         q: [B, H, t, d].
-        k, v: [B, H_kv, s, d].
+        k: [B, H_kv, s, d].
+        v: [B, H_kv, s, d].
         mask: mask [B, 1, t, s], added to scores; None: causal.
         kernels: the allowed kernels.
         function: the function to call; another than torch's to query its choice.
@@ -347,7 +348,7 @@ class Block(nn.Module):
         self.feed_forward: nn.Module = FeedForward(dim, ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
-        """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; seen: the core's mask, None: causal."""
+        """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; mask: the core's, None: causal."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out

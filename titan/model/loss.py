@@ -50,7 +50,8 @@ def loss_and_grad_(
         targets: int64 [N], -100 where ignored.
         needs_grad: whether the gradient is requested.
         first: index of the rank's first vocabulary entry, with a sharded vocabulary.
-        largest, total: max and sum all-reduce over those ranks, of one or more values per token.
+        largest: max all-reduce over the ranks of the vocabulary, of a value per token.
+        total: sum all-reduce over these ranks, of several values per token.
     """
     index, valid = targets - first, targets != IGNORED
     is_local = (index >= 0) & (index < logits.shape[-1])

@@ -81,7 +81,9 @@ class LossInputs:
     Attributes:
         hidden: hidden states after the final norm, [N, D] in the compute type.
         targets: int64 [N]; -100 where a token does not count, whose value is ignored.
-        logsumexp, target_logit, mean_logit: of each token's logits, float32 [N].
+        logsumexp: of each token's logits, float32 [N].
+        target_logit: of each token, float32 [N].
+        mean_logit: of each token's logits, float32 [N].
     """
 
     def __init__(self, hidden: Tensor, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> None:
@@ -195,7 +197,10 @@ class Objective:
     def measure_chunk(
         self, hidden: Tensor, logits: Tensor, targets: Tensor, needs_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the figures of a chunk and the gradient of its hidden states beside the logits'; see `Measure`."""
+        """Return the figures of a chunk, and the gradient of its hidden states beside the logits'.
+
+        See `titan.model.loss.Measure`.
+        """
         if not needs_grad:
             return self.compute_figures(hidden, logits, targets, ()), None
         with _enable_autograd(), torch.enable_grad():

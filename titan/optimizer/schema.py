@@ -136,7 +136,7 @@ class Optimizer:
         return GroupSettings(decay, group.lr, orthogonal=False)
 
     def param_groups(self, parameters: Iterable[tuple[str, Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups; each also has the keys `factor` and `orthogonal`, see `Part`."""
+        """Return torch's parameter groups; each also has the keys `factor` and `orthogonal`; see `GroupSettings`."""
         groups: dict[GroupSettings, list[Parameter]] = {}
         for name, parameter in parameters:
             groups.setdefault(self.choose_settings(name, parameter.dim()), []).append(parameter)

@@ -225,7 +225,8 @@ class ContextAttention(nn.Module):
 
         Args:
             q: [B, H, t, d], of the tokens at `positions`, in that order.
-            k, v: [B, K, t, d], of the same tokens.
+            k: [B, K, t, d], of the same tokens.
+            v: [B, K, t, d], of the same tokens.
             mask: what `mask` returns.
 
         Returns:

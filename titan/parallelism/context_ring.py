@@ -47,7 +47,8 @@ def ring_attention(
 
     Args:
         q: [B, H, t, d].
-        k, v: [B, K, t, d], of the same tokens.
+        k: [B, K, t, d], of the same tokens.
+        v: [B, K, t, d], of the same tokens.
         mask: what `make_ring_mask` returns.
         group: the ranks.
         balance: see `titan.parallelism.context_chunks`.
@@ -67,7 +68,9 @@ def make_ring_mask(
     Args:
         ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
         positions: [1 or B, t], for the number of this rank's tokens.
-        group, balance, kernel: see `ring_attention`.
+        group: the ranks.
+        balance: see `ring_attention`.
+        kernel: see `ring_attention`.
 
     Returns:
         The document ids of all ranks, [size, B, t]. For flex also the positions of all ranks, [size, t], and the lists
@@ -245,7 +248,9 @@ def _run_round(
         name: of the process group.
         rank: of this rank in the group.
         size: of the group.
-        balance, kernel, scale: see `ring_attention`.
+        balance: see `ring_attention`.
+        kernel: see `ring_attention`.
+        scale: see `ring_attention`.
 
     Returns:
         The output [B, H, t, d], and lse, float32 [B, H, t], which has no gradient.

@@ -45,8 +45,9 @@ class ExpertSharding(Strategy):
     """How FSDP shards the experts of a rank: over the ranks that have the same ones.
 
     Attributes:
-        experts: of a layer.
-        ranks: that share them.
+        match: patterns of the experts' modules.
+        experts: number of experts of a layer.
+        ranks: number of ranks that divide them.
     """
 
     match: tuple[str, ...] = (f"layers.*.{EXPERTS}",)

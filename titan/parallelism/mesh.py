@@ -291,7 +291,9 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:
-        rank_info, layout, device: see `World`.
+        rank_info: this rank's number, and the number of ranks.
+        layout: all degrees.
+        device: where this rank computes.
         timeout: seconds after which creating a group gives up, and an operation on it.
     """
     degrees = layout.mesh_degrees()

@@ -24,7 +24,7 @@ class Microbatches(NamedTuple):
     documents: Tensor | None = None
 
     def select_microbatch(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return micro-batch i: tokens, targets, positions and document ids, the arguments of `Stage.forward`."""
+        """Return micro-batch i: tokens, targets, positions and document ids, the arguments of `ModelStage.forward`."""
         positions = self.positions
         return (
             self.tokens[i],

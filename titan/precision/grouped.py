@@ -148,8 +148,8 @@ def _has_kernel(kind: str, device: torch.device) -> bool:
         return False
     if kind == "mxfp8":
         with low_precision.silence_warnings():
-            from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE as available
-        return bool(available)
+            from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
+        return bool(_SM100_KERNELS_AVAILABLE)
     return importlib.util.find_spec("triton") is not None
 
 

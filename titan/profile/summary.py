@@ -49,7 +49,8 @@ class Summary:
         rank: its number.
         steps: the recorded steps.
         seconds: of a step.
-        parts, hidden: see `Breakdown`.
+        parts: see `Breakdown`.
+        hidden: see `Breakdown`.
         predicted: seconds of a step by cause, as the run recorded its prediction; empty without one.
         memory: bytes at the peak by category; empty where allocations were not recorded.
         memory_sentence: what was alive at the peak.

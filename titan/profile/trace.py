@@ -22,7 +22,8 @@ class Slice(NamedTuple):
     Attributes:
         name: of the operation, kernel or range.
         category: cpu_op, user_annotation, kernel, gpu_memcpy, cuda_runtime...
-        start, end: in microseconds.
+        start: in microseconds.
+        end: in microseconds.
         thread: of the host, or stream of the device.
         correlation: joins a kernel to the call that launched it; -1: none.
     """

@@ -46,7 +46,8 @@ class RawRun:
         metrics: of metrics.jsonl.
         result: of result.json; empty where there is none.
         device: the device in env.json.
-        state, reason: its state; why it did not finish.
+        state: its state.
+        reason: why it failed or stopped; None where it did not.
         overrides: those of a trial that differ from the sweep's; of other runs, the whole command line.
         host: the name of the machine of its first rank; empty where env.json has none.
         corruption: what is wrong with its files and was ignored, one sentence each.

@@ -32,13 +32,22 @@ class StepColumns:
     """Lines of steps; [lines] each, NaN where a line lacks the value, hash 0 where it has none.
 
     Attributes:
-        attempt, step: as in metrics.jsonl.
+        attempt: as in metrics.jsonl.
+        step: as in metrics.jsonl.
         hash: of the batch.
-        time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970, NaN in old lines.
-        seconds, data_seconds: of the step; of it, waiting for data.
+        time: as in metrics.jsonl, in seconds since 1970; NaN in old lines.
+        tokens: as in metrics.jsonl.
+        loss: as in metrics.jsonl.
+        norm: as in metrics.jsonl.
+        seconds: of the step.
+        data_seconds: of the step, waiting for data.
         rate: tokens/s per device.
-        tflops, mfu, memory: TFLOP/s per device and their share of its peak; GiB.
-        expert_load_max, expert_entropy, expert_dropped: as in metrics.jsonl; NaN in a model without experts.
+        tflops: TFLOP/s per device.
+        mfu: these as a share of the device's peak.
+        memory: peak memory in GiB.
+        expert_load_max: as in metrics.jsonl; NaN in a model without experts.
+        expert_entropy: likewise.
+        expert_dropped: likewise.
     """
 
     attempt: NDArray[np.int64]

@@ -40,8 +40,10 @@ class Parity:
 
     Attributes:
         common: steps that are in both with a batch hash.
-        unequal: of these, how many had another batch; first_unequal: the first such step.
-        loss_gap, norm_gap: the largest over the first steps, relative; None where these are not in both.
+        unequal: of these, how many had another batch.
+        first_unequal: the first of these; None where there is none.
+        loss_gap: the largest relative difference of losses over the first steps; None where these are not in both.
+        norm_gap: the same of gradient norms.
         identical: whether all losses and the final validation are bitwise equal.
     """
 

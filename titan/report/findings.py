@@ -90,9 +90,13 @@ class Curves:
     """A run over time: for each step the values of its last attempt, in rising order of steps; [steps] each.
 
     Attributes:
-        steps, tokens, losses: of training; a loss that was not finite is NaN.
+        steps: of training.
+        tokens: read up to the end of each step.
+        losses: of training; NaN where a loss was not finite.
         device_hours: spent up to the end of each step, stalls and lost steps included.
-        validation_steps, validation_tokens, validation: loss on the validation set.
+        validation_steps: the steps after which the validation set was evaluated; [evaluations], as the next ones.
+        validation_tokens: read up to then.
+        validation: loss on the validation set, nats per token.
         bits_per_byte: likewise, NaN where unknown.
     """
 
@@ -116,10 +120,12 @@ class RunPrediction:
         step_parts: predicted seconds of a step by cause.
         memory_parts: predicted GiB of the fullest rank by category.
         constants: version of the cost model's constants.
-        step_error, memory_error: predicted over measured value, minus 1; None where it was not measured.
+        step_error: predicted over measured step time, minus 1; None where it was not measured.
+        memory_error: predicted over measured memory, minus 1; None where it was not measured.
         work_seconds: measured step time without waiting for data, of the median step.
         data_seconds: measured time that a step waited for data, on average.
-        evaluation_seconds, checkpoint_seconds: measured time between steps, per step; None where there was none.
+        evaluation_seconds: measured time of evaluations between steps, per step; None where there was none.
+        checkpoint_seconds: measured time of saves between steps, per step; None where there was none.
     """
 
     step_seconds: Interval
@@ -152,12 +158,18 @@ class RunResult:
     Attributes:
         label: what distinguishes it from the others, such as "parallelism=fsdp seed=1".
         directory: where it is.
-        science_id, group_id, execution_id, code_id: of its last attempt.
+        science_id: of its last attempt.
+        group_id: of its last attempt.
+        execution_id: of its last attempt.
+        code_id: of its last attempt.
         seed: training.seed.
-        state, reason: its state; why it failed or stopped.
-        step, steps: done and wanted.
-        tokens: seen.
-        devices, hardware: how many of what, such as 8 and "NVIDIA H200".
+        state: its state.
+        reason: why it failed or stopped; None where it did not.
+        step: optimizer updates done.
+        steps: optimizer updates that its settings ask for.
+        tokens: read.
+        devices: number of devices.
+        hardware: their name, such as "NVIDIA H200".
         decayed: whether its learning rate schedule is finished.
         loss: of training, mean of the last steps.
         validation: the final validation loss, in nats per token.
@@ -218,7 +230,8 @@ class RepeatsNeeded:
 
     Attributes:
         count: by the spread as estimated; None: more than can be counted.
-        low, high: by the bounds of the spread's 95% confidence interval; high None: more than can be counted.
+        low: by the lower bound of the spread's 95% confidence interval; None: more than can be counted.
+        high: by its upper bound; None: more than can be counted.
         seen: repeats that the spread is estimated from.
     """
 
@@ -268,12 +281,16 @@ class Quality:
         at: "the end", "equal tokens", "the target" or "equal device-hours".
         difference: variant minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
             diverged it is of the pairs in which none did, and has no interval.
-        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the variants.
+        p: of the paired t-test, where runs diverged of the sign test.
+        p_holm: after Holm's correction over the variants.
         by_source: the same difference for each source of a mixture.
-        pairs, needed: how many pairs there were, and how many would decide.
-        needed_range: the latter with its uncertainty.
-        better, worse: pairs in which the variant did better or worse than the baseline; counted where runs diverged.
-        diverged, baseline_diverged: diverged seeds of each side; at the target: seeds that never reached it.
+        pairs: how many pairs there were.
+        needed: how many pairs would decide; None where that is not known.
+        needed_range: the same with its uncertainty.
+        better: pairs in which the variant did better than the baseline; counted where runs diverged.
+        worse: pairs in which it did worse; counted where runs diverged.
+        diverged: diverged seeds of the variant; at the target: seeds that never reached it.
+        baseline_diverged: the same of the baseline.
     """
 
     answer: Answer
@@ -320,8 +337,11 @@ class TimeToTarget:
     """When a variant reached the target loss: `reached` of `runs` runs did; the others are censored.
 
     Attributes:
+        runs: how many runs there are.
+        reached: how many of them reached the target.
+        median_tokens: the Kaplan-Meier median of tokens; None where less than half reached it.
+        median_device_hours: the Kaplan-Meier median of device-hours; None where less than half reached it.
         at_first: runs that had reached it at their first validation, at an unknown time.
-        median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half reached it.
     """
 
     runs: int
@@ -341,18 +361,20 @@ class Variant:
         baseline: whether it is the baseline.
         same_science: whether it has the baseline's hyperparameters and must learn the same.
         runs: its runs.
-        speed: tokens/s per device, and its ratio to the baseline's with an interval; None where none was timed.
-        speed_ratio: see `speed`.
-        validation, bits: mean over its finished runs, with an interval where there are several.
-        few: whether a side has fewer than three runs, so speed is not ranked.
-        speed_doubt: why speed is not ranked; empty where it is.
-        outcomes: of its seeds.
-        tried: learning rates that it is the best of; 0 or 1: only this one. `untuned`: another of its rates is better.
-        against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
+        speed: tokens/s per device; None where no step was timed.
+        speed_ratio: its ratio to the baseline's, with an interval; None where none was timed.
+        validation: mean loss over its finished runs, with an interval where there are several.
+        bits: the same in bits per byte.
         learning: for a variant with the hyperparameters of the baseline, or of another of its learning rates.
         quality: for variants with other hyperparameters; the first one decides the answer.
         reached: where there is a target loss.
         notes: on unfinished schedules, learning rates that are not tuned, other hardware, other code.
+        few: whether a side has fewer than three runs, so speed is not ranked.
+        speed_doubt: why speed is not ranked; empty where it is.
+        outcomes: of its seeds.
+        tried: number of learning rates that it is the best of; 0 or 1: only this one.
+        untuned: whether another of its learning rates is better.
+        against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
     """
 
     label: str

@@ -24,7 +24,8 @@ class SeedComparison:
         paired: whether of pairs.
         pairs: how many there are.
         signs: the pairs counted; None where no run of either side diverged.
-        lost_seeds, baseline_lost_seeds: seeds of each side with an infinite value, such as diverged ones.
+        lost_seeds: seeds of the variant with an infinite value, such as diverged ones.
+        baseline_lost_seeds: the same of the baseline.
     """
 
     difference: MeanDifference | None

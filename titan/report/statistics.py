@@ -82,7 +82,8 @@ class SignCounts:
     """Pairs of seeds counted by the better side; a diverged run loses to any that did not diverge.
 
     Attributes:
-        wins, losses: pairs in which the arm did better or worse than the baseline.
+        wins: pairs in which the arm did better than the baseline.
+        losses: pairs in which it did worse.
         ties: the other pairs, such as those in which both diverged.
     """
 

@@ -68,7 +68,7 @@ def check(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: naming the override.
-        OverrideParseException: Hydra's, for a syntax error.
+        HydraException: for a syntax error.
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:

@@ -99,7 +99,8 @@ def _check_document(document: Any, first: Any) -> None:
     """Compare a document of run.yaml with what titan writes.
 
     Raises:
-        ValueError, KeyError: naming what is missing, of another type, or another run's.
+        ValueError: naming what is of another type, or another run's.
+        KeyError: naming what is missing.
     """
     untrusted.check_type(document, dict[str, Any], "it")
     for name, kind in _REQUIRED.items():
@@ -158,7 +159,8 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     """Return the content of a `result.json`.
 
     Raises:
-        ValueError, KeyError: when its values are of other types.
+        ValueError: when a value is of another type.
+        KeyError: when a value is missing.
     """
     content = rename_keys(untrusted.parse_object(text))
     untrusted.check_type(content["finished"], bool, "finished")

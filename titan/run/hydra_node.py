@@ -92,7 +92,8 @@ def build_options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
 
     Args:
         cfg: what Hydra composed.
-        folder, name: titan's folder of configuration files, and the primary configuration in it.
+        folder: titan's folder of configuration files.
+        name: the primary configuration in it.
     """
     sources = {source.provider: str(source.path) for source in cfg.hydra.runtime.config_sources}
     words = [] if sources.get("main") == folder else ["--config-path", sources["main"]]

@@ -123,7 +123,7 @@ def compute_trial_id(run: Run) -> str:
 
 
 def compute_portable_trial_id(run: Run) -> str:
-    """Return the id of a trial on any machines: as `point`, without the degrees that follow from the machines."""
+    """Return the id of a trial on any machines: as `compute_trial_id`, without the degrees."""
     return compute_digest(_select_trial_settings(run))
 
 

@@ -34,7 +34,8 @@ class Prediction:
         step_seconds: of a step.
         memory_gib: of the fullest rank.
         rank0_memory_gib: of rank 0 as metrics.jsonl measures it: on GPUs without `NOT_MEASURED`.
-        step_parts, memory_parts: step time by cause, memory of the fullest rank by category.
+        step_parts: seconds of a step by cause.
+        memory_parts: memory of the fullest rank by category.
         constants: version of the cost model's constants.
     """
 

@@ -45,7 +45,10 @@ def resolve(
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         remote: `machine` is a node that a scheduler will provide, not this one.
-        choices, overrides, hydra, options: see `Run`.
+        choices: see `Run`.
+        overrides: see `Run`.
+        hydra: see `Run`.
+        options: see `Run`.
 
     Raises:
         ConfigError: for combinations that can't work.

@@ -30,7 +30,7 @@ class JobExit:
     Attributes:
         attempt: 0 for the first.
         code: the ranks' highest exit code.
-        again: whether it is to be started again.
+        requeue: whether it is to be started again.
         stopped: whether it was stopped from outside, not by its own error.
         reason: why it ended, in one sentence.
     """

@@ -70,9 +70,11 @@ class TrialState:
         job: the number of its last Slurm job, such as "123_4"; None where it has none.
         reason: why it failed or was stopped.
         submissions: how often it was submitted or started.
-        token, sent_at: of a submission whose job numbers the ledger does not have, and its time.
+        token: of a submission whose job numbers the ledger does not have; None where it has them.
+        sent_at: the time of that submission, in seconds since 1970.
         jobs: all job numbers of its last submission: several where jobs are chained.
-        steps, devices: of its run.
+        steps: of its run.
+        devices: of its run.
         lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
         asked: see `titan.run.identity.compute_portable_trial_id`; empty in a ledger that an older titan wrote.
     """
@@ -212,7 +214,8 @@ def _parse_event(directory: Path, line: str) -> dict[str, Any]:
     """Return the event in a line of the ledger.
 
     Raises:
-        ValueError, KeyError: when the line is none, or names a folder elsewhere.
+        ValueError: when the line is no event, or names a folder elsewhere.
+        KeyError: when the event lacks a value.
     """
     event = untrusted.parse_object(line)
     for name, kind in _EVENT_TYPES.get(str(event.get("event")), {}).items():

@@ -22,6 +22,7 @@ class LossTerm:
 
     Attributes:
         needs_logits: whether its function reads `tokens.logits`, for which the memory estimate counts more.
+        coefficient: factor of the term in what is minimised; 0: the term is only measured.
     """
 
     needs_logits: ClassVar[bool] = False

@@ -108,7 +108,7 @@ class TokenSample:
 
 
 def iterate_hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
+    """Yield the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
     model = stage.model
     if model.tok_embeddings is not None:
         yield "tok_embeddings", model.tok_embeddings
@@ -123,7 +123,8 @@ class Observer(ModuleHooks):
     """Collects statistics of a step while its context is open.
 
     Attributes:
-        forward, backward: of each module's output and of the loss's gradient with respect to it, by the module's name.
+        forward: of each module's output, by the module's name.
+        backward: of the loss's gradient with respect to it, by the module's name.
         samples: by direction and module.
         losses: the largest of this rank.
         logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
@@ -280,7 +281,8 @@ def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tens
     Args:
         q: [B, H, t, d].
         k: [B, K, s, d].
-        query_ids, key_ids: positions and document ids of their tokens, int64 [2, B, t] and [2, B, s].
+        query_ids: positions and document ids of the queries' tokens, int64 [2, B, t].
+        key_ids: those of the keys' tokens, int64 [2, B, s].
     """
     largest = torch.full((), -math.inf, dtype=torch.float64, device=q.device)
     if not len(q):

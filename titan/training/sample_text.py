@@ -55,7 +55,8 @@ def sample_continuation(
         window: the longest input, in tokens.
         vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
         seed: of the random numbers.
-        temperature, top_k: see `titan.model.sampling.sample_tokens`.
+        temperature: see `titan.model.sampling.sample_tokens`.
+        top_k: see `sample_tokens`.
     """
     generators = [sampling.make_generator(seed, start, 0)]
     tokens = list(start)

@@ -39,7 +39,8 @@ class ModelStage(nn.Module):
         Args:
             x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
-            positions, document_ids: see `titan.model.decoder.DecoderModel.forward`.
+            positions: see `titan.model.decoder.DecoderModel.forward`.
+            document_ids: see `DecoderModel.forward`.
 
         Returns:
             Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
@@ -159,8 +160,8 @@ class TrainStep:
         seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
         terms: names of the loss terms: of the logits, then of the model's blocks.
-        expert_load: what is done with the counts of experts; None for a model without.
         num_block_sums: how many of the last figures of the loss each tensor rank sums over its own tokens.
+        expert_load: what is done with the counts of experts; None for a model without.
     """
 
     stages: tuple[ModelStage, ...]
@@ -251,7 +252,7 @@ class TrainStep:
         return rows if self.token_positions is None else rows.select_tokens(self.token_positions(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters with their names in the whole model, each name once."""
+        """Yield this rank's parameters with their names in the whole model, each name once."""
         names: set[str] = set()
         for stage in self.stages:
             for name, parameter in stage.iterate_global_parameters():
@@ -260,14 +261,14 @@ class TrainStep:
                     yield name, parameter
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's weights with their names in the whole model: parameters, and the routers' biases."""
+        """Yield this rank's weights with their names in the whole model: parameters, and the routers' biases."""
         yield from self.named_parameters()
         for stage in self.stages:
             parameters = dict(stage.model.named_parameters())
             yield from ((name, weight) for name, weight in stage.model.named_weights() if name not in parameters)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Return what a step leaves for the next one beside weights and optimizer state, with unique names."""
+        """Yield what a step leaves for the next one beside weights and optimizer state, with unique names."""
         for stage in self.stages:
             for name, router in stage.model.routers().items():
                 yield f"{name}.load", router.load

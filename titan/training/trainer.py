@@ -73,8 +73,8 @@ class StopSource(Protocol):
     """Tells the trainer that a signal came.
 
     Attributes:
-        asked: whether to stop at the end of the step.
-        again: whether to end with the exit code that asks to be started again.
+        requested: whether to stop at the end of the step.
+        requeue: whether to end with the exit code that asks to be started again.
     """
 
     requested: bool

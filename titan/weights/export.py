@@ -47,7 +47,8 @@ class OutFile:
         name: its name in the folder.
         tensors: the tensors' names in titan, in their order in the file.
         bytes: total size of the tensors.
-        rank, ranks: for Meta's format, the tensor parallel rank of the file's shards, and the number of ranks.
+        rank: for Meta's format, the tensor parallel rank of the file's shards.
+        ranks: for Meta's format, the number of tensor parallel ranks.
     """
 
     name: str

@@ -200,7 +200,8 @@ def build_config(
     Args:
         model: one of `FAMILIES`.
         dtype: torch's name of the weights' dtype, such as bfloat16.
-        bos, eos: the ids that begin and end a document.
+        bos: the id that begins a document; None: none does.
+        eos: the ids that end a document; None: none does.
         positions: max_position_embeddings, which has no effect on results; None: that of the family's releases.
 
     Raises:

@@ -28,8 +28,8 @@ class Weights(Protocol):
         dtypes: the stored dtype of each.
         tokenizer: the argument of `titan.dataset.tokenizers.load.load_tokenizer`; None without a tokenizer.
 
-    Optional attributes: `checksums` of their files (bytes, for `compute_digest`); `config` and `generation`, the
-    content of Hugging Face's config.json and generation_config.json (for an export).
+    Optional attributes: `checksums` of their files (bytes, for `titan.weights.formats.compute_digest`); `config` and
+    `generation`, the content of Hugging Face's config.json and generation_config.json (for an export).
     """
 
     path: str

@@ -21,8 +21,10 @@ class Footprint:
 
     Attributes:
         shards: number of shard jobs; each writes one shard of each split.
-        plan, manifest: the size of those files.
-        tokens, offsets: the size of all files of that kind.
+        plan: the size of the plan's file.
+        manifest: the size of the manifest.
+        tokens: the size of all files of tokens.
+        offsets: the size of all files of offsets.
         hashes: the size of the files of hashes, which are removed once duplicates are counted.
         index: a reader's memory: tokens, documents and start of each shard, as numbers of 8 bytes.
     """

@@ -112,7 +112,9 @@ class Conversation(RowFormat):
     Attributes:
         template: a name in TEMPLATES.
         messages: the key of the list; unless `prompt` and `completion` are given.
-        prompt, completion: the keys of the user's message and of the answer.
+        prompt: the key of the user's message; None: the row has `messages`.
+        completion: the key of the answer; None: the row has `messages`.
+        masked: whether rows have a loss mask: yes.
     """
 
     template: str

@@ -42,7 +42,7 @@ class RowReader(ABC):
 
     @abstractmethod
     def read_rows(self, part: SourcePart) -> Iterator[tuple[str, TableRow | BadDocumentError]]:
-        """Yield the rows of a part, each with its location; a BadDocument for an unreadable one.
+        """Yield the rows of a part, each with its location; a BadDocumentError for an unreadable one.
 
         Raises:
             ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.

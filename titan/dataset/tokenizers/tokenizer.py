@@ -24,11 +24,12 @@ class Tokenizer(ABC):
     """A tokenizer.
 
     Attributes:
-        vocab_size: one more than the largest id, special tokens included.
-        eos, bos: the ids that end and begin a document, or None.
-        fingerprint: hexadecimal digest of everything that determines the ids of a text.
         name: its name in messages.
         threads: number of threads of `encode_batch`; None: one per core. A tokenizer.json uses one thread or all.
+        vocab_size: one more than the largest id, special tokens included.
+        eos: the id that ends a document, or None.
+        bos: the id that begins a document, or None.
+        fingerprint: hexadecimal digest of everything that determines the ids of a text.
     """
 
     name: str = "tokenizer"

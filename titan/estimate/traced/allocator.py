@@ -30,10 +30,12 @@ class MemoryBlock:
     """A piece of a segment.
 
     Attributes:
-        start, size: in bytes.
+        start: its address, in bytes.
+        size: in bytes.
         pool: the stream and kind of its segment.
         free: whether no tensor is in it.
-        previous, following: its neighbours in the segment.
+        previous: the block before it in the segment; None: it is the first.
+        following: the block after it in the segment; None: it is the last.
     """
 
     start: int
@@ -63,8 +65,11 @@ class Allocator:
     """The allocator's state.
 
     Attributes:
-        reserved, allocated: bytes now.
-        most: the largest values so far.
+        reserved: bytes of segments now.
+        allocated: bytes of blocks with tensors now.
+        segments: requests to the driver so far.
+        most_reserved: the largest `reserved` so far.
+        most_allocated: the largest `allocated` so far.
     """
 
     def __init__(self, expandable: bool = True) -> None:
@@ -93,7 +98,7 @@ class Allocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        """Return a block, joined with free neighbours."""
+        """Free a block, and join it with free neighbours."""
         self.allocated -= block.size
         block.free = True
         for neighbour in (block.previous, block.following):

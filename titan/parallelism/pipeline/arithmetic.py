@@ -422,7 +422,7 @@ def check_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
         microbatches: of a step.
 
     Raises:
-        ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `choose_microbatches`.
+        ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.
     """
     if schedule.endswith(".csv"):
         _check_table(f"parallelism.schedule={schedule}", read_csv(schedule), ranks, stages, microbatches)

@@ -309,7 +309,9 @@ def simulate_order(
 
     Args:
         actions: of each rank, in its order.
-        forward, backward_input, backward_weight: the time of each at any stage; a full backward takes both parts.
+        forward: the time of a forward pass at any stage.
+        backward_input: the time of a backward pass for inputs; a full backward pass takes both parts.
+        backward_weight: the time of a backward pass for weights.
 
     Raises:
         DeadlockError: when no rank can continue.
@@ -357,7 +359,8 @@ def compute_idle_share(schedule: str, ranks: int, stages_per_rank: int, microbat
     Exact: in closed form where micro-batches fill the pipeline, otherwise by simulation.
 
     Raises:
-        ConfigError, ValueError: as `order_actions` does.
+        ConfigError: as `order_actions` does.
+        ValueError: as `order_actions` does.
     """
     kind = find_schedule(schedule)
     if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):

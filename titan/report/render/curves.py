@@ -116,7 +116,8 @@ def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOO
     """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:
-        x, y: [steps] each.
+        x: [steps].
+        y: [steps].
         points: the most to be kept.
         share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
             curve ends where the mean would be over less than half of that, as noise at the end misleads.

@@ -30,8 +30,10 @@ class Scale:
     """Map values to positions in the picture, linearly or logarithmically.
 
     Attributes:
-        low, high: the values at both ends.
-        start, end: their positions, in SVG units.
+        low: the value at the start.
+        high: the value at the end.
+        start: the position of `low`, in SVG units.
+        end: the position of `high`, in SVG units.
         log: whether equal ratios have equal lengths.
     """
 
@@ -179,7 +181,8 @@ def spread_boxes(middles: Sequence[float], heights: Sequence[float], low: float,
     Args:
         middles: middles, in rising order; [boxes].
         heights: of the boxes; [boxes].
-        low, high: the room.
+        low: the least top.
+        high: the largest bottom.
     """
     tops: list[float] = []
     for middle, height in zip(middles, heights, strict=True):

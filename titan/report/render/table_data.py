@@ -40,7 +40,8 @@ class Column:
     """One value of all variants.
 
     Attributes:
-        name, unit: its heading.
+        name: its heading.
+        unit: the unit in the heading.
         meaning: what it is, in a few words.
         cells: of each variant, in their order.
         weight: the heaviest are left out first where room is short; those of weight 0 stay.

@@ -45,12 +45,14 @@ class Evaluator:
             run: says what is measured.
             train_step: the model.
             mix: the sources.
-            show, stopped: see `build_eval_sets`.
+            show: see `build_eval_sets`.
+            stopped: see `build_eval_sets`.
             tokenizer: the argument of `load_tokenizer`; None: that of the data.
 
         Raises:
             ConfigError: when a file can't be read, or the data have no tokenizer.
-            StopRequestedError, RunError: see `build_eval_sets`.
+            StopRequestedError: see `build_eval_sets`.
+            RunError: see `build_eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
         text_tokenizer = _load_given_tokenizer(tokenizer, run) if tokenizer else _load_data_tokenizer(run, mix)

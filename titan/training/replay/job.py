@@ -66,7 +66,8 @@ class RankReplay:
 
     Attributes:
         record: the step's line of metrics.jsonl.
-        totals, samples: of hidden states and of their gradients, in the order of the forward pass.
+        totals: of hidden states and of their gradients, in the order of the forward pass.
+        samples: likewise.
         losses: the largest ones.
         notes: what was applied to the model.
     """

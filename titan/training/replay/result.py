@@ -47,8 +47,10 @@ class ReplayedStep:
 
     Attributes:
         record: the step's line, with metrics of the layers.
-        statistics, samples: in the order of the forward pass, then of the backward pass.
+        statistics: in the order of the forward pass, then of the backward pass.
+        samples: likewise.
         tokens: the largest losses.
+        notes: what was applied to the model.
     """
 
     record: Mapping[str, Any]

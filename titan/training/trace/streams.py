@@ -73,11 +73,11 @@ class RecordedDevice:
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder, self.names = recorder, iter(FSDP_STREAMS)
 
-    def Stream(self, priority: int = 0) -> _RecordedStream:
+    def Stream(self, priority: int = 0) -> _RecordedStream:  # noqa: N802 torch.cuda.Stream
         """Return a new stream."""
         return _RecordedStream(self.recorder, next(self.names, "other"))
 
-    def Event(self, *args: Any, **kwargs: Any) -> Marker:
+    def Event(self, *args: Any, **kwargs: Any) -> Marker:  # noqa: N802 torch.cuda.Event
         """Return a new event."""
         return Marker(self.recorder)
 
