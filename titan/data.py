@@ -141,11 +141,7 @@ def _show_step(
         source = mix.sources[k]
         name = f"{source.name}: " if len(mix.sources) > 1 else ""
         print(f"\nrow {number}: {name}row {row:,} of {source.split.count_rows(training.seq_len):,}")
-<<<<<<< HEAD
         for line in _format_documents(source.split, row, training.seq_len, tokenizer, max_characters):
-=======
-        for line in _format_documents(source.split, row, training.seq_len, tokenizer, options.characters or None):
->>>>>>> main
             print(line)
     print()
 

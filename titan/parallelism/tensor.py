@@ -277,11 +277,7 @@ def _compute_split_chunks(
     group: str,
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-<<<<<<< HEAD
-    """Return what `compute_loss_in_chunks` does, with the `rank`-th of equal shards of the vocabulary as weight."""
-=======
     """Do as `compute_loss_in_chunks`, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
->>>>>>> main
     largest, total = (partial(collectives.all_reduce_by_name, group=group, op=op) for op in ("max", "sum"))
     measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
     return compute_loss_in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
