@@ -176,3 +176,8 @@ def test_the_usage_shows_what_is_required() -> None:
         "RUN [KEY=VALUE ...]", "DIR [DIR ...] [KEY=VALUE ...]", "[RUN] [KEY=VALUE ...]", "source=VALUE [KEY=VALUE ...]",
     ]  # fmt: skip
     assert ONE.format_help().splitlines()[2].endswith("RUN [KEY=VALUE ...] [OVERRIDE ...]")
+
+
+def test_an_unknown_key_of_a_group_is_no_override() -> None:
+    with pytest.raises(ConfigError, match=r"sizes.row=1: there is no such setting; did you mean 'sizes.rows'\?"):
+        ONE.parse(["runs/a", "sizes.row=1"])

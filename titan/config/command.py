@@ -135,8 +135,11 @@ def format_help(
     Args:
         name: see `Command`.
         usage: the kinds of words, in order.
-        summary, examples, notes, exit_codes: see `Command`.
+        summary: see `Command`.
+        examples: see `Command`.
         settings_text: the lines of the settings.
+        notes: see `Command`.
+        exit_codes: see `Command`.
     """
     sections = [
         summary,
