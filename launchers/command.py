@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from launchers import plugin
-from launchers.trials import Trial
+from launchers.session import Describe, Planner, SweepSession, describe_nothing
 from titan.config import help as help_text
 from titan.config import modules
 from titan.config.command import describe_version
@@ -32,7 +32,7 @@ def run_command(
     argv: Sequence[str] | None,
     job: Callable[[Run], int],
     ranks: int | None = None,
-    describe: Callable[[Sequence[Trial]], str] = lambda trials: "",
+    describe: Describe = describe_nothing,
 ) -> int:
     """Carry out a command line: compose, check, then `job`.
 
@@ -46,13 +46,10 @@ def run_command(
         The exit code: 0 done, 1 a failed run, 2 a ConfigError, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with plugin.use_description(describe):
-        return exit_code(lambda: _execute_command(arguments, job, ranks))
+    return exit_code(lambda: _execute_command(arguments, job, ranks, describe))
 
 
-def plan_command(
-    argv: Sequence[str], job: Callable[[Run], int], sweep_job: Callable[[Sequence[Trial]], list[int]]
-) -> int:
+def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Planner) -> int:
     """Compose and check what a command line of titan.train would start, on the machines that it describes.
 
     Args:
@@ -70,8 +67,7 @@ def plan_command(
         cfg = None if args.multirun else _compose_run(args)
         args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
         if cfg is None or args.multirun:
-            with plugin.use_planner(sweep_job):
-                return _hand_to_hydra(args)
+            return _hand_to_hydra(args, SweepSession(planner=sweep_job))
         return job(freeze_run(cfg, remote=True, trusted=modules.list_trusted_packages(args.typed)))
 
 
@@ -115,7 +111,7 @@ def _check_single(cfg: DictConfig) -> None:
         raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
 
 
-def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int | None, describe: Describe) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     with _parse_arguments(arguments) as args:
         if args.version:
@@ -129,14 +125,16 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
             cfg = _compose_run(args)
             args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
-            return _hand_to_hydra(args)
+            return _hand_to_hydra(args, SweepSession(describe=describe))
         launcher, trusted = (
             plugin.find_scheduler_launcher(cfg) if ranks is None else None,
             modules.list_trusted_packages(args.typed),
         )
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
-    return callbacks.around_run(lambda: plugin.launch_single(launcher, run, cfg) if launcher else job(run), CONFIG)
+    return callbacks.around_run(
+        lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG
+    )
 
 
 def _compose_run(args: argparse.Namespace) -> DictConfig:
@@ -157,18 +155,18 @@ def _check_no_grid(cfg: DictConfig) -> None:
         raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
 
 
-def _hand_to_hydra(args: argparse.Namespace) -> int:
+def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     names = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
     if args.multirun and names:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
     if args.multirun:
-        plugin.SweepLauncher.trusted = modules.list_trusted_packages(args.overrides)
+        session.trusted = modules.list_trusted_packages(args.overrides)
         with Session(args):
             modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
-            hydra_private.hand_over(args, _reject_task, str(CONF), args.config_name or CONFIG)
+            hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)
     except SystemExit as system_exit:
         if args.cfg and system_exit.code:
             raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None
@@ -176,8 +174,8 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
-        plugin.remove_unused()
-    return plugin.find_exit_code() if args.multirun else 0
+        session.remove_unused()
+    return session.find_exit_code() if args.multirun else 0
 
 
 @contextlib.contextmanager
@@ -189,8 +187,3 @@ def _redact_output() -> Iterator[None]:
             yield
     finally:
         print(redact(stdout.getvalue()), end="")
-
-
-def _reject_task(cfg: DictConfig) -> None:
-    """The task function that Hydra requires; titan's launcher never calls it."""
-    raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")

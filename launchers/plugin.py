@@ -6,11 +6,10 @@ launchers only from a module under `hydra_plugins`; `register_plugins` makes one
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import trials
 from launchers.local import sweep as local_sweep
+from launchers.session import Describe, SweepSession
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
@@ -43,19 +43,8 @@ SINGLE_TRIAL_ID = "run"
 class SweepLauncher(Launcher):
     """Base of all launchers: expand a sweep into trials, check them, then launch them."""
 
-    # Hydra's sweeper makes the instance and returns none of it
-    codes: ClassVar[list[int]] = []
-    new_folders: ClassVar[list[Path]] = []
-    """Folders that this sweep creates, innermost first."""
-    is_dry_run: ClassVar[bool] = False
-    trusted: ClassVar[tuple[str, ...]] = ()
-    """Packages that trials may import."""
     settings_class: ClassVar[Any] = LocalLaunch
     remote: ClassVar[bool] = False
-    planner: ClassVar[Callable[[Sequence[Trial]], list[int]] | None] = None
-    """Takes the trials in place of a launch."""
-    describe: ClassVar[Callable[[Sequence[Trial]], str]] = staticmethod(lambda trials: "")
-    """Returns what a dry run prints about trials beside their scripts."""
 
     def __init__(self, **options: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in options.items()}
@@ -68,19 +57,26 @@ class SweepLauncher(Launcher):
         self.settings = settings.build(self.settings_class, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what `launch` needs."""
+        """Keep what `launch` needs; the task function is the command's session.
+
+        Raises:
+            ConfigError: when the settings of the sweep can't work.
+            TypeError: when the task function is no session, which is a bug.
+        """
         if config.hydra.sweeper.get("max_batch_size") is not None:
             raise ConfigError(
                 f"hydra.sweeper.max_batch_size={config.hydra.sweeper.max_batch_size}: a sweep is checked as a whole; "
                 "leave it out, and set hydra.launcher.at_once to how many trials run at a time."
             )
-        self.context, self.config = hydra_context, config
+        if not isinstance(task_function, SweepSession):
+            raise TypeError(f"titan's launchers take a SweepSession as Hydra's task function, not {task_function!r}")
+        self.context, self.config, self.session = hydra_context, config, task_function
         _check_sweep_folder(config)
         uses_processes = self.remote or getattr(self.settings, "at_once", 1) != 1
         self.callbacks = hydra_node.HydraCallbacks(config, remote=uses_processes, instances=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
-        SweepLauncher.new_folders = [f for f in (folder, *folder.parents) if not f.exists()]
+        self.session.new_folders = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every trial, then launch the sweep; return one result per trial."""
@@ -89,15 +85,15 @@ class SweepLauncher(Launcher):
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
         overrides = [translate_overrides(trial_overrides) for trial_overrides in job_overrides]
-        planner, remote = SweepLauncher.planner, self.remote or SweepLauncher.planner is not None
-        SweepLauncher.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
+        planner, remote = self.session.planner, self.remote or self.session.planner is not None
+        self.session.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
         batch = trials.expand_trials(
-            loader, self.config, overrides, initial_job_idx, remote, self.trusted, self._find_fixed_settings()
+            loader, self.config, overrides, initial_job_idx, remote, self.session.trusted, self._find_fixed_settings()
         )
         unique_trials = list({trial.id: trial for trial in batch}.values())
         worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
-        codes = planner(unique_trials) if planner else self.launch_trials(root, unique_trials, build_spec(self.config))
-        SweepLauncher.codes += codes
+        codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
+        self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         return [
             self._build_return(trial, trial_overrides, codes_by_id[trial.id], worst)
@@ -123,7 +119,7 @@ class SweepLauncher(Launcher):
             ConfigError: when there will be no results, or the settings contradict each other.
         """
         sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
-        if SweepLauncher.is_dry_run:
+        if self.session.is_dry_run:
             raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
         if not getattr(self.settings, "wait", True):
             raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
@@ -140,7 +136,10 @@ class SweepLauncher(Launcher):
         )
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=return_value)
 
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec) -> list[int]:
+    def _launch(self, root: Path, batch: Sequence[Trial]) -> list[int]:
+        return self.launch_trials(root, batch, build_spec(self.config), self.session.describe)
+
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
         """Launch checked trials; return their exit codes."""
         return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial).launch()
 
@@ -171,9 +170,9 @@ class SlurmLauncher(SweepLauncher):
 
     settings_class, remote = SlurmLaunch, True
 
-    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec) -> list[int]:
+    def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, SweepLauncher.describe).launch()
+        return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe).launch()
 
 
 def _build_sweeper_class() -> Any:
@@ -224,7 +223,7 @@ def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:
     return launcher if launcher.remote else None
 
 
-def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
+def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: Describe) -> int:
     """Launch a single run as a sweep of one trial, with the run's directory; return the exit code.
 
     That directory identifies the trial: it holds one run.
@@ -241,12 +240,11 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
         summary.show_finished(run, attempts.read_finished_run(run))
         return 0
     trial = Trial(SINGLE_TRIAL_ID, (), run)
-    return launcher.launch_trials(directory, [trial], build_spec(cfg))[0]
+    return launcher.launch_trials(directory, [trial], build_spec(cfg), describe)[0]
 
 
 def register_plugins() -> None:
     """Register titan's launchers and sweeper as plugins of Hydra."""
-    SweepLauncher.codes, SweepLauncher.new_folders, SweepLauncher.is_dry_run = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
@@ -257,47 +255,3 @@ def register_plugins() -> None:
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
-
-
-@contextlib.contextmanager
-def use_planner(planner: Callable[[Sequence[Trial]], list[int]]) -> Iterator[None]:
-    """Hand the trials of sweeps to `planner` instead of launching them."""
-    SweepLauncher.planner = staticmethod(planner)
-    try:
-        yield
-    finally:
-        SweepLauncher.planner = None
-
-
-@contextlib.contextmanager
-def use_description(describe: Callable[[Sequence[Trial]], str]) -> Iterator[None]:
-    """Let a dry run print what `describe` returns about its trials."""
-    previous = SweepLauncher.describe
-    SweepLauncher.describe = staticmethod(describe)
-    try:
-        yield
-    finally:
-        SweepLauncher.describe = staticmethod(previous)
-
-
-def remove_unused() -> None:
-    """Remove the folders and files that the sweeper wrote, after a sweep of which no trial was started."""
-    if not SweepLauncher.new_folders or (SweepLauncher.codes and not SweepLauncher.is_dry_run):
-        return
-    if (SweepLauncher.new_folders[0] / ledger.LEDGER).exists():  # it was begun, and failed
-        return
-    (SweepLauncher.new_folders[0] / "multirun.yaml").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        for folder in SweepLauncher.new_folders:
-            folder.rmdir()
-
-
-def find_exit_code() -> int:
-    """Return the exit code of the last sweep: 0 when every trial succeeded.
-
-    Raises:
-        ConfigError: when it had no trials.
-    """
-    if not SweepLauncher.codes:
-        raise ConfigError("-m: the sweep has no trials; give values, such as optimizer.lr=1e-3,3e-3.")
-    return next((code for code in SweepLauncher.codes if code), 0)

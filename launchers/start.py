@@ -18,9 +18,10 @@ from titan.cluster.environment import set_variables
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.debug.verdict import HangError
-from titan.errors import ConfigError, RunError, describe_machine_error
+from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.run import attempts, summary
 from titan.run.lock import lock_directory
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 
 Report = Callable[[Exception], object]
@@ -37,15 +38,16 @@ LOST_SECONDS = 180.0
 """How long a file system may take to notice that a node was lost, and to free the node's locks."""
 
 
-def run_local(run: Run, apart: bool = False) -> int:
+def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_reason) -> int:
     """Run on this machine, in this process where one rank is enough.
 
     Args:
         run: the checked run.
         apart: start a process even for one rank, so that nothing of it stays in this one.
+        report: called with the error of the rank that failed first, where ranks are processes.
 
     Returns:
-        The exit code.
+        The exit code; what this process itself rejects, and a rank in it, is raised.
     """
     with set_variables(run.cluster.environment), lock_directory(Path(run.directory)):
         for restart in range(run.cluster.restarts + 1):
@@ -53,7 +55,8 @@ def run_local(run: Run, apart: bool = False) -> int:
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)
                 return 0
-            code = _run_attempt(run, attempt, partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0))
+            train = partial(_start_ranks, run, attempt, apart or run.cluster.restarts > 0, report)
+            code = _run_attempt(run, attempt, train)
             if code != 1 or restart == run.cluster.restarts:
                 return code
             log_line(Path(run.directory), f"restart {restart + 1} of {run.cluster.restarts}")
@@ -61,8 +64,10 @@ def run_local(run: Run, apart: bool = False) -> int:
 
 
 def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
+    """Prepare the data, then decide what the directory means."""
     with progress_line() as show:
-        return attempts.begin_attempt(run, show)
+        data = prepare_data(run, show)
+    return attempts.begin_attempt(run, data)
 
 
 def _run_attempt(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) -> int:
@@ -90,9 +95,9 @@ def _prepare_meanwhile(run: Run, attempt: attempts.Attempt) -> AbstractContextMa
     return preparation
 
 
-def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool) -> int:
+def _start_ranks(run: Run, attempt: attempts.Attempt, apart: bool, report: ReasonReceiver) -> int:
     if run.layout.devices > 1 or apart:
-        return run_ranks((run, attempt), run.layout.devices, Path(run.directory))
+        return run_ranks((run, attempt), run.layout.devices, Path(run.directory), report=report)
     return int(import_module(WORKER).work(run, attempt, RankInfo()))
 
 

@@ -25,11 +25,13 @@ from typing import IO, Any
 from launchers.scratch import make_scratch_folder
 from titan.cluster import rank_error
 from titan.cluster.environment import divide_cores, prepare_environment, use_loopback
+from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOP_MESSAGE, handle_signals, is_repeat
 from titan.console import output
 from titan.console.text import sanitize_lines
 from titan.debug.verdict import Messages
+from titan.errors import ReasonReceiver, ignore_reason
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
@@ -120,7 +122,13 @@ class Supervisor:
             yield
 
 
-def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.training.rank") -> int:
+def run_ranks(
+    payload: Any,
+    size: int,
+    directory: Path,
+    module: str = "titan.training.rank",
+    report: ReasonReceiver = ignore_reason,
+) -> int:
     """Run `module` as ranks 0 to size - 1 of this machine and wait for them.
 
     Args:
@@ -128,6 +136,7 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
         size: how many ranks.
         directory: the run's directory; the ranks' output goes to `log/` in it.
         module: its `__main__` is called with the file that holds payload and rank info.
+        report: called with the error of the rank that failed first, in one line.
 
     Returns:
         0 when all ranks ended well, 2 after a ConfigError, 130 when a signal ended them, else 1; the error of the rank
@@ -138,7 +147,7 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
         messages = Messages(directory)
         try:
             _start_ranks(ranks, folder, payload, size, directory, module)
-            return _wait_for_ranks(ranks, folder, directory, messages)
+            return _wait_for_ranks(ranks, folder, directory, messages, report)
         finally:
             ranks.end_processes(0)
 
@@ -172,7 +181,9 @@ def log_line(directory: Path, line: str) -> None:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
 
 
-def _wait_for_ranks(ranks: Supervisor, folder: Path, directory: Path, messages: Messages) -> int:
+def _wait_for_ranks(
+    ranks: Supervisor, folder: Path, directory: Path, messages: Messages, report: ReasonReceiver
+) -> int:
     """Wait for the ranks, show what they say about a hang, and report the error of one that failed; returns the exit
     code."""
     ranks.wait(lambda: _show_messages(directory, messages))
@@ -187,7 +198,12 @@ def _wait_for_ranks(ranks: Supervisor, folder: Path, directory: Path, messages: 
     if ranks.signals and -signal.SIGTERM in codes:  # ours, and it came before that rank could handle it
         return 130
     ranks.end_processes(GRACE_SECONDS if all(code in (None, 130) for code in codes) else 0)
-    return _report_error(folder, codes, first_failed, directory)
+    error = _find_error(folder, codes, first_failed)
+    if error is None:  # it was stopped
+        return codes[first_failed] or 1
+    log_line(directory, error.format_report())
+    report(error.summarize())
+    return error.code
 
 
 def _show_messages(directory: Path, messages: Messages) -> None:
@@ -195,18 +211,13 @@ def _show_messages(directory: Path, messages: Messages) -> None:
         log_line(directory, line)
 
 
-def _report_error(folder: Path, codes: list[int | None], first_failed: int, directory: Path) -> int:
-    """Print the error that caused the others, once; returns the exit code that follows from it."""
+def _find_error(folder: Path, codes: list[int | None], first_failed: int) -> RankError | None:
+    """Return the error that caused the others; None where a signal or a closed output stopped a rank."""
     if killed_ranks := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
-        error = rank_error.describe_kill(signal.Signals(-(codes[killed_ranks[0]] or 0)).name, killed_ranks[0])
-        log_line(directory, f"rank {error.rank} was {error.text}; see log/rank-{error.rank}.log")
-        return 1
+        return rank_error.describe_kill(signal.Signals(-(codes[killed_ranks[0]] or 0)).name, killed_ranks[0])
     cause = rank_error.find_first_cause(map(rank_error.read, folder.glob("*.error")))
-    if cause is not None:
-        log_line(directory, cause.text if cause.plain else f"rank {cause.rank} failed:\n{cause.text.rstrip()}")
-        return cause.code
     code = codes[first_failed]
-    if code in (130, output.SIGPIPE_CODE):
-        return int(code)
-    log_line(directory, f"rank {first_failed} exited with code {code} without reporting an error")
-    return 1
+    if cause is not None or code in (130, output.SIGPIPE_CODE):
+        return cause
+    text = f"rank {first_failed} exited with code {code} without reporting an error"
+    return RankError(rank=first_failed, text=text, plain=True)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import yaml
 
+from launchers import start
 from tests.support.runs import TINY
 from titan import api
 from titan import plan as plan_command
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError, RunError
+from titan.metrics.reader import merge_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = f"""
@@ -112,7 +114,7 @@ def test_metrics_are_those_of_the_attempt_that_counts() -> None:
         {"step": 2, "validation_loss": 4.5, "attempt": 1}, {"step": 3, "loss": 3.0, "attempt": 1},
         {"step": 2, "loss": None, "attempt": 2},
     ]  # fmt: skip
-    metrics = api._build_columns(api._merge_records(lines, {1: 1, 2: float("inf")}))
+    metrics = api._build_columns(merge_steps(lines, {1: 1, 2: float("inf")}))
     assert metrics["step"].tolist() == [1, 2]
     assert metrics["loss"][0] == 5.0
     assert np.isnan(metrics["loss"][1])
@@ -171,17 +173,27 @@ def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: py
 
 
 @pytest.mark.parametrize(
-    ("printed", "wanted"),
+    ("code", "reasons", "kind", "message"),
     [
-        pytest.param("titan: a: b.\n", "a: b.", id="one"),
-        pytest.param("x\ntitan: restart 1 of 2\ntitan: a: b.\n", "a: b.", id="last"),
-        pytest.param("titan: rank 1 failed:\nTraceback\n  x\nE: y\n", "rank 1 failed: E: y", id="traceback"),
-        pytest.param("x\n", "/nowhere: the run ended with exit code 1; see log/ in it.", id="none"),
+        pytest.param(1, ["a: b."], RunError, "a: b.", id="one"),
+        pytest.param(2, ["a=b: can't be."], ConfigError, "a=b: can't be.", id="rejected"),
+        pytest.param(1, ["first", "last"], RunError, "last", id="restarted"),
+        pytest.param(1, [], RunError, "/nowhere: the run ended with exit code 1; see log/ in it.", id="none"),
     ],
 )
-def test_the_message_of_an_error(printed: str, wanted: str) -> None:
-    run = api.compose(*TINY, "hydra.run.dir=/nowhere")
-    assert api._find_last_message(printed, run, 1) == wanted
+def test_train_raises_what_the_launcher_reports(
+    code: int, reasons: list[str], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_local(run: api.Run, apart: bool, report: Callable[[str], object]) -> int:
+        print("titan: what is printed is not read", file=sys.stderr)
+        for reason in reasons:
+            report(reason)
+        return code
+
+    monkeypatch.setattr(start, "run_local", run_local)
+    with pytest.raises(kind) as failed:
+        api.train(api.compose(*TINY, "hydra.run.dir=/nowhere"))
+    assert str(failed.value) == message
 
 
 def test_train_takes_the_main_thread(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ import pytest
 from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
+from tests.support.runs import begin
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
 from titan.model.schema import Llama
 from titan.profile import command as profile
-from titan.run import attempts, compose
+from titan.run import compose
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -133,7 +134,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert convert.main([f"{folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
-    attempts.begin_attempt(first)
+    begin(first)
     made_weights.native(manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()
@@ -220,7 +221,7 @@ def test_command(
         assert launch(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
-def train_small(run: Run, apart: bool = False) -> int:
+def train_small(run: Run, **_: Any) -> int:
     """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
     if run.layout.devices > 1 or (run.compile.scope != "off" and not run.compile_why.endswith("of work")):
         return 0

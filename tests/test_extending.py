@@ -20,7 +20,7 @@ from tests.support.tiers import full, table
 from titan import evaluate
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.run import identity
 from titan.run.run import Run
 

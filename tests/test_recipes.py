@@ -239,7 +239,7 @@ GRIDS = {
 @pytest.mark.parametrize("name", table([name for name in FILES["sweep"] if name != "branches"], ("learning_rate",)))
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(["-m", f"sweep={name}", "precision.emulate=true"], start.run_local) == 0
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
@@ -253,7 +253,7 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
 def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     train(tiny(tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"))
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     monkeypatch.chdir(tmp_path)
     steps = ",".join(f"{tmp_path}/trunk/checkpoints/step-{step}" for step in (1, 2))
     tiny_settings = [o for o in TINY if not o.startswith(("schedule", "checkpoint", "hydra.run.dir"))]
@@ -274,7 +274,7 @@ def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str
 @pytest.mark.full
 def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
     assert run_command(line, start.run_local) == 0
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]

@@ -14,11 +14,10 @@ import pytest
 from launchers import start
 from launchers.command import run_command
 from tests.support.machines import detector
-from tests.support.runs import TINY, save_of
+from tests.support.runs import TINY, begin, save_of
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.errors import ConfigError
-from titan.run import attempts
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
@@ -513,7 +512,7 @@ def begun(*overrides: str) -> Run:
     """A run whose first attempt has begun, as far as its directory knows."""
     run = tiny(*overrides)
     Path(run.directory).mkdir(parents=True)
-    attempts.begin_attempt(run)
+    begin(run)
     return run
 
 

@@ -14,17 +14,14 @@ Where a command prints a sentence and exits with 2 or 1, these functions raise C
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +34,10 @@ from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import import_optional
-from titan.errors import EXIT_REQUEUE, ConfigError, RunError, describe_machine_error
+from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
-from titan.metrics.lines import read_records
+from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.run.directory import read_attempts, read_result
@@ -166,16 +163,21 @@ def train(run: Run, *, in_process: bool = False) -> Result:
         RunError: when the run fails: exit code 1.
     """
     _check_process()
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(_Tee(sys.stderr, printed)):
-        code = launch(run, in_process=in_process)
+    reasons: list[str] = []
+    code = launch(run, in_process=in_process, report=reasons.append)
     if code not in (0, *STOPPED):
-        raise (ConfigError if code == 2 else RunError)(_find_last_message(printed.getvalue(), run, code))
+        reason = reasons[-1] if reasons else f"{run.directory}: the run ended with exit code {code}; see log/ in it."
+        raise (ConfigError if code == 2 else RunError)(reason)
     return _read_outcome(Path(run.directory), code)
 
 
-def launch(run: Run, *, in_process: bool = True) -> int:
-    """Run on this machine as the command does and return the exit code; ranks report their errors on stderr.
+def launch(run: Run, *, in_process: bool = True, report: ReasonReceiver = ignore_reason) -> int:
+    """Run on this machine as the command does and return the exit code.
+
+    Args:
+        run: the run.
+        in_process: run a single rank in this process.
+        report: called with the error of the rank that failed first, which the launcher has printed.
 
     Raises:
         ConfigError: when a rank in this process rejects the run.
@@ -184,7 +186,7 @@ def launch(run: Run, *, in_process: bool = True) -> int:
     if in_process:
         prepare_environment(os.environ)
     try:
-        return start.run_local(run, apart=not in_process)
+        return start.run_local(run, apart=not in_process, report=report)
     except OSError as error:
         if (sentence := describe_machine_error(error)) is None:
             raise
@@ -208,35 +210,6 @@ def _read_outcome(directory: Path, code: int) -> Result:
     saved = open_run(directory)
     result = saved.result or Result(directory, finished=False, step=int(saved.metrics["step"].max(initial=0)))
     return replace(result, exit_code=code)
-
-
-class _Tee(io.TextIOBase):
-    """A stream that writes to another one and keeps a copy."""
-
-    def __init__(self, stream: TextIO, copy: io.StringIO) -> None:
-        self.stream, self.copy = stream, copy
-
-    def write(self, text: str) -> int:
-        self.copy.write(text)
-        return self.stream.write(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-
-def _find_last_message(printed: str, run: Run, code: int) -> str:
-    """The last error message on stderr: its first line, and of a traceback also the last."""
-    _, separator, message = f"\n{printed}".rpartition("\ntitan: ")
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if not separator or not lines:
-        return f"{run.directory}: the run ended with exit code {code}; see log/ in it."
-    return " ".join([lines[0], *lines[1:][-1:]])
 
 
 @dataclass(frozen=True)
@@ -315,9 +288,7 @@ class SavedRun:
         finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
         """
         documents = tuple(attempt.document for attempt in self.attempts)
-        return _build_columns(
-            _merge_records(read_records(self.directory / "metrics.jsonl"), history.find_step_limits(documents))
-        )
+        return _build_columns(read_steps(self.directory / METRICS, history.find_step_limits(documents)))
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame with one row per step.
@@ -377,18 +348,6 @@ RESULT_FIGURES = (
     "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
 )  # fmt: skip
 """Numbers of result.json that `Result` has as they are."""
-
-
-def _merge_records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) -> list[Mapping[str, Any]]:
-    """One record per step, with all that the last attempt which did the step recorded of it."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        step, attempt = line.get("step"), line.get("attempt", 1)
-        if not isinstance(step, int) or step > limits.get(attempt, math.inf):
-            continue
-        same = steps.get(step, {})
-        steps[step] = {**line, "attempt": attempt} | (same if same.get("attempt") == attempt else {})
-    return [steps[step] for step in sorted(steps)]
 
 
 def _build_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:

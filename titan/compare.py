@@ -123,13 +123,13 @@ def _render_markdown(comparison: Comparison, provenance: str) -> str:
 
 
 def _render_csv(comparison: Comparison, provenance: str) -> str:
-    from titan.report.export import format_csv
+    from titan.report.render.export import format_csv
 
     return format_csv(comparison)
 
 
 def _render_json(comparison: Comparison, provenance: str) -> str:
-    from titan.report.export import format_json
+    from titan.report.render.export import format_json
 
     return format_json(comparison)
 

@@ -85,16 +85,23 @@ EXIT_REQUEUE = 75
 """The exit code of ranks that the scheduler asked to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 
 
-def exit_code(body: Callable[[], int]) -> int:
-    """Return the exit code of `body`; print its error: 2 for ConfigError, 1 for RunError, 130 for Ctrl-C."""
+ReasonReceiver = Callable[[str], object]
+"""Takes the reason why a run failed, in one line, once it is printed."""
+
+
+def ignore_reason(reason: str) -> None:
+    """Do nothing: a `ReasonReceiver` of callers that need no more than the exit code."""
+
+
+def exit_code(body: Callable[[], int], report: ReasonReceiver = ignore_reason) -> int:
+    """Return the exit code of `body`; print its error: 2 for ConfigError, 1 for RunError, 130 for Ctrl-C.
+
+    Args:
+        body: returns its exit code.
+        report: called with the error that `body` raises; also with one that is raised from here, since it is a bug.
+    """
     try:
         return body()
-    except ConfigError as error:
-        print(f"titan: {format_message(str(error))}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"titan: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except output.OutputClosedError as lost:  # the reader of stdout has exited: `... | head`
@@ -102,10 +109,21 @@ def exit_code(body: Callable[[], int]) -> int:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
     except Exception as error:
-        if (sentence := describe_machine_error(error)) is not None:
-            print(f"titan: {sentence}", file=sys.stderr)
-            return 1
-        if (location := find_own_code_error(error)) is None:
+        if (user_error := describe_user_error(error)) is None:
+            report(f"{type(error).__name__}: {sanitize_line(str(error))}".rstrip(": "))
             raise
-        print(f"titan: your code failed: {sanitize_line(location)}; correct it.", file=sys.stderr)
-        return 2
+        code, sentence = user_error
+        print(f"titan: {format_message(sentence) if isinstance(error, ConfigError) else sentence}", file=sys.stderr)
+        report(sentence)
+        return code
+
+
+def describe_user_error(error: Exception) -> tuple[int, str] | None:
+    """Return the exit code and the sentence of an error on which users can act; None for a bug."""
+    if isinstance(error, (ConfigError, RunError)):
+        return 2 if isinstance(error, ConfigError) else 1, str(error)
+    if (sentence := describe_machine_error(error)) is not None:
+        return 1, sentence
+    if (location := find_own_code_error(error)) is not None:
+        return 2, f"your code failed: {sanitize_line(location)}; correct it."
+    return None

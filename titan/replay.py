@@ -16,8 +16,8 @@ from titan.config.command import Command, CommandLine
 from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
-from titan.metrics.lines import read_records
-from titan.run.directory import METRICS, RUN
+from titan.metrics.reader import METRICS, read_steps
+from titan.run.directory import RUN
 from titan.training.replay import show
 from titan.training.replay.job import ReplayJob, read_rank_replays
 from titan.training.replay.request import ReplayPlan, Settings, plan_replay
@@ -102,8 +102,8 @@ def _plan_replays(settings: Settings, overrides: Sequence[str], folder: Path) ->
 
 def _read_recorded_step(name: str, step: int) -> dict[str, Any]:
     """Return the run's line of a step; empty where it has none."""
-    lines = read_records(Path(name).expanduser() / METRICS)
-    return next((line for line in reversed(lines) if line.get("step") == step and "loss" in line), {})
+    records = read_steps(Path(name).expanduser() / METRICS)
+    return next((record for record in records if record["step"] == step and "loss" in record), {})
 
 
 def _align_start(side: ReplayPlan, first: ReplayPlan, settings: Settings) -> ReplayPlan:

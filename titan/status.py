@@ -25,8 +25,9 @@ from titan.console.numbers import format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError
+from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
-from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
+from titan.run.directory import RUN, is_finished, is_locked, read_attempts
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
@@ -140,7 +141,7 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
 
 def _format_row(trial: TrialState) -> tuple[str, ...]:
     directory = Path(trial.directory)
-    last: Mapping[str, Any] = next(read_last_steps(directory), {})
+    last: Mapping[str, Any] = next(read_last_steps(directory / METRICS), {})
     step = f"{last.get('step') or 0:,}/{trial.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
@@ -150,7 +151,7 @@ def _format_row(trial: TrialState) -> tuple[str, ...]:
 
 def _describe_slow_ranks(trial: TrialState) -> str:
     """Return a sentence on the ranks that the last step names as slow; empty without one."""
-    times = next(read_last_steps(Path(trial.directory)), {}).get("ranks")
+    times = next(read_last_steps(Path(trial.directory) / METRICS), {}).get("ranks")
     slow = times.get("slow") if isinstance(times, dict) else None
     if not isinstance(slow, list) or not slow:
         return ""
@@ -171,7 +172,7 @@ def _format_step_times(directory: Path) -> tuple[str, str]:
         return "", ""
     if predicted is None:
         return "", ""
-    records = islice(read_last_steps(directory), RECENT)
+    records = islice(read_last_steps(directory / METRICS), RECENT)
     attempt_records = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
     times = [r["step_seconds"] for r in attempt_records if r.get("step_seconds")]
     return f"{format_rounded(median(times))} s" if times else "", f"{format_rounded(predicted)} s"

@@ -13,14 +13,14 @@ from importlib import import_module
 from pathlib import Path
 
 from launchers import trials as sweep_trials
+from launchers.local import reason_file
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
-from titan.console.text import sanitize_line
 from titan.errors import exit_code
 from titan.run import summary
 from titan.run.completion import is_done
-from titan.sweep import job_exit, ledger
+from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
@@ -38,6 +38,7 @@ class LocalSweep:
         spec: what the sweep is for.
         job: runs the body of one trial in this process.
         processes: the process of each running trial, by the trial's index.
+        run_files: likewise, the file that holds its run.
         supervisor: starts these processes, and ends them.
     """
 
@@ -47,6 +48,7 @@ class LocalSweep:
     spec: SweepSpec
     job: Callable[[Trial, Callable[[], int]], int] = lambda trial, body: body()
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    run_files: dict[int, Path] = field(default_factory=dict)
     supervisor: Supervisor = field(default_factory=Supervisor)
 
     def launch(self) -> list[int]:
@@ -97,8 +99,10 @@ class LocalSweep:
             trial = self.trials[index]
             print(f"\n[{number}/{len(todo)}] {trial.label}", flush=True)
             self._record_start(trial)
-            codes[index] = exit_code(partial(self.job, trial, partial(run_local, trial.run, apart=True)))
-            self._record_end(trial, codes[index])
+            reasons: list[str] = []
+            body = partial(run_local, trial.run, apart=True, report=reasons.append)
+            codes[index] = exit_code(partial(self.job, trial, body), reasons.append)
+            self._record_end(trial, codes[index], reasons[-1] if reasons else None)
             if codes[index] == 130:
                 raise KeyboardInterrupt
         return codes
@@ -122,7 +126,8 @@ class LocalSweep:
         trial = self.trials[index]
         directory = Path(trial.run.directory)
         (directory / "log").mkdir(parents=True, exist_ok=True)
-        file = sweep_trials.pickle_run(trial, self.root / "points")
+        file = self.run_files[index] = sweep_trials.pickle_run(trial, self.root / "points")
+        reason_file.remove(file)
         self._record_start(trial)
         with (directory / "log" / "console.log").open("ab") as log:
             module, parent = "launchers.local.trial", str(os.getpid())
@@ -132,8 +137,10 @@ class LocalSweep:
     def _collect_trial(self, index: int) -> int:
         """Record the end of a trial, and return its exit code."""
         trial, code = self.trials[index], self.processes.pop(index).returncode
+        file = self.run_files.pop(index)
+        reason = None if code in (0, 130) else reason_file.read(file, code)
         code = 1 if code < 0 else code
-        reason = self._record_end(trial, code)
+        self._record_end(trial, code, reason)
         state = {0: "finished", 130: "stopped "}.get(code, "failed  ")
         print(f"{time.strftime('%H:%M:%S')}  {state}  {trial.label}{f'  ({reason})' if reason else ''}", flush=True)
         return code
@@ -141,25 +148,12 @@ class LocalSweep:
     def _record_start(self, trial: Trial) -> None:
         ledger.add_events(self.root, {"event": "started", "id": trial.id})
 
-    def _record_end(self, trial: Trial, code: int) -> str | None:
-        """Record the end of a trial in the ledger, and return the reason of one that failed."""
-        reason = _read_last_message(Path(trial.run.directory)) if code not in (0, 130) else None
+    def _record_end(self, trial: Trial, code: int, reason: str | None) -> None:
+        """Record the end of a trial in the ledger, and why it failed."""
+        reason = None if code in (0, 130) else reason or f"exited with code {code}"
         ledger.add_events(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})
-        return reason
 
 
 def _is_finished_or_queued(trial: TrialState) -> bool:
     """Return whether a trial is not to be run here: it is finished, or Slurm has it."""
     return trial.state == "finished" or (trial.state in ("queued", "running") and bool(trial.jobs or trial.token))
-
-
-def _read_last_message(directory: Path) -> str | None:
-    """Return the last line that the launcher or the console printed about a run that failed."""
-    for name in ("launcher.log", "console.log"):
-        try:
-            lines = (directory / "log" / name).read_text(errors="replace").split("\n")
-        except OSError:
-            continue
-        if printed := [line.strip() for line in lines if line.strip()]:
-            return sanitize_line(job_exit.strip_timestamp(printed[-1].removeprefix("titan: ")))
-    return None

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from launchers import run_file, start
+from launchers.local import reason_file
 from titan.cluster.rank_process import die_with_parent
 from titan.console import output
 from titan.errors import exit_code
@@ -15,7 +16,8 @@ from titan.errors import exit_code
 def main(file: str, parent: str) -> int:
     """Run the trial that `launchers.run_file` wrote into FILE; the process PARENT started this one and ends it."""
     die_with_parent(int(parent))
-    return exit_code(lambda: start.run_local(run_file.read(Path(file))))
+    report = partial(reason_file.write, Path(file))
+    return exit_code(lambda: start.run_local(run_file.read(Path(file)), report=report), report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from signal import Signals
 from typing import Any
 
 from launchers.slurm.shape import JobShape
-from titan.cluster.schema import Cluster, parse_minutes
+from titan.cluster.checks import parse_minutes
+from titan.cluster.schema import Cluster
 from titan.cluster.signals import PREEMPT, preempt_signal
 from titan.errors import EXIT_REQUEUE
 from titan.sweep.job_exit import DIED, TERMINATING

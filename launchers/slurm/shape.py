@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titan.cluster.schema import Cluster, parse_minutes
+from titan.cluster.checks import parse_minutes
+from titan.cluster.schema import Cluster
 from titan.errors import ConfigError
 from titan.run.run import Run
 

@@ -12,12 +12,13 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers import trials as sweep_trials
+from launchers.session import Describe, describe_nothing
 from launchers.slurm import queue, script, snapshot
 from launchers.slurm.lanes import Lanes
 from launchers.slurm.script import Submission
@@ -72,7 +73,7 @@ class SlurmSweep:
     trials: Sequence[Trial]
     settings: SlurmLaunch
     spec: SweepSpec
-    describe: Callable[[Sequence[Trial]], str] = lambda trials: ""
+    describe: Describe = describe_nothing
     printed_states: dict[str, str] = field(default_factory=dict)
     excluded_nodes: list[str] = field(default_factory=list)
 

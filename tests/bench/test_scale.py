@@ -15,7 +15,7 @@ from titan.bench import command, scale
 from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.assignment import describe_items
-from titan.checkpoint.plans import create_write_items
+from titan.checkpoint.save_planner import create_write_items
 from titan.errors import RunError
 
 SMALL = ("model=llama1b", "model.layers=4", "cluster=h100", "parallelism=fsdp", "parallelism.tensor=2", "name=scale")

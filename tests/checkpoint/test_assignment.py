@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import assignment, metadata_file, reader
 from titan.checkpoint.metadata_file import Positions
-from titan.checkpoint.plans import Plans, Written
+from titan.checkpoint.save_planner import CachingSavePlanner, GlobalPlan, WriteSummary
 from titan.checkpoint.writer import CheckpointWriter
 
 Box = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
@@ -150,19 +150,24 @@ class Ranks:
     """The plans of simulated ranks that save one after the other."""
 
     def __init__(self, size: int) -> None:
-        self.plans = [Plans(rank) for rank in range(size)]
+        self.planners = [CachingSavePlanner(rank) for rank in range(size)]
 
     def save(self, states: Sequence[dict[str, torch.Tensor]], folder: Path, late: Callable[[], None] = bool) -> None:
         """Save, and call `late` between the plan and the writing."""
-        writers = [CheckpointWriter(folder) for _ in self.plans]
+        writers = [CheckpointWriter(folder) for _ in self.planners]
         folder.mkdir()
-        parts = self.plans[0].global_plan([p.local_plan(state) for p, state in zip(self.plans, states, strict=True)])
-        for plans, part in zip(self.plans, parts, strict=True):
-            plans.set_plan(part)
+        local_plans = [p.create_local_plan(state) for p, state in zip(self.planners, states, strict=True)]
+        masks = self.planners[0].create_global_plan(local_plans)
+        plans = [planner.finish_plan(mask) for planner, mask in zip(self.planners, masks, strict=True)]
         late()
-        written = [plans.write_data(writer) for plans, writer in zip(self.plans, writers, strict=True)]
-        assert all(isinstance(of_rank, Written) for of_rank in written)
-        self.plans[0].finish(writers[0], written)
+        summaries = list(map(self.write, self.planners, writers, plans))
+        writers[0].write_metadata(*self.planners[0].merge_summaries(summaries))
+
+    @staticmethod
+    def write(planner: CachingSavePlanner, writer: CheckpointWriter, plan: SavePlan) -> WriteSummary:
+        future = writer.write_data(plan, planner.resolver)
+        future.wait()
+        return planner.finish_write(future.value())
 
 
 def states(value: float, **more: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -191,8 +196,8 @@ def test_later_saves_use_the_plan_and_another_state_makes_a_new_one(tmp_path: Pa
 def test_a_rank_that_did_not_forget_its_plan_fails_the_save(rank: int, tmp_path: Path) -> None:
     ranks = Ranks(2)
     ranks.save(states(1.0), tmp_path / "0")
-    ranks.plans[0].rank0_plan = type(ranks.plans[0].rank0_plan)()
-    ranks.plans[rank].tensor_keys = None
+    ranks.planners[0].global_plan = GlobalPlan()
+    ranks.planners[rank].tensor_keys = None
     with pytest.raises(ValueError, match=f"rank {1 - rank} has another plan of the checkpoint than rank 0"):
         ranks.save(states(1.0), tmp_path / "1")
 
@@ -201,7 +206,7 @@ def test_a_rank_that_writes_something_else_fails_the_save(tmp_path: Path) -> Non
     ranks = Ranks(2)
 
     def other() -> None:
-        ranks.plans[1].set_plan(bytes(3))
+        ranks.planners[1].finish_plan(bytes(3))
 
     with pytest.raises(ValueError, match="rank 1 has written by another plan"):
         ranks.save(states(1.0), tmp_path / "0", other)

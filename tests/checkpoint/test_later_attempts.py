@@ -16,7 +16,7 @@ from launchers import start
 from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
 from tests.support.ranks import RankFailed
-from tests.support.runs import same, saved, steps, tiny, train
+from tests.support.runs import begin, same, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, open_remote
@@ -37,7 +37,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
         train(run)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"step-3 was found damaged, and is not used; and there is no other"):
-            attempts.begin_attempt(run)
+            begin(run)
 
 
 class TestErrorsThatPass:
@@ -104,30 +104,30 @@ class TestRunsOfTheSameName:
         capfd.readouterr()
         Path(second.directory).mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"checkpoint.path=.*: holds another experiment"):
-            attempts.begin_attempt(second)
+            begin(second)
         assert not (tmp_path / "b" / "x" / "run.yaml").exists()
         index = tmp_path / "copies" / "x" / "index.json"
         kept = index.read_text()
         index.unlink()
         (tmp_path / "copies" / "x" / "run.yaml").unlink()
-        attempts.begin_attempt(second)
+        begin(second)
         index.write_text(kept)
         with pytest.raises(
             ConfigError, match=r"has checkpoints of another run of the same name, at .*copies/x; give another"
         ):
-            attempts.begin_attempt(second)
+            begin(second)
 
 
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
     plain = tiny(tmp_path / "runs" / "x", "evaluation.tokens=64")
     train(plain)
-    assert isinstance(attempts.begin_attempt(plain), FinishedRun)
+    assert isinstance(begin(plain), FinishedRun)
     owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "evaluation.tokens=64"]
     run = tiny(tmp_path / "runs" / "x", *owing)
     assert train(run)[0].code == 0
     assert Remote(f"{tmp_path}/copies/x").list_steps().keys() == {3}
     assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
-    assert isinstance(attempts.begin_attempt(run), FinishedRun)
+    assert isinstance(begin(run), FinishedRun)
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
 
 
@@ -141,12 +141,12 @@ class TestParentsThatGoOn:
         train(parent)
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        attempts.begin_attempt(run)  # and is killed before it saves
+        begin(run)  # and is killed before it saves
         train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
         with pytest.raises(
             ConfigError, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
         ):
-            attempts.begin_attempt(run)
+            begin(run)
         named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
         first = {n: t for n, t in train(named)[0].first.items() if n.startswith("model.")}
         assert same(first, self.weights(parent, 3))
@@ -155,7 +155,7 @@ class TestParentsThatGoOn:
         train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        attempt = attempts.begin_attempt(run)
+        attempt = begin(run)
         assert isinstance(attempt, attempts.Attempt)
         assert attempt.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
@@ -174,16 +174,16 @@ class TestParentsThatGoOn:
             train(tiny(tmp_path / name, f"training.seed={seed}"))
         train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
         with pytest.raises(ConfigError, match="are not the weights that the run in"):
-            attempts.begin_attempt(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
+            begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent")
         last = train(parent)[0].last
         fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
-        begin = attempts.begin_attempt
+        begin_attempt = attempts.begin_attempt
 
         def late(*args: Any) -> Any:
-            attempt = begin(*args)
+            attempt = begin_attempt(*args)
             manifest.retire(manifest.folder_of(tmp_path / "parent", 3))
             return attempt
 
@@ -197,7 +197,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
     train(run, stop_at(2))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(ConfigError, match=r"holds checkpoints, and no run.yaml that says of which run"):
-        attempts.begin_attempt(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
+        begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
 def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ class TestWhatAUserDoes:
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = tiny(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)
-        attempt = attempts.begin_attempt(run)
+        attempt = begin(run)
         assert isinstance(attempt, attempts.Attempt)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "attempt": 1}) + "\n")
         attempts.withdraw_attempt(run, attempt)

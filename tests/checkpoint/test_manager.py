@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.process_groups import fake_rank
 from tests.support.ranks import RankFailed
-from tests.support.runs import Seen, learned, same, saved, steps, tiny, train
+from tests.support.runs import Seen, begin, learned, same, saved, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.state import init_optimizer_state
 from titan.errors import ConfigError, RunError
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
-from titan.run import attempts
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
@@ -191,7 +190,7 @@ def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"
     ):
-        attempts.begin_attempt(fork)
+        begin(fork)
 
 
 @pytest.mark.full

@@ -20,10 +20,11 @@ from tests.support import save_messages
 from tests.support.ranks import run_ranks
 from tests.support.runs import same, saved, tiny, train
 from tests.support.tiers import full
-from titan.checkpoint import manifest, plans, restore
+from titan.checkpoint import manifest, restore, save_planner
 from titan.checkpoint.assignment import Holdings, describe_items
 from titan.checkpoint.coordinator import Coordinator
-from titan.checkpoint.plans import Plans
+from titan.checkpoint.reader import CheckpointReader
+from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import CheckpointWriter
 from titan.parallelism.exchange import StoreExchange
@@ -62,7 +63,7 @@ def counted(trainer: Trainer) -> dict[str, Any]:
                 seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
 
         watch(StoreExchange, name, note)
-    for owner, name in ((plans, "create_write_items"), (plans, "assign_boxes")):
+    for owner, name in ((save_planner, "create_write_items"), (save_planner, "assign_boxes")):
         watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
     return seen
 
@@ -113,14 +114,14 @@ def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
     def broken(trainer: Trainer) -> dict[str, Any]:
-        write = Plans.write_data
+        write = CheckpointWriter.write_data
 
-        def fails(own: Plans, writer: CheckpointWriter) -> Any:
+        def fails(writer: CheckpointWriter, *args: Any) -> Any:
             if "step-4" in str(writer.path) and trainer.world.rank_info.rank == 1:
                 raise OSError(28, "No space left on device")
-            return write(own, writer)
+            return write(writer, *args)
 
-        Plans.write_data = fails  # type: ignore[method-assign]  # in a rank's process
+        CheckpointWriter.write_data = fails  # type: ignore[method-assign]  # in a rank's process
         return counted(trainer)
 
     how = ("checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
@@ -138,31 +139,31 @@ class TestPlans:
     @staticmethod
     def proposed(*names: str) -> Any:
         """What a rank that has whole tensors of these names proposes; of as many elements as the name's number says."""
-        return Plans(0).local_plan({name: torch.zeros(int(name[1:])) for name in names})
+        return CachingSavePlanner(0).create_local_plan({name: torch.zeros(int(name[1:])) for name in names})
 
     def test_only_who_has_something_else_is_asked_again(self) -> None:
-        found = Plans(0)
+        found = CachingSavePlanner(0)
         first, second, more = self.proposed("a8"), self.proposed("b8"), self.proposed("b8", "c8")
-        assert found.global_plan([first, second]) == [b"\1", b"\1"]
-        assert found.global_plan([first.compute_digest(), second.compute_digest()]) == [None, None]
-        assert found.global_plan([first.compute_digest(), more]) == [b"\1", b"\1\1"]
-        assert found.rank0_plan.assignment is not None
-        assert sorted(info.name for info in found.rank0_plan.assignment.tensors) == ["a8", "b8", "c8"]
+        assert found.create_global_plan([first, second]) == [b"\1", b"\1"]
+        assert found.create_global_plan([first.compute_digest(), second.compute_digest()]) == [None, None]
+        assert found.create_global_plan([first.compute_digest(), more]) == [b"\1", b"\1\1"]
+        assert found.global_plan.assignment is not None
+        assert sorted(info.name for info in found.global_plan.assignment.tensors) == ["a8", "b8", "c8"]
 
     def test_tensors_of_which_no_rank_has_a_part_are_no_plan(self) -> None:
         holdings = describe_items(save_messages.items(0))
         with pytest.raises(ValueError, match="don't make up the tensor"):
-            Plans(0).global_plan([holdings, holdings])
+            CachingSavePlanner(0).create_global_plan([holdings, holdings])
 
     @pytest.mark.parametrize("change", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {"a": torch.zeros(2).double()}])
     def test_another_state_is_proposed_anew(self, change: dict[str, torch.Tensor]) -> None:
-        found = Plans(0)
-        first = found.local_plan({"a": torch.zeros(2)})
+        found = CachingSavePlanner(0)
+        first = found.create_local_plan({"a": torch.zeros(2)})
         assert isinstance(first, Holdings)
-        assert found.local_plan({"a": torch.ones(2)}) == first.compute_digest()
-        assert isinstance(found.local_plan(change), Holdings)
+        assert found.create_local_plan({"a": torch.ones(2)}) == first.compute_digest()
+        assert isinstance(found.create_local_plan(change), Holdings)
         found.forget_plan()
-        assert isinstance(found.local_plan(change), Holdings)
+        assert isinstance(found.create_local_plan(change), Holdings)
 
 
 def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwise() -> None:
@@ -213,7 +214,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
         coordinator = Coordinator.__new__(Coordinator)
         coordinator.rank, coordinator.world_size = rank, 4
         with looked_at() as names:
-            assert restore._check_rank_files(folder, coordinator, checksums=False) is None
+            assert restore._check_rank_files(CheckpointReader(folder), coordinator, checksums=False) is None
         seen.append(sorted(names))
     assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
 

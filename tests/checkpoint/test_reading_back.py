@@ -18,13 +18,13 @@ from tests.dataset.test_tokenizer import byte_level_json
 from tests.support.made_weights import LLAMA, complete, native, tensors
 from tests.support.made_weights import about as said
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny, train
-from titan.checkpoint import manager, manifest, restore
+from tests.support.runs import begin, tiny, train
+from tests.support.tiers import full
+from titan.checkpoint import manifest, restore, save
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader, UnknownContentError
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
-from titan.run import attempts
 from titan.training.trainer import Trainer
 from titan.weights import tokenizer_files
 from titan.weights.formats import open_weights
@@ -54,9 +54,9 @@ class TestMetadata:
             with pytest.raises(UnknownContentError, match=r"names pathlib._local.Path"):
                 CheckpointReader(tmp_path).read_metadata()
 
-    @pytest.mark.full
-    def test_are_parsed_once_to_load_and_once_more_by_rank_0_to_look(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
+    def test_each_rank_parses_them_once_to_verify_and_to_restore(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed = CheckpointReader._parse_file
         count: list[Path] = []
@@ -65,16 +65,17 @@ class TestMetadata:
             count.append(reader.path)
             return parsed(reader)
 
-        train(tiny(tmp_path, layout="fsdp2"))
+        run = tiny(tmp_path, layout=layout)
+        train(run)
         monkeypatch.setattr(CheckpointReader, "_parse_file", counted)
-        seen = train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), lambda trainer: count)
-        assert [len(rank.extra) for rank in seen] == [2, 1]
+        seen = train(tiny(tmp_path, "training.steps=4", layout=layout), lambda trainer: count)
+        assert [len(rank.extra) for rank in seen] == [1] * run.layout.devices
 
 
 class Saved:
     """The metadata of a checkpoint of these tensors."""
 
-    path = Path("there")
+    folder = Path("there")
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.state_dict_metadata = {n: type("Tensor", (), {"size": torch.Size(s)})() for n, s in shapes.items()}
@@ -113,7 +114,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
         assert re.search(differs, str(first)), first
 
 
-def copying(tokenizer: str | None) -> Callable[[Path], manager.TokenizerFiles]:
+def copying(tokenizer: str | None) -> Callable[[Path], save.TokenizerFiles]:
     return partial(tokenizer_files.copy_and_list, tokenizer)
 
 
@@ -126,7 +127,7 @@ def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> Non
             CheckpointReader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
 
     for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):
-        assert "can't be read: rank 1: Foreign: its metadata are none; remove it" in str(rank.failure)
+        assert "can't be read: rank 1: UnknownContentError: its metadata are none; remove it" in str(rank.failure)
 
 
 def _fails(reader: CheckpointReader) -> Metadata:
@@ -151,7 +152,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
     there = byte_level_json(tmp_path, config)
     (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
-    files, name = manager._create_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
+    files, name = save._create_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
     copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
     assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
     manifest.verify_checksums(tmp_path / "checkpoints/step-1", files)
@@ -160,7 +161,7 @@ def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp
 
 @pytest.mark.parametrize("name", [None, "titan4k"])
 def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
-    assert manager._create_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
+    assert save._create_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
 
 
 def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
     byte_level_json(tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
-    files, _ = manager._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
+    files, _ = save._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
     assert synced == [(name, False) for name in files]
     synced.clear()
     complete(folder, said(1), {"weights": b"w"})
@@ -191,4 +192,4 @@ def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"parent: has weights only; initialise a run from it: checkpoint.weights=\S+parent\."
     ):
-        attempts.begin_attempt(fork)
+        begin(fork)

@@ -18,14 +18,13 @@ import pytest
 
 from tests.checkpoint.test_saving import flip
 from tests.support.made_weights import checkpoint
-from tests.support.runs import learned, same, steps, tiny, train
+from tests.support.runs import begin, learned, same, steps, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest, select, transfer
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
-from titan.run import attempts
 from titan.run.directory import read_attempts
 from titan.training import checkpointing
 
@@ -348,7 +347,7 @@ def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> 
         with pytest.raises(
             ConfigError, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"
         ):
-            attempts.begin_attempt(run)
+            begin(run)
         checkpoint(tmp_path / "old", 1)
         if "sftp" not in url or find_spec("paramiko"):
             found, notes = select.find_latest(tmp_path / "old", place)

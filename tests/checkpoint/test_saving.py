@@ -19,6 +19,7 @@ from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import _check_rank_files
 from titan.checkpoint.staging import Staging
 from titan.run.run import Run
@@ -68,14 +69,14 @@ class TestAsync:
         def held(trainer: Trainer) -> None:
             manager = trainer.saving.manager
             assert manager is not None
-            write = manager._write_checkpoint
+            save = manager._run_save
 
             def late(*args: Any) -> Any:
                 while trainer.step < 5:
                     time.sleep(0.01)
-                return write(*args)
+                return save(*args)
 
-            manager._write_checkpoint = late  # type: ignore[method-assign]
+            manager._run_save = late  # type: ignore[method-assign]
 
         how = ["training.steps=6", "checkpoint.every=3"]
         beside = tiny(tmp_path / "async", *how, "checkpoint=async")
@@ -291,7 +292,7 @@ class TestDamage:
         flip(folder / name)
         unused: Any = object()
         ranks = [Coordinator(rank, 2, unused) for rank in (0, 1)]
-        first, second = (_check_rank_files(folder, rank, checksums=True) for rank in ranks)
+        first, second = (_check_rank_files(CheckpointReader(folder), rank, checksums=True) for rank in ranks)
         assert first is None and second is not None and name in second.message
 
     @pytest.mark.full

@@ -11,6 +11,7 @@ from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.errors import ConfigError, RunError
 
+KILLED = "rank 1 was killed by SIGSEGV; see log/rank-1.log"
 OLD_LOCAL = {"rank": 1, "time": 2.0, "text": "a=b: wrong.", "code": 2, "plain": True}
 OLD_SLURM = {
     "lost": True, "killed": False, "time": 2.0, "node": "n1", "code": 1, "rank": 1, "text": "E: reset by peer"
@@ -34,6 +35,27 @@ def test_what_is_written_is_read(
     found = rank_error.read(tmp_path / "new" / "3.error")
     assert found is not None and (found.rank, found.node, found.killed) == (3, "n7", False)
     assert (found.last_line, found.code, found.plain, found.lost) == expected
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: y\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "report", "summary"),
+    [
+        pytest.param(RankError(rank=1, text="a: b.", plain=True), "a: b.", "a: b.", id="sentence"),
+        pytest.param(RankError(rank=1, text="a:\n  b\nc", plain=True), "a:\n  b\nc", "a: c", id="verdict"),
+        pytest.param(
+            RankError(rank=1, text=TRACEBACK),
+            f"rank 1 failed:\n{TRACEBACK.rstrip()}",
+            "rank 1 failed: ValueError: y",
+            id="traceback",
+        ),
+        pytest.param(rank_error.describe_kill("SIGSEGV", 1), KILLED, KILLED, id="killed"),
+    ],
+)
+def test_what_a_launcher_prints_and_reports(error: RankError, report: str, summary: str) -> None:
+    assert (error.format_report(), error.summarize()) == (report, summary)
 
 
 @pytest.mark.parametrize("content", [OLD_LOCAL, OLD_SLURM], ids=["local", "slurm"])

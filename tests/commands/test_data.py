@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.composing import composed
+from tests.support.runs import begin
 from titan import data
-from titan.run import attempts
 
 pytestmark = pytest.mark.usefixtures("without_progress")  # whole outputs are compared here
 TEXT = "".join(f"word{i} " + ("\n<|e|>" if i % 50 == 49 else "") for i in range(3000))
@@ -46,7 +46,7 @@ def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixtu
 def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
     Path(run.directory).mkdir()
-    attempts.begin_attempt(run)
+    begin(run)
     lines = shown(capsys, run.directory, "step=1", "rows=4")
     assert lines[0] == "step 1: rows 0 to 5"
     assert next(line for line in lines if line.startswith("row")).startswith("row 4: row ")

@@ -19,7 +19,7 @@ from titan import convert, evaluate
 from titan.evaluation.items import TaskItem
 from titan.evaluation.schema import Task
 from titan.evaluation.scores import compute_scores
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.run.run import Run
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
 from titan.training.replay import request

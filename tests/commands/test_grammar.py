@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.composing import composed
+from tests.support.runs import begin
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status, train
 from titan.bench import command as bench
 from titan.bench import predicted
@@ -19,7 +20,6 @@ from titan.config.command import Command
 from titan.console import requirements
 from titan.dataset.tokenizers import train as tokenizer
 from titan.profile import command as profile
-from titan.run import attempts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grammar")
     run = composed(["dataset=synthetic", "dataset.tokens=65536", "cluster=cpu", f"hydra.run.dir={folder}/runs/x"])
     Path(run.directory).mkdir(parents=True)
-    attempts.begin_attempt(run)
+    begin(run)
     return folder
 
 

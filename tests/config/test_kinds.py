@@ -26,7 +26,6 @@ from titan.checkpoint import manifest
 from titan.cluster import devices
 from titan.config import kinds
 from titan.model.schema import Qwen3
-from titan.report import speed
 from titan.report.collect import collect_runs
 from titan.run import identity
 from titan.run.compose import compose_run
@@ -144,7 +143,7 @@ def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) 
     directory = runs / "qwen3-muon"
     found = manifest.inspect(directory / "checkpoints" / "step-3")
     assert found and type(build_model(found, "it")) is Qwen3
-    assert type(speed.build_model(collect_runs([directory]).runs[0])) is Qwen3
+    assert type(collect_runs([directory]).runs[0].model) is Qwen3
 
 
 @pytest.mark.parametrize("name", RUNS)

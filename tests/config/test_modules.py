@@ -11,12 +11,12 @@ import yaml
 from launchers import start
 from launchers.command import run_command
 from tests.support.machines import detector
-from tests.support.runs import TINY
+from tests.support.runs import TINY, begin
 from tests.support.tiers import full, table
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
-from titan.run import attempts, compose, summary
+from titan.run import compose, summary
 from titan.run.compose import compose_run
 
 CODE = """
@@ -134,14 +134,14 @@ def test_a_grids_file_imports_nothing(
     content: object, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(laptop, "sweep", content)
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert run_command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.run_local) == 2
     assert said in capsys.readouterr().err and not imported()
 
 
 @pytest.mark.full
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert (
         run_command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0
     )
@@ -152,7 +152,7 @@ def test_a_recorded_command_line_is_not_the_users() -> None:
     run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
     assert "modules=[theirs_pack]" in summary.build_next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
-    attempts.begin_attempt(run)
+    begin(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(ConfigError, match="modules="):
         compose.compose_recipe(["resume=runs/one"])

@@ -14,7 +14,7 @@ from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, list_stop_signals
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.training.signals import StopSignals
 
 PROGRAM = """

@@ -12,7 +12,7 @@ from launchers import start, trials
 from launchers.command import run_command
 from tests.support.composing import composed
 from tests.support.machines import detector
-from tests.support.runs import TINY
+from tests.support.runs import TINY, begin
 from tests.support.tiers import full, table
 from titan import status
 from titan.cluster import devices
@@ -160,7 +160,7 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     for secret in (SECRET, OTHER):
         run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
-        attempt = attempts.begin_attempt(run)
+        attempt = begin(run)
         assert isinstance(attempt, attempts.Attempt)
         kinds.append((attempt.kind, attempt.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
@@ -206,7 +206,7 @@ def test_a_secret_of_the_environment_is_warned_of(
 def test_a_grid_writes_no_secret_down(
     laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     paths = ",".join(f"'{address(SECRET, laptop / name)}'" for name in "ab")
     assert run_command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.run_local) == 0
     texts = files_of(laptop)

@@ -15,13 +15,13 @@ from launchers.start import run_local
 from tests.support.composing import composed
 from tests.support.machines import detector
 from tests.support.matrix import EXACT, MODEL
-from tests.support.runs import TINY, learned, steps, tiny, train
+from tests.support.runs import TINY, begin, learned, steps, tiny, train
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.hooks.schema import MOMENTS
-from titan.metrics.lines import read_records
-from titan.run import attempts, identity
+from titan.metrics.reader import read_records
+from titan.run import identity
 from titan.run.attempts import FinishedRun
 from titan.run.completion import is_done
 from titan.run.directory import read_attempts
@@ -144,7 +144,7 @@ def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     run = tiny(tmp_path, "modules=[tests]", "training.steps=9", hook("prune", "Stop", rank=1), layout="ddp2")
     assert [seen.code for seen in train(run)] == [0, 0]
     assert result(tmp_path)["ended_by"]["hook"] == "prune" and result(tmp_path)["step"] < 9
-    assert isinstance(attempts.begin_attempt(run), FinishedRun)
+    assert isinstance(begin(run), FinishedRun)
 
 
 @pytest.mark.parametrize("moment", [full("build"), full("on_run_start"), "on_step_end"])

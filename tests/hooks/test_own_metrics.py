@@ -10,9 +10,9 @@ import pytest
 
 from tests.hooks.test_hooks import hook, trained
 from titan import compare
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.metrics.trackers import extract_scalars
-from titan.report.render import hook_metrics
+from titan.report.render import table_data
 
 KEY = "hooks/norms/layers.1.attention.wq.weight"
 LIKE = ("checkpoint=off", "evaluation.tokens=64")
@@ -21,7 +21,7 @@ LIKE = ("checkpoint=off", "evaluation.tokens=64")
 @pytest.mark.full
 def test_from_the_hook_to_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setattr(hook_metrics, "MOST", 3)
+    monkeypatch.setattr(table_data, "MOST_METRICS", 3)
     for seed in (0, 1):
         asked = (*LIKE, f"training.seed={seed}", "metrics.tensorboard=true", hook("norms", "Norms"))
         assert trained(tmp_path / f"seed-{seed}", *asked) == 0

@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
 
         def launch(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
             found.append(look(self.context.config_loader, self.config, job_overrides))
-            plugin.SweepLauncher.codes.append(0)
+            self.session.codes.append(0)
             return []
 
         monkeypatch.setattr(plugin.SweepLauncher, "launch", launch)

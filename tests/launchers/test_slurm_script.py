@@ -19,8 +19,8 @@ from launchers.slurm.shape import derive_job_shape
 from tests.support.composing import composed
 from tests.support.tiers import full
 from titan.cluster import rank_error
+from titan.cluster.checks import parse_minutes
 from titan.cluster.rank_error import RankError
-from titan.cluster.schema import parse_minutes
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.run import Run

@@ -47,8 +47,18 @@ def pids(folder: Path, count: int) -> list[int]:
             ["consequence", "raises", "waits"], 1, ["rank 1 failed:", "ZeroDivisionError: by rank 1"], id="cause-first"
         ),
         full(["consequence", "tells"], 1, ["rank 1 failed:", "ZeroDivisionError: told by rank 1"], id="told-first"),
-        full(["waits", "dies"], 1, ["titan: rank 1 was killed by SIGKILL (out of memory?)"], id="killed"),
-        full(["consequence", "waits", "dies"], 1, ["rank 2 was killed by SIGKILL"], id="killed-and-consequence"),
+        full(
+            ["waits", "dies"],
+            1,
+            ["titan: rank 1 was killed by SIGKILL (out of memory?); see log/rank-1.log"],
+            id="killed",
+        ),
+        full(
+            ["consequence", "waits", "dies"],
+            1,
+            ["rank 2 was killed by SIGKILL (out of memory?); see log/rank-2.log"],
+            id="killed-and-consequence",
+        ),
         full(["fails", "fails"], 1, ["titan: the loss is lost; find it.\n"], id="failure"),
         full(["waits", "refuses"], 2, ["titan: a=b: can't be; give a=c.\n"], id="refusal"),
         pytest.param(["waits", "exits"], 1, ["rank 1 exited with code 7 without reporting an error"], id="no-word"),
@@ -57,8 +67,10 @@ def pids(folder: Path, count: int) -> list[int]:
 def test_the_cause_is_said_once(
     words: Sequence[str], code: int, said: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_ranks((tmp_path, words), len(words), tmp_path, module=BODY) == code
+    reasons: list[str] = []
+    assert run_ranks((tmp_path, words), len(words), tmp_path, module=BODY, report=reasons.append) == code
     err = capfd.readouterr().err
+    assert reasons == ([" ".join(text.removeprefix("titan: ").strip() for text in said)] if said else [])
     for text in said:
         assert err.count(text) == 1
     assert err.count("titan: ") == (1 if said else 0)

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.console.numbers import format_tokens
-from titan.metrics.lines import read_records
 from titan.metrics.plot import extract_curve, plot_losses, smooth_values
+from titan.metrics.reader import read_steps
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "tokens": 2048, "loss": 8.0, "rows": [1, 2]},
     {"step": 2, "tokens": 4096, "loss": 7.0},
-    {"step": 2, "tokens": 4096, "validation_loss": 7.5, "bits_per_byte": 2.4},
+    {"step": 2, "tokens": 4096, "validation_loss": 7.9, "bits_per_byte": 2.4},
     {"step": 3, "tokens": 6144, "loss": float("nan")},
     {"step": 2, "tokens": 4096, "loss": 6.5, "attempt": 2},
+    {"step": 2, "tokens": 4096, "validation_loss": 7.5, "bits_per_byte": 2.4, "attempt": 2},
     {"step": 3, "tokens": 6144, "loss": 6.0, "attempt": 2},
     {"step": 4, "tokens": 8192, "loss": float("inf")},
 ]
@@ -33,14 +34,14 @@ def metrics_file(tmp_path: Path) -> Path:
 
 
 def test_the_last_line_of_a_step_counts(metrics_file: Path) -> None:
-    training = extract_curve(read_records(metrics_file), "loss")
+    training = extract_curve(read_steps(metrics_file), "loss")
     assert training.steps == (1, 2, 3)
     assert training.tokens == (2048, 4096, 6144)
     assert training.values == (8.0, 6.5, 6.0)
 
 
 def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -> None:
-    validation = extract_curve(read_records(metrics_file), "validation_loss")
+    validation = extract_curve(read_steps(metrics_file), "validation_loss")
     assert (validation.steps, validation.values) == ((2,), (7.5,))
 
 

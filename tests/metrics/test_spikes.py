@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.made_runs import Story, made, read_lines, write_lines
 from tests.support.runs import steps, tiny, train
-from titan.metrics.lines import read_records as read_metrics
 from titan.metrics.plot import plot_losses, select_spikes
+from titan.metrics.reader import read_steps
 from titan.metrics.spikes import SpikeDetector
-from titan.report import collect, divergence, outcomes
+from titan.report import collect, history, notes
 from titan.report.history import History
 from titan.training.trainer import Trainer
 
@@ -70,12 +70,12 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     spike = next(line for line in lines if line["step"] == 30)
     spike |= {"spike": 9.0, "spike_median": 3.1}
     write_lines(tmp_path / "run", lines)
-    assert select_spikes(read_metrics(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
+    assert select_spikes(read_steps(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
     write_lines(tmp_path, [{k: v for k, v in line.items() if k != "spike"} for line in lines])
     pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.png") for folder in (tmp_path, tmp_path / "run")]
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]
     assert plain != spiked
     (raw,) = collect.collect_runs([tmp_path / "run"]).runs
-    (found,) = divergence.find_spikes(History(raw))
+    (found,) = history.find_spikes(History(raw))
     assert (found.step, found.usual, found.rows) == (30, 3.1, tuple(spike["rows"]))
-    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in outcomes._format_rows(found)
+    assert f"(rows {spike['rows'][0]} to {spike['rows'][1]})" in notes._format_rows(found)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.errors import ConfigError
+from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 
 DEGREES = st.integers(1, 6)
@@ -27,7 +28,7 @@ def test_ranks_are_the_product(degrees: tuple[int, ...]) -> None:
 
 @given(st.sampled_from(DIMENSIONS), DEVICES, LIMITS)
 def test_one_open_degree_takes_all(name: str, devices: int, limits: dict[str, int]) -> None:
-    assert Parallelism(**{name: -1}).resolve_layout(devices, limits) == Layout(**{name: devices})
+    assert resolve_layout(Parallelism(**{name: -1}), devices, limits) == Layout(**{name: devices})
 
 
 @given(st.fixed_dictionaries({name: st.one_of(DEGREES, st.just("auto")) for name in DIMENSIONS}), DEVICES, LIMITS)
@@ -37,7 +38,7 @@ def test_layout_has_the_devices_and_the_degrees_given(
     parallelism = Parallelism(**{**degrees, "shard": -1})
     fixed = math.prod(d for d in {**degrees, "shard": 1}.values() if isinstance(d, int))
     try:
-        layout = parallelism.resolve_layout(devices, limits)
+        layout = resolve_layout(parallelism, devices, limits)
     except ConfigError:
         assert devices % fixed, "rejected although the degrees divide the devices"
         return
@@ -50,7 +51,7 @@ def test_layout_has_the_devices_and_the_degrees_given(
 
 @given(st.fixed_dictionaries({name: st.one_of(DEGREES, st.sampled_from([-1, "auto"])) for name in DIMENSIONS}))
 def test_without_a_number_of_devices_open_degrees_are_two(degrees: dict[str, int | str]) -> None:
-    layout = Parallelism(**degrees).resolve_layout(None, {})
+    layout = resolve_layout(Parallelism(**degrees), None, {})
     assert layout.degrees() == {name: 2 if d in (-1, "auto") else d for name, d in degrees.items()}
 
 
@@ -58,10 +59,10 @@ def test_without_a_number_of_devices_open_degrees_are_two(degrees: dict[str, int
 def test_closed_degrees_are_refused_unless_they_fit(degrees: dict[str, int], devices: int) -> None:
     product = math.prod(degrees.values())
     if product == devices:
-        assert Parallelism(**degrees).resolve_layout(devices, {}).devices == devices
+        assert resolve_layout(Parallelism(**degrees), devices, {}).devices == devices
         return
     with pytest.raises(ConfigError, match=rf"makes {product} rank.*cluster.devices={product}\."):
-        Parallelism(**degrees).resolve_layout(devices, {})
+        resolve_layout(Parallelism(**degrees), devices, {})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_closed_degrees_are_refused_unless_they_fit(degrees: dict[str, int], dev
     ],
 )  # fmt: skip
 def test_rules(degrees: dict[str, int | str], devices: int, limits: dict[str, int], expected: dict[str, int]) -> None:
-    assert Parallelism(**degrees).resolve_layout(devices, limits) == Layout(**expected)
+    assert resolve_layout(Parallelism(**degrees), devices, limits) == Layout(**expected)
 
 
 @pytest.mark.parametrize("name", DIMENSIONS)

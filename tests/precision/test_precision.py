@@ -20,12 +20,14 @@ from tests.support.runs import Seen, difference, learned, same, saved, steps, ti
 from tests.support.tiers import full, further
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
+from titan.model.counts import Matmul
 from titan.model.layers import Linear
-from titan.model.schema import Decoder, Llama, Matmul, Qwen3
+from titan.model.schema import Decoder, Llama, Qwen3
 from titan.precision import low_precision
 from titan.precision.low_precision import Float8Scales
 from titan.precision.low_precision import build_product as multiplication
-from titan.precision.schema import Precision, WeightSharding
+from titan.precision.schema import Precision
+from titan.precision.selection import WeightSharding
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.rehearsal import build, surface, table, watch
 from tests.rehearsal.table import TABLE, Rehearsed
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 
 TOLERANCE = 1e-5
 LANES = 2

@@ -13,8 +13,7 @@ from tests.support.made_runs import Story, made
 from tests.support.tiers import full
 from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
-from titan.report.seeds import compare_seeds
-from titan.report.statistics import compute_seeds_needed
+from titan.report.statistics import compare_seeds, compute_seeds_needed
 
 SPREAD = 0.02
 """Standard deviation of the final loss over seeds."""

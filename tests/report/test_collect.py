@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.made_runs import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
 from titan.errors import ConfigError
-from titan.report import columns
+from titan.metrics import columns
 from titan.report.collect import collect_runs
 from titan.sweep.ledger import SweepSpec
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
-from titan.report import export, speed
+from titan.report import estimate
 from titan.report.collect import RawRun, collect_runs
 from titan.report.comparison import compare
+from titan.report.estimate import build_member
 from titan.report.history import History
+from titan.report.render import export
 from titan.report.render.table_data import build_columns
-from titan.report.runs import build_member
 
 SEVERAL = Story(
     attempts=(Attempt(0, 22), Attempt(15, 30, ("parallelism=fsdp",)), Attempt(30, 40, ("parallelism=fsdp",))), jitter=0
@@ -109,20 +110,20 @@ def test_warm_up_steps_of_each_life_are_not_timed(tmp_path: Path) -> None:
             line["step_seconds"] = 60.0
     write_lines(raw.directory, lines)
     (raw,) = collect_runs([raw.directory]).runs
-    found = speed.measure_attempts(raw)
+    found = estimate.measure_attempts(raw)
     assert [s.steps for s in found] == [19, 12, 7]
     assert all(s.step_seconds.p90 == pytest.approx(STEP) for s in found)
-    whole = speed.measure_run(raw)
+    whole = estimate.measure_run(raw)
     assert whole is not None and whole.steps == 19  # of the attempts with the last layout
 
 
 def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
-    assert speed.measure_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
+    assert estimate.measure_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
 
 
 def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
-    found, model = speed.measure_run(raw), speed.build_model(raw)
+    found, model = estimate.measure_run(raw), raw.model
     assert found and model and found.mfu and found.mfu_causal
     attention = 12 * model.layers * model.heads * model.head_size * 16
     full = model.flops_per_token(16)
@@ -137,15 +138,15 @@ def test_both_conventions_of_mfu(tmp_path: Path) -> None:
     ],
 )
 def test_flops_are_of_the_models_own_class(overrides: tuple[str, ...], kind: str, tmp_path: Path) -> None:
-    model = speed.build_model(read(tmp_path / "run", Story(), *overrides))
+    model = read(tmp_path / "run", Story(), *overrides).model
     assert type(model).__name__ == kind
 
 
 def test_a_model_that_is_not_here_has_no_flops(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", Story())
     raw.last_document["science"]["model"] = "experiments.gone.Model"
-    found = speed.measure_run(raw)
-    assert speed.build_model(raw) is None and found is not None and found.mfu_causal is None
+    found = estimate.measure_run(raw)
+    assert raw.model is None and found is not None and found.mfu_causal is None
 
 
 def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:

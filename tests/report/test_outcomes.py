@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
 from tests.support.tiers import full
-from titan.report import ranking
+from titan.report import rank
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Outcomes, Variant
 from titan.report.render import sentences, table
@@ -90,7 +90,7 @@ def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Pa
     assert judged.outcomes == Outcomes(ended=4, diverged=2)
     base, other = (variant.validation for variant in found.variants)
     assert base and other and other.estimate < base.estimate
-    assert ranking.rank_variants(found.variants) == [0, 1], "a lower loss of the seeds that survived is no better place"
+    assert rank.rank_variants(found.variants) == [0, 1], "a lower loss of the seeds that survived is no better place"
     assert "failed for other reasons" not in lead and "not finished" not in " ".join(judged.notes)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.made_runs import Attempt, Story, made, read_lines, write_lines
-from titan.report import export
 from titan.report.comparison import compare
 from titan.report.findings import Comparison, RunPrediction, RunResult
-from titan.report.render import html, markdown, predicted, table
+from titan.report.render import export, html, markdown, predicted, table
 
 STILL: dict[str, Any] = {"jitter": 0.0}
 

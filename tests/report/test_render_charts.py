@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support import shown_report
 from titan.console.numbers import format_tick
 from titan.report.findings import Comparison
-from titan.report.render import bars, charts, curves, svg
+from titan.report.render import charts, curves, svg
 from titan.report.render import pareto as front
 from titan.report.render.pareto import ParetoSpot
 from titan.report.render.svg import Scale
@@ -179,9 +179,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = bars.draw_throughput(shown_report.two())
+    chart = charts.draw_throughput(shown_report.two())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert bars.draw_throughput(shown_report.comparison(shown_report.variant("base", tokens=None))) is None
+    assert charts.draw_throughput(shown_report.comparison(shown_report.variant("base", tokens=None))) is None

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support import shown_report
-from titan.report import export
 from titan.report.findings import Comparison, FailedRun, Interval, Variant
-from titan.report.render import markdown, sentences, table, table_data
+from titan.report.render import export, markdown, sentences, table, table_data
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))

@@ -21,17 +21,18 @@ import yaml
 from launchers import start
 from tests.support.composing import composed
 from tests.support.machines import detector
-from tests.support.runs import TINY, save_of
+from tests.support.runs import TINY, begin, save_of
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.run import attempts
-from titan.run.attempts import Attempt, FinishedRun, begin_attempt
+from titan.run.attempts import Attempt, FinishedRun
 from titan.run.directory import is_locked, parse_attempts, read_attempts
 from titan.run.lock import lock_directory
 from titan.run.paths import BEGUN, FILES
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -57,7 +58,7 @@ def tiny(*overrides: str, name: str = "x") -> Run:
 
 def lived(run: Run) -> Attempt:
     """The attempt that begins."""
-    attempt = begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, Attempt)
     return attempt
 
@@ -66,6 +67,19 @@ def finish(run: Run) -> None:
     """What the trainer leaves at the end."""
     result = {"finished": True, "step": run.training.steps}
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
+
+
+def test_data_are_prepared_before_an_attempt_begins() -> None:
+    run, files = tiny(), set()
+    data = prepare_data(run)
+    assert not any(Path(run.directory).iterdir()), "nothing is recorded yet"
+    sys.setprofile(lambda frame, *event: files.add(frame.f_code.co_filename))
+    try:
+        attempts.begin_attempt(run, data)
+    finally:
+        sys.setprofile(None)
+    assert not [file for file in files if "/dataset/preprocess/" in file or "/dataset/tokenizers/" in file]
+    assert any(file.endswith("/run/attempts.py") for file in files)
 
 
 def test_start() -> None:
@@ -112,7 +126,7 @@ def test_finished() -> None:
     lived(run)
     save_of(run, 3)
     finish(run)
-    found = begin_attempt(tiny())
+    found = begin(tiny())
     assert found == FinishedRun(run.directory, {"finished": True, "step": 3})
     assert len(read_attempts(Path(run.directory))) == 1, "nothing is recorded"
 
@@ -146,7 +160,7 @@ def test_continuation_is_resumed_under_its_own_steps() -> None:
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
     with pytest.raises(ConfigError, match=r"training.steps=3: .* has 5; give 5 or more"):
-        begin_attempt(tiny())
+        begin(tiny())
 
 
 def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
@@ -154,7 +168,7 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
     lived(run)
     finish(run)
     with pytest.raises(ConfigError, match="no checkpoint to continue from; choose another name"):
-        begin_attempt(tiny("training.steps=5"))
+        begin(tiny("training.steps=5"))
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])
@@ -191,7 +205,7 @@ def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     save_of(parent, 1)
     lived(tiny("checkpoint.resume=runs/parent"))
     with pytest.raises(ConfigError, match=r"parent was 000000000000@1, now null"):
-        begin_attempt(tiny())
+        begin(tiny())
     assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
 
 
@@ -199,7 +213,7 @@ def test_refusal_names_every_field_that_differs() -> None:
     run = tiny()
     lived(run)
     with pytest.raises(ConfigError) as refusal:
-        begin_attempt(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
+        begin(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
     expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
     assert expected in str(refusal.value)
 
@@ -345,7 +359,7 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
     ):
         full(after, patch)
         with lock_directory(Path(run.directory)):
-            begin_attempt(run)
+            begin(run)
     assert not Path(run.directory).exists(), "the name can be used again"
     with lock_directory(Path(run.directory)):
         lived(run)
@@ -359,7 +373,7 @@ def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypa
     for after in range(3):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device\); free some"):
             full(after, patch)
-            begin_attempt(run)
+            begin(run)
     now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
     assert now == before
     assert lived(run).number == 2

@@ -14,7 +14,7 @@ import titan
 from launchers import start
 from launchers.command import run_command
 from tests.support.machines import detector
-from tests.support.runs import TINY
+from tests.support.runs import TINY, begin
 from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import command as bench
@@ -49,7 +49,7 @@ def begun(*words: str) -> Run:
     """A run of which an attempt has begun, as far as its directory knows."""
     (run,) = ran(*TINY, *words)
     Path(run.directory).mkdir(parents=True)
-    attempts.begin_attempt(run)
+    begin(run)
     return run
 
 
@@ -63,7 +63,7 @@ def begun(*words: str) -> Run:
 )
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(words, start.run_local) == 0
     assert [run.training.seed for run in runs] == [1, 2]
 
@@ -88,17 +88,17 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
 def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(line, start.run_local) == 0
     Path(runs[0].directory).mkdir(parents=True)
-    attempts.begin_attempt(runs[0])
+    begin(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
 
 
 @pytest.mark.full
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert run_command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert run_command(["resume=runs/g"], start.run_local) == 2
     assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     Path("noting.py").write_text(textwrap.dedent(CALLBACK))
     monkeypatch.syspath_prepend(str(Path.cwd()))
     importlib.invalidate_caches()
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: code)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: code)
     assert run_command([*words, *NOTING], start.run_local) == code
     seen = Path("calls").read_text().splitlines()
     assert [line.rpartition(" ")[0] for line in seen] == calls
@@ -197,7 +197,7 @@ def test_output_dir_can_be_named_in_a_value() -> None:
 
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert len(runs) == 2
 

@@ -157,7 +157,7 @@ def test_completion(
 
 def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
     assert run_command(line, start.run_local) == 0
     assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
@@ -172,7 +172,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(codes)
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: next(left))
+    monkeypatch.setattr(start, "run_local", lambda run, **_: next(left))
     seeds = ",".join(map(str, range(len(codes))))
     assert run_command(["-m", f"training.seed={seeds}"], start.run_local) == next(c for c in codes if c)
     assert next(left, None) is None
@@ -181,7 +181,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
 @pytest.mark.full
 def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 130)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 130)
     assert run_command(["-m", "training.seed=1,2"], start.run_local) == 130
     assert len(runs) == 1
 
@@ -253,7 +253,7 @@ def test_unknown_recipe_beside_a_known_one(
     sweep: list[str], other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
-    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert run_command([*sweep, "recipe=pari"], start.run_local) == 2
     assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
 

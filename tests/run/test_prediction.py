@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import TINY
-from titan.run import attempts, prediction, summary
+from tests.support.runs import TINY, begin
+from titan.run import prediction, summary
 from titan.run.attempts import Attempt
 from titan.run.compose import compose_run
 from titan.run.directory import read_attempts
@@ -30,7 +30,7 @@ def tiny(directory: Path, *overrides: str) -> Run:
 
 def begun(run: Run) -> Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    attempt = attempts.begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, Attempt)
     return attempt
 

@@ -19,7 +19,7 @@ from launchers.slurm.state import read_state
 from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY, learned, tiny, train
 from tests.support.slurm_cluster import Slurm
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.sweep import ledger
 from titan.sweep.ledger import TrialState
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import Tensors, difference, same, tiny, train, weights, whole
+from tests.support.runs import Tensors, begin, difference, same, tiny, train, weights, whole
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
 from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.parallelism import mesh
-from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.lock import lock_directory
 from titan.run.run import Run
@@ -130,7 +130,7 @@ class Table:
         )
         folders = [self.save(row).folder for row in rows]
         with lock_directory(Path(run.directory)):
-            attempt = attempts.begin_attempt(run)
+            attempt = begin(run)
         assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
@@ -195,7 +195,7 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
 def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
     repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
-    restore_train_state(trainer.train_step, folder, coordinator)
+    restore_train_state(trainer.train_step, CheckpointReader(folder), coordinator)
     state = whole(train_state_dict(trainer.train_step))
     figures, norm = trainer._step().read()
     after = weights(whole(train_state_dict(trainer.train_step)))

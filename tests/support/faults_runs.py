@@ -53,10 +53,10 @@ CHECKPOINTS = (
     ),
     fault(
         "checkpoint: the box of each tensor is computed anew",
-        "titan/checkpoint/plans.py",
+        "titan/checkpoint/save_planner.py",
         "if tensor._spec not in boxes:",
         "if True:",
-        "checkpoint/test_plans.py::test_boxes_are_computed_once_for_each_sharding",
+        "checkpoint/test_save_planner.py::test_boxes_are_computed_once_for_each_sharding",
     ),
     fault(
         "retention: the first of a stretch is not kept",
@@ -126,15 +126,15 @@ CHECKPOINTS = (
     ),
     fault(
         "saves: a rank's plan is not compared with rank 0's",
-        "titan/checkpoint/plans.py",
+        "titan/checkpoint/save_planner.py",
         "if isinstance(local_plan, bytes) and local_plan != expected:",
         "if False:",
         "checkpoint/test_assignment.py::test_a_rank_that_did_not_forget_its_plan_fails_the_save",
     ),
     fault(
         "saves: what a rank has written is not compared with its part",
-        "titan/checkpoint/plans.py",
-        "if positions is None or compute_digest(*plan, positions.compute_digest()) != rank_written.digest:",
+        "titan/checkpoint/save_planner.py",
+        "if positions is None or compute_digest(*rank_plan, positions.compute_digest()) != summary.digest:",
         "if positions is None:",
         "checkpoint/test_assignment.py::test_a_rank_that_writes_something_else_fails_the_save",
     ),
@@ -158,6 +158,13 @@ CHECKPOINTS = (
         "for number in range(1, part_count)]\n        except",
         "for number in range(1, 1)]\n        except",
         "parallelism/test_exchange.py::test_a_large_message_is_split_and_arrives_whole",
+    ),
+    fault(
+        "resume: the metadata are parsed again to restore",
+        "titan/training/trainer.py",
+        "reader = self.reader or CheckpointReader(",
+        "reader = CheckpointReader(",
+        "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
     ),
     fault(
         "resume: a fork with another optimizer",
@@ -350,7 +357,7 @@ ESTIMATES = (
     ),
     fault(
         "compare: seeds that diverged do not count against a variant",
-        "titan/report/ranking.py",
+        "titan/report/rank.py",
         "return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0",
         "return 0.0",
         "report/test_outcomes.py::test_divergence_is_an_outcome",

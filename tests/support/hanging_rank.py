@@ -91,9 +91,9 @@ def _in_step(act: Callable[[], object]) -> Callable[[int], None]:
 
 def _in_save(act: Callable[[], object]) -> Callable[[int], None]:
     def plant(step: int) -> None:
-        from titan.checkpoint import manager
+        from titan.checkpoint.save import CheckpointSave
 
-        _before(manager._Save, "_write_data", lambda save: act() if save.manifest.step >= step else None)
+        _before(CheckpointSave, "_write_rank_files", lambda save, plan: act() if save.manifest.step >= step else None)
 
     return plant
 

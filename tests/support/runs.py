@@ -27,12 +27,13 @@ from titan.dataset import permutation
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
-from titan.run.attempts import Attempt
+from titan.run.attempts import Attempt, FinishedRun
 from titan.run.directory import read_attempts
 from titan.run.lock import lock_directory
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer
@@ -96,6 +97,11 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
+def begin(run: Run) -> Attempt | FinishedRun:
+    """Prepare the data of `run` and begin an attempt, as launchers do."""
+    return attempts.begin_attempt(run, prepare_data(run))
+
+
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 300) -> list[Seen]:
     """Begin an attempt of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
 
@@ -108,7 +114,7 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
         What each rank saw.
     """
     with lock_directory(Path(run.directory)):
-        attempt = attempts.begin_attempt(run)
+        attempt = begin(run)
         assert isinstance(attempt, Attempt), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"

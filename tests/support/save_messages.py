@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan.checkpoint.assignment import describe_items
 from titan.checkpoint.coordinator import pack_message
 from titan.checkpoint.manifest import ManifestFile
-from titan.checkpoint.plans import RankPositions, Written
+from titan.checkpoint.save_planner import RankPositions, WriteSummary
 from titan.parallelism.exchange import StoreExchange
 
 RANKS = (64, 1024, 16384)
@@ -110,7 +110,7 @@ def rounds(ranks: int, first: bool) -> list[Round]:
     mine = [item for item, chosen in zip(held, parts[-1], strict=True) if chosen]
     rows = np.array([(0, 1048576 * i, 1049408) for i, _ in enumerate(mine)])
     positions = RankPositions((f"__{ranks - 1}_0.distcp",), rows.tobytes())
-    written = Written(positions if first else None, holdings.compute_digest())
+    written = WriteSummary(positions if first else None, holdings.compute_digest())
     files = {f"__{ranks - 1}_0.distcp": ManifestFile(2**30, "0123abcd")}
     return [
         (

@@ -10,10 +10,11 @@ from torch import nn
 
 from titan.config.settings import setting
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, RankBatch
+from titan.model.counts import Matmul
 from titan.model.decoder import Placement
 from titan.model.qwen3 import Qwen3Model as DenseModule
 from titan.model.qwen3_moe import Qwen3MoeModel as MoeModule
-from titan.model.schema import Decoder, Matmul, Qwen3
+from titan.model.schema import Decoder, Qwen3
 from titan.model.schema_moe import Qwen3Moe
 from titan.run.run import Run
 

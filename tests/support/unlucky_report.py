@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.made_runs import Story, made
-from titan.report import superiority, verdicts
+from titan.report import superiority
 from titan.report.collect import collect_runs
+from titan.report.estimate import Member, build_member
 from titan.report.findings import Numbers
-from titan.report.runs import Member, build_member
 from titan.report.statistics import ALPHA, estimate_mean_difference
 
 MARGIN, SPREAD = 0.02, 0.02
@@ -66,7 +66,7 @@ def simulated(members: Sequence[Member], scene: Scene, repetitions: int, seed: i
         variant, baseline = (
             _drawn(members, d, at) for d, at in zip(draws, (scene.variant, scene.baseline), strict=True)
         )
-        ((told, *_),) = verdicts.correct_comparisons([superiority.compare_variant(variant, baseline)], MARGIN)
+        ((told, *_),) = superiority.correct_comparisons([superiority.compare_variant(variant, baseline)], MARGIN)
         found.append((*_said(told.answer, told.text), _survivors(variant, baseline)))
     return Rates(*(float(share) for share in np.mean(found, axis=0)))
 

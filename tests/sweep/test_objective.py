@@ -28,7 +28,7 @@ LEARNING = ["-m", "hydra/sweeper=learning"]
 @pytest.fixture(autouse=True)
 def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "run_local", lambda run, apart: run_local(run))  # in this process, which is faster
+    monkeypatch.setattr(start, "run_local", lambda run, **_: run_local(run))  # in this process, which is faster
     learning_sweeper.register()
 
 

@@ -17,7 +17,7 @@ from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.errors import ConfigError
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.parallelism.mesh import World
 from titan.run.run import Run
 from titan.training.evaluation.sets import build_eval_sets

@@ -18,7 +18,7 @@ import torch
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.composing import composed
 from tests.support.processes import until
-from tests.support.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
+from tests.support.runs import LAYOUTS, TINY, begin, learned, mix_of, save_of, steps, tiny, train
 from tests.support.tiers import full
 from titan.dataset.loader import IGNORED, hash_row
 from titan.errors import ConfigError
@@ -115,13 +115,13 @@ def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) ->
     lived(run)
     save_of(run, 3)
     with pytest.raises(ConfigError, match="another experiment") as raised:
-        attempts.begin_attempt(mixture(tmp_path / "run", "training.steps=6", *change))
+        begin(mixture(tmp_path / "run", "training.steps=6", *change))
     assert words in str(raised.value)
 
 
 def lived(run: Run) -> attempts.Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    attempt = attempts.begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, attempts.Attempt)
     return attempt
 
@@ -203,7 +203,7 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
 def test_an_epoch_too_many_is_rejected(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
     with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
-        attempts.begin_attempt(run)
+        begin(run)
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
 
@@ -211,7 +211,7 @@ def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
     with pytest.raises(ConfigError, match="different tokenizers"):
-        attempts.begin_attempt(mixture(tmp_path / "run", *other))
+        begin(mixture(tmp_path / "run", *other))
 
 
 def test_ids_of_a_mixture(tmp_path: Path) -> None:
@@ -228,9 +228,7 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
 
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no prepared data"):
-        attempts.begin_attempt(
-            composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
-        )
+        begin(composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"]))
 
 
 # --- streams, as commands

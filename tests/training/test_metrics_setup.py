@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.runs import mix_of, tiny
+from tests.support.runs import begin, mix_of, tiny
 from titan.metrics.recorder import Recorder
 from titan.metrics.trackers import Trackers
-from titan.run import attempts, identity
+from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.training import metrics_setup
 
@@ -75,7 +75,7 @@ def test_wandb_receives_what_identifies_a_run(
         tmp_path / "grid" / "first", "metrics.wandb=true", "metrics.wandb_tags=[paper,second try]",
         "metrics.wandb_finish_minutes=3", "schedule=cosine", "optimizer.lr=0.1", "training.seed=1",
     )  # fmt: skip
-    attempt, mix = attempts.begin_attempt(run), mix_of(run)
+    attempt, mix = begin(run), mix_of(run)
     assert isinstance(attempt, Attempt)
     recorder = metrics_setup.build_recorder(run, attempt, print, mix)
     recorder.log({"step": 1, "loss": 2.0})
@@ -97,7 +97,7 @@ def test_wandb_receives_what_identifies_a_run(
 def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: FakeWandb) -> None:
     (tmp_path / "single").mkdir()
     run = tiny(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
-    attempt = attempts.begin_attempt(run)
+    attempt = begin(run)
     assert isinstance(attempt, Attempt)
     metrics_setup.build_recorder(run, attempt, print, mix_of(run)).finish({"finished": True})
     assert (wandb.started["group"], wandb.started["tags"]) == ("mine", [])

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.matrix import MODEL
 from tests.support.runs import learned, steps, tiny, train
 from tests.support.tiers import table
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.training.non_finite_op_mode import NonFiniteOpMode
 from titan.training.trainer import Trainer
 

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny, train
+from tests.support.runs import begin, tiny, train
 from tests.support.tiers import full
 from titan import train as training
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.generation import worker as generation
-from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.lock import lock_directory
 from titan.training import worker
@@ -100,7 +99,7 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
     with lock_directory(Path(run.directory)):
-        attempt = attempts.begin_attempt(run)
+        attempt = begin(run)
         assert isinstance(attempt, Attempt)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:

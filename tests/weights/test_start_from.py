@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import Seen, saved, steps, tiny, train, weights
+from tests.support.runs import Seen, begin, saved, steps, tiny, train, weights
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
@@ -89,7 +89,7 @@ def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> No
 def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
     def science(path: object, name: str) -> str:
         (tmp_path / name).mkdir()
-        attempt = attempts.begin_attempt(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
+        attempt = begin(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
         assert isinstance(attempt, attempts.Attempt)
         return attempt.ids.science
 
@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
     more = [setting.format(folder=folder) for setting in settings]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}", "training.steps=9", *more)
     with pytest.raises(ConfigError, match=rf"checkpoint.weights=\S+: .*{said}"):
-        attempts.begin_attempt(run)
+        begin(run)
 
 
 @pytest.mark.parametrize(("layout", "mode"), [full("fsdp3", "async"), ("single", "sync")])

@@ -6,12 +6,13 @@ Each is a short separate run, so that each has its own peak memory.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from titan.metrics.reader import METRICS, read_steps
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -73,8 +74,8 @@ def measure_mode(
     overrides = [*base, *mode.overrides, f"training.steps={steps}", f"hydra.run.dir={folder}"]
     if train(overrides, folder):
         return None
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = statistics.median(line["step_seconds"] for line in lines[WARM:] if "step_seconds" in line)
-    peak = max(line["memory_gib"] for line in lines if "memory_gib" in line)
-    tokens = lines[0]["tokens"]
+    steps_done = read_steps(folder / METRICS)
+    seconds = statistics.median(record["step_seconds"] for record in steps_done[WARM:] if "step_seconds" in record)
+    peak = max(record["memory_gib"] for record in steps_done if "memory_gib" in record)
+    tokens = steps_done[0]["tokens"]
     return ModeResult(mode.title, seconds, tokens / seconds, peak)

@@ -18,7 +18,7 @@ from typing import Any
 
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
-from titan.metrics.lines import read_records
+from titan.metrics.reader import METRICS, read_records
 from titan.run.run import Run
 
 SHAPE = [
@@ -95,7 +95,7 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
         directory = folder / mode
         if train([*overrides, *settings, f"training.steps={steps}", f"hydra.run.dir={directory}"], directory):
             raise ConfigError(f"checkpoint={mode}: the measured run failed; try it with python -m titan.train.")
-        results.append(summarise_run(mode, read_records(directory / "metrics.jsonl"), steps))
+        results.append(summarise_run(mode, read_records(directory / METRICS), steps))
         shutil.rmtree(directory)
         print(results[-1].row(), flush=True)
     print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")

@@ -34,6 +34,7 @@ from titan.config.settings import setting
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
+from titan.metrics.reader import METRICS, read_last_steps
 from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
 from titan.run.hydra_session import CONF
@@ -401,7 +402,7 @@ def _measure_memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         train = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
         _read_last_line(train)
-        titan = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
+        titan = next(read_last_steps(Path(folder) / "run" / METRICS))["memory_gib"]
     rounds = ["rounds=1", f"steps={steps - speed.WARM}"]
     bare = ["-m", "titan.bench", "only=bare", *rounds, f"training.steps={steps}", *QUIET, *overrides]
     sizes = {"titan": titan, "bare": float(json.loads(_read_last_line(bare))["memory_gib"])}

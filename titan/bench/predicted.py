@@ -9,7 +9,6 @@ median errors, and how often the faster of two layouts of the same model was pre
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from titan.errors import ConfigError
 from titan.estimate import memory
 from titan.estimate import plan as planning
 from titan.files.output_files import check_output_file, write_output_file
+from titan.metrics.reader import METRICS, read_steps
 from titan.run import attempts, compose
 from titan.run.run import Run
 
@@ -243,8 +243,8 @@ def _train_rank(
 
 
 def _read_step_seconds(folder: Path) -> tuple[float, ...]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return tuple(line["step_seconds"] for line in lines[WARM:-1])  # the last one was profiled
+    records = read_steps(folder / METRICS)
+    return tuple(record["step_seconds"] for record in records[WARM:-1])  # the last one was profiled
 
 
 def _measure_live_bytes(trainer: Any) -> float:

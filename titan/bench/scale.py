@@ -32,7 +32,7 @@ from titan.bench.in_memory import DictFolder
 from titan.bench.lost_time import TrainingThread
 from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
-from titan.checkpoint.plans import Plans
+from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, Activity
@@ -232,9 +232,9 @@ def _measure_local_plan(ranks: int, meter: CostMeter) -> None:
     run = compose_scale_run(ranks)
     save, rank = SimulatedSave(run, compute_parameter_sizes(run)), run.layout.sharded * run.layout.tensor - 1
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    tensors, plans = save.make_tensors(), Plans(rank)
+    tensors, planner = save.make_tensors(), CachingSavePlanner(rank)
     with meter:
-        plans.local_plan(tensors)
+        planner.create_local_plan(tensors)
 
 
 def _measure_restore(ranks: int, meter: CostMeter) -> None:

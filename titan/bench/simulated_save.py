@@ -26,7 +26,7 @@ from titan.bench.in_memory import DictStore
 from titan.checkpoint.assignment import Holdings, compute_digest, describe_items
 from titan.checkpoint.coordinator import Coordinator, pack_message
 from titan.checkpoint.manifest import ManifestFile
-from titan.checkpoint.plans import Plans, RankPositions, Written
+from titan.checkpoint.save_planner import CachingSavePlanner, RankPositions, WriteSummary
 from titan.checkpoint.writer import CheckpointWriter
 from titan.parallelism.exchange import StoreExchange
 from titan.run.run import Run
@@ -49,7 +49,7 @@ class SimulatedSave:
         """Take the run, for its layout, and the sizes of all parameters by name."""
         self.layout, self.ranks = run.layout, run.layout.devices
         self.stages = [_select_parameters(sizes, first, end) for first, end in run.staging.layers]
-        self.sizes, self.store, self.plans = sizes, DictStore(), Plans(0)
+        self.sizes, self.store, self.planner = sizes, DictStore(), CachingSavePlanner(0)
         self.exchanges = [StoreExchange(self.store, rank, self.ranks) for rank in range(self.ranks)]
         self.coordinator = Coordinator(0, self.ranks, self.exchanges[0])
 
@@ -102,38 +102,37 @@ class SimulatedSave:
         for rank in range(1, self.ranks):
             if not first:
                 self.exchanges[rank].broadcast()  # the end of the save before
-            holdings = self.make_holdings(rank) if first else self.plans.rank0_plan.digests[rank]
+            holdings = self.make_holdings(rank) if first else self.planner.global_plan.digests[rank]
             self.exchanges[rank].gather(pack_message((holdings, None)))
 
     def make_global_plan(self, first: bool) -> bytes | None:
         """Do what rank 0 does before ranks write, and return its part."""
-        own_holdings = self.make_holdings(0) if first else self.plans.rank0_plan.digests[0]
-        return self.coordinator.scatter(lambda: own_holdings, self.plans.global_plan)
+        own_holdings = self.make_holdings(0) if first else self.planner.global_plan.digests[0]
+        return self.coordinator.scatter(lambda: own_holdings, self.planner.create_global_plan)
 
     def send_positions(self, first: bool) -> None:
         """Send rank 0 where each other rank has written its items, or the digest of that."""
         for rank in range(1, self.ranks):
             self.exchanges[rank].scatter()
             files = {f"__{rank}_0.distcp": ManifestFile(2**30, "0123abcd")}
-            self.exchanges[rank].gather(pack_message(((self._make_written(rank, first), files), None)))
+            self.exchanges[rank].gather(pack_message(((self._make_summary(rank, first), files), None)))
 
-    def _make_written(self, rank: int, first: bool) -> Written:
-        shared = self.plans.rank0_plan
-        assert shared.assignment is not None
-        part = shared.assignment.parts[rank]
+    def _make_summary(self, rank: int, first: bool) -> WriteSummary:
+        plan = self.planner.global_plan
+        assert plan.assignment is not None
+        part = plan.assignment.parts[rank]
         lengths = np.full(sum(part), 2**20 + HEADER)
         rows = np.stack([np.zeros_like(lengths), lengths.cumsum() - lengths, lengths], 1)
         positions = RankPositions((f"__{rank}_0.distcp",), rows.tobytes())
-        return Written(
-            positions if first else None, compute_digest(shared.digests[rank], part, positions.compute_digest())
-        )
+        digest = compute_digest(plan.digests[rank], part, positions.compute_digest())
+        return WriteSummary(positions if first else None, digest)
 
     def finish_save(self, first: bool, folder: Path) -> None:
         """Do what rank 0 does after ranks have written."""
-        writer, own_positions = CheckpointWriter(folder), self._make_written(0, first)
+        writer, own_summary = CheckpointWriter(folder), self._make_summary(0, first)
         self.coordinator.gather(
-            lambda: (own_positions, dict[str, ManifestFile]()),
-            lambda written: self.plans.finish(writer, [rank_positions for rank_positions, _ in written]),
+            lambda: (own_summary, dict[str, ManifestFile]()),
+            lambda ranks: writer.write_metadata(*self.planner.merge_summaries([summary for summary, _ in ranks])),
         )
 
 

@@ -27,6 +27,7 @@ from titan.cluster.known_devices import look_up_peak_tflops
 from titan.errors import ConfigError
 from titan.estimate.roofline import Roofline, compute_roofline, select_rates
 from titan.run import attempts, compose
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.training.signals import StopSignals
 
@@ -222,7 +223,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        attempt = attempts.begin_attempt(run)
+        attempt = attempts.begin_attempt(run, prepare_data(run))
         if isinstance(attempt, attempts.FinishedRun):
             raise ConfigError(f"{folder} contains a finished run; empty it.")
         world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)

@@ -18,6 +18,7 @@ from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import attempts
+from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.signals import StopSignals
@@ -56,7 +57,7 @@ def _measure_together(runs: Sequence[Run], measure: Callable[..., dict[str, floa
 def prepare_trial(run: Run) -> Trial:
     """Return a run in an empty directory with its attempt."""
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    attempt = attempts.begin_attempt(run)
+    attempt = attempts.begin_attempt(run, prepare_data(run))
     assert isinstance(attempt, attempts.Attempt)  # nothing there has finished
     return run, attempt
 

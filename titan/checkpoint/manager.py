@@ -2,21 +2,17 @@
 
 A save is one job of all ranks, in a separate thread:
 
-1. every rank sends rank 0 a description of its tensors, or its digest if it has not changed since the last save
-   (`plans`); rank 0 creates the folder and sends each rank what to write, if that has changed;
-2. every rank writes its tensors with checksums, and sends rank 0 its files' sizes and checksums;
-3. rank 0 writes the manifest, which makes the checkpoint complete, and sends the number of bytes to all;
-4. rank 0 removes the checkpoints that are not kept;
-5. post-save hooks: exported weights, a copy at `checkpoint.path`.
+1. all ranks write the checkpoint, until rank 0's manifest makes it complete (`titan.checkpoint.save`);
+2. rank 0 removes the checkpoints that are not kept;
+3. post-save hooks: exported weights, a copy at `checkpoint.path`.
 
-`mode=sync` waits for steps 1 to 3; `mode=async` continues once the state is copied (`staging`), and the training thread
+`mode=sync` waits for step 1; `mode=async` continues once the state is copied (`staging`), and the training thread
 only starts that copy. A failed job leaves no files behind and is reported by `pop_outcomes`; the run goes on. Tensors
 have the model's parameter names, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import threading
 import time
@@ -24,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,17 +28,15 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint import manifest, retention
-from titan.checkpoint.coordinator import CoordinationError, Coordinator, find_reason
-from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
-from titan.checkpoint.plans import ItemMask, LocalPlan, Plans, Written
+from titan.checkpoint.coordinator import Coordinator, find_reason
+from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.save import CheckpointSave, TokenizerFiles
+from titan.checkpoint.save_planner import CachingSavePlanner
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
-from titan.checkpoint.writer import CheckpointWriter
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
-TokenizerFiles = tuple[dict[str, ManifestFile], str | None]
-"""A tokenizer's files in a folder by name, and the tokenizer's name there."""
 CopyTokenizer = Callable[[str | None, Path], TokenizerFiles]
 PostSaveHook = Callable[[Path, Manifest], None]
 """Called by all ranks with a complete checkpoint; all ranks raise `CoordinationError` together.
@@ -114,7 +108,7 @@ class CheckpointManager:
         self.directory, self.settings, self.train_state = directory, settings, train_state
         self.coordinator, self.post_save_hooks, self.copy_tokenizer = coordinator, post_save_hooks, copy_tokenizer
         self.jobs: list[_SaveJob] = []
-        self.plans = Plans(coordinator.rank)
+        self.planner = CachingSavePlanner(coordinator.rank)
         self.staging = Staging(train_state.device) if settings.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (train_state.device,))
 
@@ -185,11 +179,14 @@ class CheckpointManager:
     ) -> None:
         """Run a whole job in the thread."""
         folder = manifest.folder_of(self.directory, checkpoint_manifest.step)
+        wait_for_state = partial(self._wait_for_state, job, state)
+        copy_tokenizer = partial(self.copy_tokenizer, tokenizer)
         try:
-            checkpoint_manifest, job.bytes = self._write_checkpoint(job, folder, state, checkpoint_manifest, tokenizer)
+            save = CheckpointSave(folder, checkpoint_manifest, self.planner, wait_for_state, copy_tokenizer)
+            checkpoint_manifest, job.bytes = save.run(self.coordinator)
         except BaseException as error:  # DCP's error is not an Exception
             job.error = find_reason(error)
-            self.plans.forget_plan()
+            self.planner.forget_plan()
             # with a manifest the checkpoint is complete: another rank exited while it was notified
             if self.coordinator.rank == 0 and manifest.read(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # frees the space on a full disk
@@ -199,8 +196,8 @@ class CheckpointManager:
             job.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)
         job.ended.set()
 
-    def _wait_for_copy(self, job: _SaveJob) -> None:
-        """Wait for the copy.
+    def _wait_for_state(self, job: _SaveJob, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the state once it is copied.
 
         Raises:
             Exception: when it failed.
@@ -209,6 +206,7 @@ class CheckpointManager:
             raise job.staging_error
         if self.staging is not None:
             self.staging.wait_for_copies()
+        return state
 
     def _rerun_hooks(self, job: _SaveJob) -> None:
         folder = manifest.folder_of(self.directory, job.step)
@@ -220,19 +218,6 @@ class CheckpointManager:
         except BaseException as error:
             job.post_save_error = find_reason(error)
         job.ended.set()
-
-    def _write_checkpoint(
-        self,
-        job: _SaveJob,
-        folder: Path,
-        state: Mapping[str, Tensor],
-        checkpoint_manifest: Manifest,
-        tokenizer: str | None,
-    ) -> tuple[Manifest, int]:
-        copy_files = partial(self.copy_tokenizer, tokenizer)
-        return _Save(folder, state, checkpoint_manifest, copy_files, self.plans, partial(self._wait_for_copy, job)).run(
-            self.coordinator
-        )
 
     def _run_post_save_hooks(self, folder: Path, checkpoint_manifest: Manifest) -> str | None:
         """Remove old checkpoints and run all post-save hooks, also after one has failed.
@@ -254,78 +239,6 @@ class CheckpointManager:
 
     def _prune_checkpoints(self) -> None:
         retention.prune(self.directory, self.settings.keep, self.settings.keep_tokens, self.settings.grace)
-
-
-class _Save:
-    """The steps of one save, on one rank."""
-
-    def __init__(
-        self,
-        folder: Path,
-        state: Mapping[str, Tensor],
-        checkpoint_manifest: Manifest,
-        copy_tokenizer: Callable[[Path], TokenizerFiles],
-        plans: Plans,
-        wait_for_copy: Callable[[], None],
-    ) -> None:
-        """Create the save; `wait_for_copy` waits until `state` can be read. Nothing is written yet."""
-        self.folder, self.state, self.manifest, self.copy_tokenizer = folder, state, checkpoint_manifest, copy_tokenizer
-        self.plans, self.wait_for_copy, self.writer = plans, wait_for_copy, CheckpointWriter(folder)
-
-    def run(self, coordinator: Coordinator) -> tuple[Manifest, int]:
-        """Save, all ranks together.
-
-        Returns:
-            The manifest, with all files on rank 0 and the rank's own on other ranks; the total size of all files.
-
-        Raises:
-            CoordinationError: on all ranks, when it failed on any.
-        """
-        self.writer.fs.advance = coordinator.activity.record_save_progress
-        self.plans.set_plan(coordinator.scatter(self._local_plan, self._global_plan))
-        try:
-            tokenizer, total_bytes = coordinator.gather(self._write_data, self._finish)
-        except CoordinationError as error:
-            if error.is_corrupt:
-                self._remove_files()
-            raise
-        if coordinator.rank == 0:
-            return self.manifest, total_bytes
-        return replace(self.manifest, files=self.writer.files, tokenizer=tokenizer), total_bytes
-
-    def _local_plan(self) -> LocalPlan:
-        self.wait_for_copy()
-        return self.plans.local_plan(self.state)
-
-    def _global_plan(self, local_plans: list[LocalPlan]) -> list[ItemMask]:
-        files, tokenizer = _create_folder(self.folder, self.copy_tokenizer)
-        self.manifest = replace(self.manifest, files=files, tokenizer=tokenizer)
-        return self.plans.global_plan(local_plans)
-
-    def _write_data(self) -> tuple[Written, dict[str, ManifestFile]]:
-        return self.plans.write_data(self.writer), self.writer.files
-
-    def _finish(self, written: list[tuple[Written, dict[str, ManifestFile]]]) -> tuple[str | None, int]:
-        """On rank 0: write the metadata and the manifest.
-
-        Raises:
-            CorruptCheckpointError: when rank 0 does not see a file that another rank has written.
-        """
-        self.plans.finish(self.writer, [rank_written for rank_written, _ in written])
-        files = [self.manifest.files, *(files for _, files in written), self.writer.files]
-        self.manifest = replace(
-            self.manifest, files={name: file for listing in files for name, file in listing.items()}
-        )
-        _check_visible(self.folder, self.manifest)
-        manifest.write(self.folder, self.manifest)
-        return self.manifest.tokenizer, sum(file.bytes for file in self.manifest.files.values())
-
-    def _remove_files(self) -> None:
-        """Remove this rank's files from a folder that rank 0 does not see."""
-        for name in self.writer.files:
-            (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
-            self.folder.rmdir()
 
 
 def _join_errors(errors: list[list[str]]) -> str | None:
@@ -355,29 +268,6 @@ def _catch_error(work: Callable[[], object]) -> str | None:
     except BaseException as error:  # DCP's error is not an Exception
         return find_reason(error)
     return None
-
-
-def _create_folder(folder: Path, copy_tokenizer: Callable[[Path], TokenizerFiles]) -> TokenizerFiles:
-    """Create a checkpoint's folder with the tokenizer's files.
-
-    Returns:
-        Those files, and the tokenizer's name there.
-    """
-    if folder.is_dir():
-        shutil.rmtree(folder)  # from a killed save, or corrupt
-    else:
-        folder.unlink(missing_ok=True)
-    folder.mkdir(parents=True)
-    return copy_tokenizer(folder)
-
-
-def _check_visible(folder: Path, checkpoint_manifest: Manifest) -> None:
-    try:
-        manifest.check_sizes(folder, checkpoint_manifest.files)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error}: all ranks must see the run's directory, {folder.parent.parent}"
-        ) from error
 
 
 def _load_complete(folder: Path, check_files: bool) -> Manifest:

@@ -1,5 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint without running code from a file.
 
+A rank has one `CheckpointReader` for a checkpoint, from its verification to its restoration, so that it parses the
+metadata once.
+
 Its `.metadata` is a pickle, which torch unpickles. Here it is parsed as data (`titan.checkpoint.safe_pickle`), from
 which torch's objects are rebuilt value by value; tensors are loaded with `weights_only`. Files named by the metadata
 must be in the checkpoint's folder.
@@ -25,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from titan.checkpoint import safe_pickle
+from titan.checkpoint import manifest, safe_pickle
+from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.safe_pickle import Global, PickledObject
 from titan.files.untrusted import check_file_name, describe_value, truncate_text
 
@@ -52,12 +56,28 @@ class UnknownContentError(Exception):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint's folder; caches its metadata."""
+    """Reads a checkpoint's folder; caches its manifest and its metadata.
+
+    Attributes:
+        folder: the checkpoint's folder.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        """Take the folder that holds `.metadata`."""
+        """Take the folder that holds `.metadata`; nothing is read yet."""
         super().__init__(folder)
+        self.folder = Path(folder)
+        self._manifest: Manifest | None = None
         self._metadata: Metadata | None = None
+
+    def read_manifest(self) -> Manifest | None:
+        """Return the checkpoint's manifest, also of a retired one; None where it has none.
+
+        Raises:
+            CorruptCheckpointError: when it is invalid.
+        """
+        if self._manifest is None:
+            self._manifest = manifest.load(self.folder) or manifest.load(self.folder, manifest.RETIRED)
+        return self._manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata.

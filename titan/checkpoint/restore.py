@@ -7,7 +7,6 @@ later attempt uses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,20 +14,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, find_reason
-from titan.checkpoint.manifest import CorruptCheckpointError, ManifestFile
+from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.checkpoint.reader import METADATA, CheckpointReader, ProgressLoadPlanner, UnknownContentError
 from titan.checkpoint.state import EVALUATION, TrainState, is_average, train_state_dict
 from titan.config.settings import format_value
 from titan.errors import ConfigError, RunError
 
 
-def find_corruption(folder: Path, coordinator: Coordinator, checksums: bool) -> str | None:
+def find_corruption(reader: CheckpointReader, coordinator: Coordinator, checksums: bool) -> str | None:
     """Return what is wrong with a checkpoint; None if nothing is. All ranks call it together and get the same result.
 
     A checkpoint that was retired after it was chosen is valid while its files exist.
 
     Args:
-        folder: the checkpoint's folder, the same on all ranks.
+        reader: the checkpoint, the same on all ranks.
         coordinator: the ranks, each of which reads a part of the files.
         checksums: verify checksums, not only sizes.
 
@@ -36,12 +35,12 @@ def find_corruption(folder: Path, coordinator: Coordinator, checksums: bool) -> 
         RunError: when a rank can't read it for a temporary reason, or doesn't see a file that rank 0 sees.
     """
     problem = coordinator.gather(
-        lambda: _check_rank_files(folder, coordinator, checksums), lambda problems: _combine_problems(folder, problems)
+        lambda: _check_rank_files(reader, coordinator, checksums), lambda problems: _combine_problems(reader, problems)
     )
     if problem and problem.temporary:
         raise RunError(
-            f"the checkpoint {folder} can't be read by {problem.message}; make it readable for all ranks and rerun the "
-            "same command. Nothing was changed."
+            f"the checkpoint {reader.folder} can't be read by {problem.message}; make it readable for all ranks and "
+            "rerun the same command. Nothing was changed."
         )
     return problem.message if problem else None
 
@@ -54,20 +53,20 @@ class _Problem(NamedTuple):
     temporary: bool = False
 
 
-def _combine_problems(folder: Path, problems: Sequence[_Problem | None]) -> _Problem | None:
+def _combine_problems(reader: CheckpointReader, problems: Sequence[_Problem | None]) -> _Problem | None:
     """On rank 0: return the checkpoint's problem from those of each rank's files."""
     for rank, problem in enumerate(problems):
         if problem and (problem.temporary or (problem.missing and problems[0] is None)):
             return _Problem(f"rank {rank} ({problem.message})", temporary=True)
     first = next((problem for problem in problems if problem), None)
-    message = None if first else _check_metadata(folder, _list_files(folder))
+    message = None if first else _check_metadata(reader)
     return first if message is None else _Problem(message)
 
 
-def _check_rank_files(folder: Path, coordinator: Coordinator, checksums: bool) -> _Problem | None:
+def _check_rank_files(reader: CheckpointReader, coordinator: Coordinator, checksums: bool) -> _Problem | None:
     """Return the problem of this rank's part of the files; rank 0 checks the sizes of all files."""
     try:
-        checkpoint_manifest = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
+        folder, checkpoint_manifest = reader.folder, reader.read_manifest()
         if checkpoint_manifest is None:
             return _Problem(f"{manifest.NAME} is missing", missing=True)
         rank_files = dict(sorted(checkpoint_manifest.files.items())[coordinator.rank :: coordinator.world_size])
@@ -81,22 +80,19 @@ def _check_rank_files(folder: Path, coordinator: Coordinator, checksums: bool) -
     return None
 
 
-def _list_files(folder: Path) -> Mapping[str, ManifestFile]:
-    checkpoint_manifest = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
-    return checkpoint_manifest.files if checkpoint_manifest else {}
-
-
-def _check_metadata(folder: Path, listed: Mapping[str, ManifestFile]) -> str | None:
+def _check_metadata(reader: CheckpointReader) -> str | None:
     """Return what is wrong with the metadata, such as a file that the manifest doesn't list."""
+    checkpoint_manifest = reader.read_manifest()
+    listed = checkpoint_manifest.files if checkpoint_manifest else {}
     try:
-        needed = CheckpointReader(folder).list_files()
+        needed = reader.list_files()
     except (UnknownContentError, OSError) as error:
         return str(error) if isinstance(error, UnknownContentError) else find_reason(error)
     missing = sorted({METADATA, *needed} - listed.keys())
     return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
-def restore_train_state(train_state: TrainState, folder: Path, coordinator: Coordinator) -> bool:
+def restore_train_state(train_state: TrainState, reader: CheckpointReader, coordinator: Coordinator) -> bool:
     """Load model and optimizer; all ranks call it together.
 
     The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
@@ -108,15 +104,15 @@ def restore_train_state(train_state: TrainState, folder: Path, coordinator: Coor
         ConfigError: when the checkpoint has another model or optimizer.
         RunError: when it can't be read.
     """
-    state, reader = train_state_dict(train_state), CheckpointReader(folder)
+    state = train_state_dict(train_state)
     try:
         complete = _compare_tensors(state, reader, coordinator)
         planner = ProgressLoadPlanner(coordinator.activity.record_progress)  # each rank plans for itself what it reads
         coordinator.run_all(lambda: load(state, storage_reader=reader, planner=planner, no_dist=True))
     except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(
-            f"the checkpoint {folder} can't be read: {find_reason(error)}; remove it and rerun the same command, which "
-            "resumes from the one before it."
+            f"the checkpoint {reader.folder} can't be read: {find_reason(error)}; remove it and rerun the same "
+            "command, which resumes from the one before it."
         ) from error
     if train_state.tied_weights is not None:
         train_state.tied_weights.align(train_state.optimizer)
@@ -141,7 +137,7 @@ def _compare_tensors(state: dict[str, Tensor], reader: CheckpointReader, coordin
         bytes(n in rank_shapes for n in saved_shapes),
     )
     if message := coordinator.gather(
-        lambda: rank_tensors, lambda parts: _describe_difference(saved_shapes, parts, reader.path)
+        lambda: rank_tensors, lambda parts: _describe_difference(saved_shapes, parts, reader.folder)
     ):
         raise ConfigError(message)
     return has_average or not needs_average

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from titan.checkpoint.assignment import Assignment
 from titan.checkpoint.manifest import ManifestFile
+from titan.checkpoint.metadata_file import Positions, encode_metadata
 
 Name = str | os.PathLike[str]
 
@@ -30,15 +32,19 @@ class CheckpointWriter(FileSystemWriter):
         """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
         return StorageMeta(save_id=self.save_id)
 
-    def write_metadata(self, pieces: Iterable[bytes]) -> None:
+    def write_metadata(self, assignment: Assignment, positions: Positions) -> None:
         """Write the metadata of the whole checkpoint.
 
         The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
+
+        Args:
+            assignment: what all ranks wrote.
+            positions: where they wrote it.
         """
         path = Path(self._get_metadata_path())
         temporary = path.with_name(f"{path.name}.tmp")
         with self.fs.create_stream(temporary, "wb") as stream:
-            for piece in pieces:
+            for piece in encode_metadata(assignment, positions, self.storage_meta()):
                 stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())

@@ -55,6 +55,17 @@ class RankError:
         """The last line of the text, which names the exception of a traceback."""
         return self.text.strip().splitlines()[-1]
 
+    def format_report(self) -> str:
+        """Return what a launcher prints of it: the sentence, or the rank and its traceback."""
+        if self.killed:
+            return f"rank {self.rank} was {self.text}; see log/rank-{self.rank}.log"
+        return self.text if self.plain else f"rank {self.rank} failed:\n{self.text.rstrip()}"
+
+    def summarize(self) -> str:
+        """Return the report in one line: its first line, and the last one, which names the exception of a traceback."""
+        lines = [line.strip() for line in self.format_report().splitlines() if line.strip()]
+        return " ".join([*lines[:1], *lines[1:][-1:]])
+
 
 def describe_error(error: BaseException, rank: int) -> RankError:
     """Return what to report of an exception that ends a rank: its sentence if users can act on it, else a traceback."""

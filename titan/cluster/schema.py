@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan.cluster.checks import check_container, check_job, check_timeouts
 from titan.cluster.hardware import Hardware
-from titan.config.settings import format_value, setting
-from titan.errors import ConfigError
+from titan.config.settings import setting
 
-RESERVED_OPTIONS = {
-    "array",
-    "dependency",
-    "job-name",
-    "output",
-    "open-mode",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "parsable",
-}
-"""Options of sbatch that titan sets itself, or that change output it reads."""
-
-
-LONGEST_DAYS = 3650
-"""The longest accepted time limit; a longer one is a typing error."""
 LONGEST_SECONDS = 30 * 86400.0
 """The longest accepted timeout."""
 STEP_SECONDS = 600.0
@@ -149,62 +132,7 @@ class Cluster:
         return min(STEP_SECONDS, self.timeout) if self.step_timeout == "auto" else float(self.step_timeout)
 
     def check(self) -> None:
-        """Raise ConfigError for settings that no job can have.
-
-        Raises:
-            ConfigError: with the setting to change.
-        """
-        if self.step_seconds > self.timeout:
-            raise ConfigError(
-                f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, the "
-                "timeout outside of steps; give a smaller value, or a larger cluster.timeout."
-            )
-        limit = parse_minutes(self.time)
-        if limit is not None and 60 * limit <= self.signal_seconds:
-            raise ConfigError(
-                f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a "
-                "run would get the signal to stop at its start; give more time, or a smaller cluster.signal_seconds."
-            )
-        if invalid := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
-            raise ConfigError(
-                f"cluster.environment={format_value(self.environment)}: {invalid[0]} is not a valid name of a "
-                "variable; correct it."
-            )
-        if reserved := sorted(set(self.sbatch or {}) & RESERVED_OPTIONS):
-            raise ConfigError(
-                f"cluster.sbatch={format_value(self.sbatch)}: titan sets {reserved[0]} itself; remove it."
-            )
-        if self.container != "none" and self.image is None:
-            raise ConfigError(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
-        if self.container == "none" and (self.image or self.mounts):
-            raise ConfigError(
-                f"cluster.image={self.image}: no container is chosen; give cluster.container=pyxis or apptainer."
-            )
-
-
-def parse_minutes(time: str | None) -> int | None:
-    """Return a time limit in minutes, rounded up; None for None.
-
-    The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
-
-    Raises:
-        ConfigError: for other formats, zero and more than `LONGEST_DAYS`.
-    """
-    if time is None:
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not match:
-        raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
-    days, *rest = (None if g is None else int(g) for g in match.groups())
-    numbers = [part for part in rest if part is not None]
-    if any(part > 59 for part in numbers[1:]) or (days is not None and numbers[0] > 23):
-        raise ConfigError(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
-    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
-    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
-    if seconds > LONGEST_DAYS * 86400:
-        raise ConfigError(
-            f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
-        )
-    if seconds == 0:
-        raise ConfigError(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
-    return -(-seconds // 60)
+        """Raise ConfigError for settings that no job can have; see `titan.cluster.checks`."""
+        check_timeouts(self)
+        check_job(self)
+        check_container(self)

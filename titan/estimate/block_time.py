@@ -17,7 +17,8 @@ from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, fin
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
 
 if TYPE_CHECKING:
-    from titan.model.schema import Decoder, Matmul
+    from titan.model.counts import Matmul
+    from titan.model.schema import Decoder
     from titan.parallelism.schema import Layout
     from titan.precision.schema import Precision
     from titan.run.schema import Recipe

@@ -15,6 +15,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
+from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
     candidates, deepest = [], recipe.model.layers // find_default_stages(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
         replicas = max(2, devices // devices_per_node)
-        layout = recipe.parallelism.resolve_layout(
-            devices, find_largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
+        layout = resolve_layout(
+            recipe.parallelism, devices, find_largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
         )
         available_gib = compute_available_gib(recipe, layout, machine)
         required_gib = _compute_required_gib(recipe, layout, available_gib, machine.device)
@@ -207,7 +208,7 @@ def _explain_process_memory(recipe: Recipe, layout: Layout, machine: Machine) ->
 
 def _build_layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
-        return recipe.parallelism.resolve_layout(devices, find_largest_degrees(recipe, min(per_node, devices), depth))
+        return resolve_layout(recipe.parallelism, devices, find_largest_degrees(recipe, min(per_node, devices), depth))
     except ConfigError:
         return None
 

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
-from titan.model.schema import Matmul
+from titan.model.counts import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.schema import count_key_repeats
 from titan.parallelism.strategy import count_shards
-from titan.precision.schema import WeightSharding
+from titan.precision.selection import WeightSharding
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -52,8 +52,9 @@ def resolve_inside(folder: Path, name: object) -> Path:
     return Path(path)
 
 
-def read_regular_file(file: Path, last: int | None = None) -> bytes:
-    """Return the content of a regular file, or its `last` bytes; a pipe would block.
+@contextmanager
+def open_regular_file(file: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; a pipe would block.
 
     Raises:
         OSError: when it can't be read.
@@ -65,6 +66,12 @@ def read_regular_file(file: Path, last: int | None = None) -> bytes:
             raise IsADirectoryError(21, "Is a directory", str(file))
         if not stat.S_ISREG(mode):
             raise ValueError("it is not a regular file")
+        yield content
+
+
+def read_regular_file(file: Path, last: int | None = None) -> bytes:
+    """Return the content of a regular file, or its `last` bytes; see `open_regular_file` for errors."""
+    with open_regular_file(file) as content:
         if last is not None:
             content.seek(max(0, content.seek(0, os.SEEK_END) - last))
         return content.read()

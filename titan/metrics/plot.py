@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.console.numbers import format_tokens
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_steps
 
 SMOOTHING_SHARE = 0.02
 """The share of the run that one smoothed point averages over."""
@@ -37,13 +37,13 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
     """Plot training and validation loss from metrics.jsonl.
 
     Args:
-        metrics_file: lines with step, tokens and loss or validation_loss; the last line of each step counts.
+        metrics_file: lines with step, tokens and loss or validation_loss.
         png: the file to write.
 
     Returns:
         The file; None where matplotlib isn't installed or there is no loss.
     """
-    records = read_records(metrics_file)
+    records = read_steps(metrics_file)
     training, validation, spikes = (
         extract_curve(records, "loss"),
         extract_curve(records, "validation_loss"),
@@ -56,15 +56,13 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
 
 
 def select_spikes(records: Iterable[Mapping[str, Any]]) -> Curve:
-    """Return the losses of the steps that are marked as spikes; the last record of a step counts."""
-    last_records = {record["step"]: record for record in records if "loss" in record and "step" in record}
-    return extract_curve((record for record in last_records.values() if "spike" in record), "loss")
+    """Return the losses of the steps that are marked as spikes."""
+    return extract_curve((record for record in records if "spike" in record), "loss")
 
 
 def extract_curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
-    """Return the finite values of `key` by step; a later record of the same step replaces the earlier one."""
-    last_records = {record["step"]: record for record in records if key in record and "step" in record}
-    finite_records = [last_records[step] for step in sorted(last_records) if _is_finite(last_records[step][key])]
+    """Return the finite values of `key`; the records are of one step each, as `read_steps` returns them."""
+    finite_records = [record for record in records if _is_finite(record.get(key))]
     return Curve(
         steps=tuple(int(record["step"]) for record in finite_records),
         tokens=tuple(float(record.get("tokens", record["step"])) for record in finite_records),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from titan.metrics.reader import METRICS
 from titan.metrics.trackers import Trackers
 from titan.model.schema import Llama
 
@@ -26,7 +27,7 @@ class Recorder:
     def __init__(self, directory: Path, attempt: int, trackers: Trackers, warn: Callable[[str], None]) -> None:
         """Take the run's directory, the attempt's number, the trackers, and a function that shows a warning."""
         self.attempt, self.trackers = attempt, trackers
-        self.writer = LineWriter(directory / "metrics.jsonl", warn)
+        self.writer = LineWriter(directory / METRICS, warn)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""

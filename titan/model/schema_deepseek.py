@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch, count_latent_attention_bytes
-from titan.model.schema import WIDEST, Matmul, SequenceMatmul, WholeMatmul
+from titan.model import checks
+from titan.model.counts_deepseek import DeepseekCounts
+from titan.model.schema import WIDEST
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3(Moe):
+class DeepseekV3(DeepseekCounts, Moe):
     """Shape of a DeepSeek-V3 decoder (arXiv:2412.19437), and of DeepSeek-V2-Lite and Moonlight.
 
     Attention is to keys and values that are computed from a latent, for each head its own. RoPE is scaled by YaRN
@@ -106,7 +107,7 @@ class DeepseekV3(Moe):
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other; see `titan.model.schema.Decoder.check`."""
         super().check()
-        self._check_groups()
+        checks.check_expert_groups(self)
         if self.first_dense > self.layers:
             raise ConfigError(
                 f"model.first_dense={self.first_dense}: must be at most model.layers={self.layers}; give fewer."
@@ -114,52 +115,7 @@ class DeepseekV3(Moe):
 
     def check_heads(self) -> None:
         """Raise ConfigError for heads that latent attention does not have."""
-        if self.kv_heads != self.heads:
-            raise ConfigError(
-                f"model.kv_heads={self.kv_heads}: latent attention has keys and values for each head; "
-                f"give model.kv_heads={self.heads}."
-            )
-        if self.head_dim is not None:
-            raise ConfigError(
-                f"model.head_dim={self.head_dim}: latent attention has heads of width model.qk_nope_head_dim + "
-                "model.qk_rope_head_dim; give model.head_dim=null and these."
-            )
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"model.qk_rope_head_dim={self.qk_rope_head_dim}: must be even, because rotary embedding rotates "
-                f"pairs; give {self.qk_rope_head_dim + 1}."
-            )
-        if self.v_head_dim > self.head_size:
-            raise ConfigError(
-                f"model.v_head_dim={self.v_head_dim}: must be at most model.qk_nope_head_dim + model.qk_rope_head_dim, "
-                f"{self.head_size}; give less."
-            )
-
-    def _check_groups(self) -> None:
-        """Raise ConfigError for groups that are unequal, too small, or too few for the experts of a token."""
-        group_size = self.experts // self.groups
-        if self.experts % self.groups or (self.groups > 1 and group_size < 2):
-            raise ConfigError(
-                f"model.groups={self.groups}: must divide model.experts={self.experts} into groups of at least 2; "
-                "give another number, such as 1."
-            )
-        if self.topk_groups > self.groups:
-            raise ConfigError(
-                f"model.topk_groups={self.topk_groups}: must be at most model.groups={self.groups}; give fewer."
-            )
-        if self.topk_groups * group_size < self.top_k:
-            raise ConfigError(
-                f"model.topk_groups={self.topk_groups}: so many groups have {self.topk_groups * group_size} experts, "
-                f"fewer than model.top_k={self.top_k}; give more groups or fewer experts."
-            )
-
-    def kind(self, layer: int) -> str:
-        """Return "dense" or "experts"."""
-        return "experts" if self.has_experts(layer) else "dense"
-
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a block has experts."""
-        return layer >= self.first_dense
+        checks.check_latent_heads(self)
 
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
@@ -170,64 +126,3 @@ class DeepseekV3(Moe):
             "sigmoid": self.scoring_func == "sigmoid",
             "scale": self.routed_scaling_factor,
         }
-
-    @property
-    def shared_ffn(self) -> int | None:
-        """Width of the shared experts together; None: there are none."""
-        return self.shared_experts * self.expert_ffn or None
-
-    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        """Return the linear layers of a block by the name of their module in it; experts of tokens are none of them."""
-        return self._list_attention_matmuls() | self._list_feed_forward_matmuls(layer)
-
-    def _list_attention_matmuls(self) -> dict[str, Matmul]:
-        queries, values, rank = self.heads * self.head_size, self.heads * self.v_head_dim, self.q_lora_rank
-        keys = {
-            "attention.wkv_a": WholeMatmul(self.dim, self.kv_lora_rank + self.qk_rope_head_dim),
-            "attention.wkv_b": Matmul(self.kv_lora_rank, self.heads * self.qk_nope_head_dim + values),
-            "attention.wo": Matmul(values, self.dim, rowwise=True),
-        }
-        if rank is None:
-            return {"attention.wq": Matmul(self.dim, queries), **keys}
-        return {"attention.wq_a": WholeMatmul(self.dim, rank), "attention.wq_b": Matmul(rank, queries), **keys}
-
-    def _list_feed_forward_matmuls(self, layer: int) -> dict[str, Matmul]:
-        if not self.has_experts(layer):
-            return {
-                "feed_forward.w1": Matmul(self.dim, self.ffn),
-                "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
-                "feed_forward.w3": Matmul(self.dim, self.ffn),
-            }
-        width = self.shared_ffn
-        shapes = {} if width is None else {"w1": (self.dim, width), "w2": (width, self.dim), "w3": (self.dim, width)}
-        return {f"feed_forward.shared.{name}": SequenceMatmul(*shape) for name, shape in shapes.items()}
-
-    def block_parameters(self, layer: int = 0) -> int:
-        """Return the exact number of parameters of one block, including the norms of latents."""
-        return super().block_parameters(layer) + (self.q_lora_rank or 0) + self.kv_lora_rank
-
-    def attention_activations(
-        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
-    ) -> LayerActivations:
-        """Return the activation memory of attention; see `titan.model.activations.count_latent_attention_bytes`."""
-        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        return count_latent_attention_bytes(
-            batch, self.dim, self.heads, widths, (self.q_lora_rank, self.kv_lora_rank), context
-        )
-
-    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
-        """Return FLOPs per token of a block's attention scores and values, forward and backward."""
-        return float(6 * self.heads * (self.head_size + self.v_head_dim) * seq_len)
-
-    def attention_elements(self, layer: int = 0) -> int:
-        """Return the elements per token of queries and keys that are put together, and of values that are padded."""
-        return super().attention_elements(layer) + 2 * self.head_size * self.heads
-
-    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
-        """Return the names of a block's modules with a weight, in order."""
-        queries = ("wq",) if self.q_lora_rank is None else ("wq_a", "q_norm", "wq_b")
-        attention = (f"attention.{name}" for name in (*queries, "wkv_a", "kv_norm", "wkv_b", "wo"))
-        inner = ("router", *(f"experts.{name}" for name in ("w1", "w2", "w3")))
-        shared = () if self.shared_ffn is None else tuple(f"shared.{name}" for name in ("w1", "w2", "w3"))
-        feed_forward = (*inner, *shared) if self.has_experts(layer) else ("w1", "w2", "w3")
-        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in feed_forward))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import NO_CONTEXT, ContextBytes, LayerActivations, RankBatch
-from titan.model.schema import WIDEST, Matmul
+from titan.model.counts_llama4 import Llama4Counts
+from titan.model.schema import WIDEST
 from titan.model.schema_moe import Moe
 
 if TYPE_CHECKING:
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4(Moe):
+class Llama4(Llama4Counts, Moe):
     """Shape of Llama 4's text model: most blocks attend within chunks, and every moe_every-th block has experts.
 
     Every nope_every-th block attends to the whole document, without rotary embedding. A block with experts has a shared
     expert of the same width as well; scores are sigmoids and scale the inputs of experts.
     """
-
-    scale_inputs: ClassVar[bool] = True
-    split_shared: ClassVar[bool] = True
 
     ffn: int = setting(16384, "width of the feed-forward layer of blocks without experts", at_least=1, cap=WIDEST)
     experts: int = setting(16, "experts of each block that has them", at_least=1, cap=10_000)
@@ -60,73 +57,6 @@ class Llama4(Moe):
                 f"at most {self.layers}."
             )
 
-    @property
-    def shared_ffn(self) -> int | None:
-        """Width of the expert that computes every token."""
-        return self.expert_ffn
-
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router."""
         return {**super().build_router_options(), "sigmoid": True}
-
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a block has experts."""
-        return (layer + 1) % self.moe_every == 0
-
-    def has_rope(self, layer: int) -> bool:
-        """Return whether a block has rotary embedding and attends within chunks."""
-        return (layer + 1) % self.nope_every != 0
-
-    def kind(self, layer: int) -> str:
-        """Return the kind of a block; see `titan.model.schema.Decoder.kind`."""
-        return f"{'chunked' if self.has_rope(layer) else 'full'} {'experts' if self.has_experts(layer) else 'dense'}"
-
-    def needs_mask(self, seq_len: int) -> bool:
-        """Return whether rows of a length have several chunks."""
-        has_chunks = self.attention_chunk is not None and any(self.has_rope(layer) for layer in range(self.layers))
-        return has_chunks and seq_len > (self.attention_chunk or 0)
-
-    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        """Return the linear layers of a block by the name of their module in it; experts but the shared are none."""
-        prefix, width = (
-            ("feed_forward.shared", self.expert_ffn) if self.has_experts(layer) else ("feed_forward", self.ffn)
-        )
-        feed_forward = {
-            f"{prefix}.w1": Matmul(self.dim, width),
-            f"{prefix}.w2": Matmul(width, self.dim, rowwise=True),
-            f"{prefix}.w3": Matmul(self.dim, width),
-        }
-        return super().block_matmuls(layer) | feed_forward
-
-    def attention_activations(
-        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
-    ) -> LayerActivations:
-        """Return the activation memory of a block's attention, with the norms of rotated queries and keys."""
-        activations = super().attention_activations(batch, context, layer)
-        if not (self.qk_norm and self.has_rope(layer)):
-            return activations
-        heads = (self.heads + self.kv_heads) / batch.tensor
-        return activations._replace(
-            saved=activations.saved + batch.tokens * batch.count_unweighted_norm_bytes(heads * self.head_size, heads)
-        )
-
-    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
-        """Return the names of a block's modules with a weight, in order."""
-        dense = super(Moe, self).block_modules(layer)
-        if not self.has_experts(layer):
-            return dense
-        return (*super().block_modules(layer), *(f"feed_forward.shared.{name}" for name in ("w1", "w2", "w3")))
-
-    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
-        """Return FLOPs per token of a block's attention; see `titan.model.schema.Decoder.attention_flops`."""
-        return super().attention_flops(self.attention_span(seq_len, layer), layer)
-
-    def attention_span(self, seq_len: float, layer: int = 0) -> float:
-        """Return the most tokens that one attends to in a block: with rotary embedding those of a chunk."""
-        has_chunks = self.has_rope(layer) and self.attention_chunk is not None
-        return min(seq_len, self.attention_chunk or 0) if has_chunks else seq_len
-
-    def attention_elements(self, layer: int = 0) -> int:
-        """Return the elements per token of rotation and norms; without rotary embedding, of queries that are scaled."""
-        rotated_elements = super().attention_elements(layer)
-        return (1 + self.qk_norm) * rotated_elements if self.has_rope(layer) else 2 * self.head_size * self.heads

@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import (
-    NO_CONTEXT,
-    BlockActivations,
-    ContextBytes,
-    RankBatch,
-    RoutedExperts,
-    SharedExperts,
-    count_moe_block_bytes,
-)
-from titan.model.schema import WIDEST, Decoder, Matmul, Qwen3
+from titan.model.counts_moe import MoeCounts
+from titan.model.schema import WIDEST, Decoder, Qwen3
 
 if TYPE_CHECKING:
     from titan.model.qwen3_moe import Qwen3MoeModel as Qwen3MoeModel
@@ -26,14 +18,10 @@ BALANCING = ("aux_loss", "seq_aux_loss", "router_z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moe(Decoder):
+class Moe(MoeCounts, Decoder):
     """Shape of a decoder with a mixture of experts in its blocks."""
 
     FREE: ClassVar[tuple[str, ...]] = (*BALANCING, "bias_rate", "capacity")
-    scale_inputs: ClassVar[bool] = False
-    """Whether scores scale the inputs of experts, not their outputs."""
-    split_shared: ClassVar[bool] = False
-    """Whether tensor ranks split the shared experts; else each computes its part of the sequence."""
 
     experts: int = setting(8, "experts of each block", at_least=1, cap=10_000)
     top_k: int = setting(2, "experts that compute each token", at_least=1, cap=10_000)
@@ -68,15 +56,6 @@ class Moe(Decoder):
         """Whether a bias is added to the scores where experts are chosen."""
         return self.bias_rate is not None
 
-    @property
-    def shared_ffn(self) -> int | None:
-        """Width of the experts that compute every token, together; None: there are none."""
-        return None
-
-    def has_experts(self, layer: int) -> bool:
-        """Return whether a block has experts."""
-        return True
-
     def build_router_options(self) -> dict[str, Any]:
         """Return the options of the router; see `titan.model.experts.Router`."""
         return {"norm_topk_prob": self.norm_topk_prob, "has_bias": self.has_router_bias}
@@ -90,51 +69,6 @@ class Moe(Decoder):
         super().check()
         if self.top_k > self.experts:
             raise ConfigError(f"model.top_k={self.top_k}: must be at most model.experts={self.experts}; give fewer.")
-
-    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        """Return the linear layers of attention by the name of their module in a block; experts are none of them."""
-        matmuls = super().block_matmuls(layer)
-        return {name: matmul for name, matmul in matmuls.items() if not name.startswith("feed_forward.")}
-
-    def block_matmul_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of one block's matrices: linear layers, the router, all experts."""
-        dense = sum(matmul.inputs * matmul.outputs for matmul in self.block_matmuls(layer).values())
-        return dense + self.dim * self.experts * self.has_experts(layer) + self.expert_parameters(layer)
-
-    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
-        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
-        if not self.has_experts(layer):
-            return {}
-        return {
-            "feed_forward.experts.w1": Matmul(self.dim, self.expert_ffn),
-            "feed_forward.experts.w2": Matmul(self.expert_ffn, self.dim, rowwise=True),
-            "feed_forward.experts.w3": Matmul(self.dim, self.expert_ffn),
-        }
-
-    def expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts, all of them but the shared ones."""
-        return 3 * self.dim * self.expert_ffn * self.experts * self.has_experts(layer)
-
-    def active_expert_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a block's experts that compute a token, without the shared ones."""
-        return 3 * self.dim * self.expert_ffn * self.top_k * self.has_experts(layer)
-
-    def block_activations(
-        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
-    ) -> BlockActivations:
-        """Return the activation memory of a block; see `titan.model.activations.count_moe_block_bytes`."""
-        if not self.has_experts(layer):
-            return super().block_activations(batch, context, layer)
-        experts = RoutedExperts(self.experts, self.top_k, self.expert_ffn, self.scale_inputs)
-        shared = None if self.shared_ffn is None else SharedExperts(self.shared_ffn, self.split_shared)
-        return count_moe_block_bytes(
-            batch, self.dim, self.attention_activations(batch, context, layer), experts, shared
-        )
-
-    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
-        """Return the names of a block's modules with a weight, in order."""
-        dense = tuple(name for name in super().block_modules(layer) if not name.startswith("feed_forward."))
-        return (*dense, "feed_forward.router", *(f"feed_forward.experts.{name}" for name in ("w1", "w2", "w3")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.config.settings import format_value, setting, suggest_nearest
+from titan.config.settings import format_value, setting
 from titan.errors import ConfigError
+from titan.optimizer.checks import check_groups
 
 if TYPE_CHECKING:
     import torch
@@ -112,19 +113,8 @@ class Optimizer:
         Raises:
             ConfigError: with the setting to change.
         """
-        names = model.parameter_names() if self.groups else ()
-        for group, content in (self.groups or {}).items():
-            if not content.match:
-                raise ConfigError(
-                    f"optimizer.groups.{group}.match=[]: matches no parameter; give patterns such as ['*norm.weight']."
-                )
-            for pattern in content.match:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ConfigError(
-                        f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model "
-                        f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
-                        f"{names[-1]}{suggest_nearest(pattern, names)}"
-                    )
+        if self.groups:
+            check_groups(self.groups, model.parameter_names())
 
     def choose_settings(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""

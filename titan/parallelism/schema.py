@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from titan.config.settings import setting
@@ -210,58 +210,7 @@ class Parallelism:
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
 
-    def resolve_layout(self, devices: int | None, limits: dict[str, int]) -> Layout:
-        """Resolve -1 and "auto" to numbers.
-
-        Args:
-            devices: ranks in all; None where the layout decides (on a CPU): then each open degree is 2, so that any
-                composition can be tried with the fewest ranks.
-            limits: the largest useful degree of each dimension that is "auto" (default 2).
-
-        Raises:
-            ConfigError: when the degrees don't multiply to `devices`.
-        """
-        degrees: dict[str, int | str] = {name: getattr(self, name) for name in DIMENSIONS}
-        if devices is None:
-            fewest = {-1: 2} | {name: math.gcd(2, limits.get(name, 2)) for name in DIMENSIONS}
-            layout = Layout(
-                **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
-            )
-            return self._add_expert_degree(layout, limits)
-        if degrees["shard"] == "auto" and -1 not in degrees.values():
-            degrees["shard"] = -1
-        remaining = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
-        open_count = sum(d in (-1, "auto") for d in degrees.values())
-        for name in ("tensor", "context", "pipeline", "replicate", "shard"):
-            if degrees[name] == "auto":
-                open_count -= 1
-                largest = math.gcd(max(1, remaining), limits.get(name, 2))
-                # the largest that leaves two for each of the others
-                fitting = (d for d in range(largest, 0, -1) if largest % d == 0 and remaining // d >= 2**open_count)
-                degrees[name] = next(fitting, 1)
-                remaining //= int(degrees[name])
-        layout = Layout(**{name: max(1, remaining) if d == -1 else int(d) for name, d in degrees.items()})
-        if layout.devices != devices:
-            raise ConfigError(
-                f"parallelism: {layout} makes {_format_count(layout.devices, 'rank')}, but there are "
-                f"{_format_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
-                f"cluster.devices={layout.devices}."
-            )
-        return self._add_expert_degree(layout, limits)
-
-    def _add_expert_degree(self, layout: Layout, limits: dict[str, int]) -> Layout:
-        """Return a layout with the degree of expert parallelism."""
-        ranks = layout.sharded * layout.tensor
-        replicates_tokens = layout.tensor > 1 and not self.sequence_parallel
-        auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
-        resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
-        return replace(layout, expert=resolved.get(self.expert) or int(self.expert))
-
 
 def count_key_repeats(heads: int, size: int) -> int:
     """Return the least number of times that key heads must be repeated, so that `size` ranks get equally many."""
     return size // math.gcd(heads, size)
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

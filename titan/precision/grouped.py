@@ -25,7 +25,8 @@ from titan.model.custom_op import register_operation
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import GroupedProduct, list_row_ranges
 from titan.precision import low_precision
-from titan.precision.schema import QUANT_BLOCK, Precision
+from titan.precision.schema import Precision
+from titan.precision.selection import QUANT_BLOCK
 
 KERNELS = {"float8_rowwise": 9, "mxfp8": 10}
 """The major compute capability of the GPUs for which torch has a kernel for all experts."""

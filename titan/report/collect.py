@@ -16,13 +16,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import format_value
+from titan.config.modules import list_trusted_packages
+from titan.config.settings import build, format_value
 from titan.console.numbers import format_exact
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
-from titan.report import columns
-from titan.report.columns import MetricsFile, StepColumns
+from titan.metrics import columns
+from titan.metrics.columns import MetricsFile, StepColumns
+from titan.model.schema import Llama
 from titan.report.findings import FailedRun, State
 from titan.run import axes
 from titan.run.directory import describe_hook_end, is_locked, read_attempts, read_result
@@ -34,6 +36,8 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
+GAVE_UP = "steps in a row were not finite"
+"""Words of the error that ends a run after `training.bad_steps`."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,22 @@ class RawRun:
         """Return the name of the devices; empty where unknown."""
         return str(self.device.get("name") or "")
 
+    @cached_property
+    def model(self) -> Llama | None:
+        """Return the schema of the model; None where its class can't be loaded."""
+        name = self.last_document["science"].get("model")
+        settings = dict(self.config["model"]) | ({"_target_": name} if name else {})
+        try:  # not what a run's own file would import
+            model: Llama = build(Llama, settings, "model", list_trusted_packages(()))
+        except ConfigError:
+            return None
+        return model
+
+    @property
+    def gave_up(self) -> bool:
+        """Return whether the run ended because too many steps in a row were not finite."""
+        return self.state in ("failed", "stopped") and GAVE_UP in (self.reason or "")
+
 
 @dataclass(frozen=True)
 class CollectedRuns:
@@ -124,6 +144,10 @@ class CollectedRuns:
     failed: tuple[FailedRun, ...]
     sweeps: tuple[tuple[Path, SweepSpec], ...]
     corruption: tuple[str, ...] = ()
+
+    def list_started_runs(self) -> list[RawRun]:
+        """Return the runs with a result: those that finished a step or gave up before."""
+        return [raw for raw in self.runs if len(raw.metrics.steps) or raw.gave_up]
 
 
 @dataclass

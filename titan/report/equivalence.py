@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.console.numbers import format_interval, format_plural, format_signed
+from titan.metrics.columns import StepColumns
 from titan.report import statistics
-from titan.report.columns import StepColumns
+from titan.report.estimate import Member
 from titan.report.findings import Answer, Interval, Learning, Numbers, RepeatsNeeded
-from titan.report.runs import Member
+from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, MeanDifference
 
 ANSWER_WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
@@ -53,6 +54,36 @@ class Parity:
     loss_gap: float | None
     norm_gap: float | None
     identical: bool
+
+
+def judge_candidates(candidates: Sequence[VariantCandidate], margin: float) -> list[Learning | None]:
+    """Return the answer for each variant; None for the baseline and for variants that may learn something else.
+
+    Args:
+        candidates: the variants, the baseline first.
+        margin: equivalence margin of the final loss, in nats.
+    """
+    return [_judge_candidate(candidate, candidates, margin) for candidate in candidates]
+
+
+def _judge_candidate(
+    candidate: VariantCandidate, candidates: Sequence[VariantCandidate], margin: float
+) -> Learning | None:
+    """Return whether a variant learns the same as the one of its recipe: the baseline or a learning rate of it."""
+    reference = next((v for v in candidates if _must_learn_the_same(candidate, v, candidates[0])), None)
+    if reference is None or candidate is candidates[0]:
+        return None
+    learning = judge_equivalence(candidate.members, reference.members, margin)
+    if reference is candidates[0]:
+        return learning
+    word, _, text = learning.text.partition(": ")
+    return replace(learning, text=f"{word}: compared with {reference.group.label}: {text}")
+
+
+def _must_learn_the_same(candidate: VariantCandidate, reference: VariantCandidate, baseline: VariantCandidate) -> bool:
+    """Return whether a variant must learn the same as `reference`: the baseline, or another learning rate of it."""
+    same_group = candidate.group.group_id == reference.group.group_id
+    return same_group and candidate is not reference and reference.group.other_settings == baseline.group.other_settings
 
 
 def judge_equivalence(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:

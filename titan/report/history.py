@@ -1,4 +1,4 @@
-"""A run over its attempts: the lines that count, their cost, and the curves."""
+"""A run over its attempts: the lines that count, their cost and curves; divergence and spikes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.metrics.columns import StepColumns
+from titan.metrics.spikes import MIN_RISE
 from titan.report.collect import RawRun, count_devices, parse_start_time
-from titan.report.columns import StepColumns
-from titan.report.findings import Curves, Numbers, RunCost
+from titan.report.findings import Curves, Numbers, RunCost, Spike
 
 HOUR = 3600.0
+SILENT_REASONS = ("it ended without an error message", "it ended after step")
+"""How the reason begins for a run that ended without an error message."""
+SPIKE_DEVIATIONS = 10.0
+"""A spike is so many times the median absolute deviation away: 6.7 standard deviations of normal noise."""
+LAST_NONFINITE = 10
+"""Steps at the end, none of which is finite, of a run that diverged and had no validation."""
+SPIKE_BLOCK = 50
+"""Steps whose median is the usual loss for as many steps after them."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +96,12 @@ class History:
         )
 
     @property
-    def last_validation(self) -> float:
-        """Return the loss of the last validation; infinite where it is not finite, 0 without validations."""
-        if not self.validations:
-            return 0.0
-        value = self.validations[-1].get("validation_loss")
-        return float(value) if value is not None and math.isfinite(value) else math.inf
+    def final_validation(self) -> Mapping[str, Any]:
+        """Return the final validation of a finished run, from metrics.jsonl or else result.json; else empty."""
+        if self.raw.state != "finished":
+            return {}
+        last = self.validations[-1] if self.validations else {}
+        return last if last.get("step") == self.raw.planned_steps else self.raw.result
 
     def compute_cost(self) -> RunCost:
         """Return the cost of the run."""
@@ -157,3 +166,63 @@ def _find_last_lines(lines: StepColumns, limits: Mapping[int, float]) -> NDArray
 def _build_column(records: tuple[Mapping[str, Any], ...], key: str) -> Numbers:
     values = [record.get(key) for record in records]
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def has_diverged(history: History) -> bool:
+    """Return whether a run has no finite result because of its recipe."""
+    raw, nonfinite = history.raw, _count_last_nonfinite(history)
+    if raw.state == "finished":
+        value = history.final_validation.get("validation_loss", 0.0 if nonfinite < LAST_NONFINITE else None)
+        return value is None or not np.isfinite(value) or nonfinite >= SPIKE_BLOCK
+    if raw.state not in ("failed", "stopped"):
+        return False
+    reason = raw.reason or ""
+    return raw.gave_up or (reason.startswith(SILENT_REASONS) and nonfinite >= max(1, _read_bad_steps(raw) - 1))
+
+
+def _read_bad_steps(raw: RawRun) -> int:
+    """Return the steps in a row after which the run gives up; the last one of them has no line."""
+    return int(raw.config["training"].get("bad_steps") or 3)
+
+
+def _count_last_nonfinite(history: History) -> int:
+    """Return the number of steps at the end that were not finite."""
+    finite = np.flatnonzero(~history.steps.is_nonfinite())
+    return len(history.steps) - (int(finite[-1]) + 1 if len(finite) else 0)
+
+
+def find_spikes(history: History) -> tuple[Spike, ...]:
+    """Return the loss spikes: those that the run marked, and those far above the median of the block before."""
+    steps, losses = history.steps.step, history.steps.loss
+    usual = _compute_usual_losses(losses)
+    high = np.flatnonzero(np.isin(steps, list(history.spike_marks)) | np.isfinite(usual))
+    groups = np.split(high, np.flatnonzero(np.diff(high) > SPIKE_BLOCK) + 1) if len(high) else []
+    tops = [int(group[np.argmax(losses[group])]) for group in groups]
+    return tuple(_build_spike(int(steps[i]), float(losses[i]), float(usual[i]), history) for i in tops)
+
+
+def _build_spike(step: int, loss: float, usual: float, history: History) -> Spike:
+    mark = history.spike_marks.get(step, {})
+    rows = mark.get("rows")
+    has_rows = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
+    return Spike(step, loss, float(mark.get("spike_median", usual)), (rows[0], rows[1]) if rows and has_rows else None)
+
+
+def _compute_usual_losses(losses: Numbers) -> Numbers:
+    """Return the median of the block before each loss that is far above it; NaN for other losses."""
+    blocks, usual_losses = len(losses) // SPIKE_BLOCK, np.full(len(losses), np.nan)
+    if blocks < 2:
+        return usual_losses
+    usual, limit = _compute_limits(losses[: blocks * SPIKE_BLOCK].reshape(blocks, SPIKE_BLOCK))
+    block = np.arange(len(losses)) // SPIKE_BLOCK
+    high = np.flatnonzero((block > 0) & (losses > limit[np.maximum(block, 1) - 1]))
+    usual_losses[high] = usual[block[high] - 1]
+    return usual_losses
+
+
+def _compute_limits(blocks: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the median and the spike limit of each block; infinite where no step is finite."""
+    finite_blocks = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that is not finite is not low
+    usual = np.median(finite_blocks, axis=1)
+    deviations = np.median(np.abs(finite_blocks - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
+    return usual, usual + np.maximum(SPIKE_DEVIATIONS * deviations, MIN_RISE)

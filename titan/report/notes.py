@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from titan.report import outcomes, speed, statistics, variants
-from titan.report.candidates import VariantCandidate
+import numpy as np
+
+from titan.console.numbers import format_plural
+from titan.report import statistics
+from titan.report.align import find_common_measure
 from titan.report.collect import CollectedRuns
-from titan.report.measure import choose_measure
-from titan.report.runs import Member
-from titan.report.seeds import average_by_seed
+from titan.report.estimate import Member, average_by_seed, classify_unfinished, format_speed_settings
+from titan.report.findings import FailedRun, RunResult, Spike
+from titan.report.rank import VariantCandidate, find_fitting, has_settings
 from titan.sweep.ledger import SweepSpec
+
+NAMED_RUNS = 6
+"""Runs that a note names."""
 
 
 def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
     """Return the notes on a variant."""
     members, baseline = candidate.members, baseline_candidate.members
     notes = [candidate.tuning.note] if candidate.tuning.note else []
-    notes += [*_note_unfinished(members), *outcomes.list_notes(members)]
-    if counts := outcomes.describe_missing(candidate.missing):
+    notes += [*_note_unfinished(members), *_note_outcomes(members)]
+    if counts := _describe_missing(candidate.group.missing):
         notes.append(f"{counts}: not counted as outcomes of the recipe")
     if members[0].raw.earlier_planned_steps:
         steps = ", then ".join(f"{number:,}" for number in members[0].raw.earlier_planned_steps)
         notes.append(
             f"continued: its schedule had {steps} steps before, so it counts as a variant with other hyperparameters"
         )
-    if any(len({speed.format_speed_settings(d) for d in m.raw.documents}) > 1 for m in members):
+    if any(len({format_speed_settings(d) for d in m.raw.documents}) > 1 for m in members):
         notes.append(
             "its layout, micro-batches, memory or compile settings changed between attempts: its speed is that of the "
             "last attempt's settings"
@@ -39,6 +46,62 @@ def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantC
     if members is not baseline:
         notes += [*_note_hardware_and_code(members, baseline), *_note_text_amounts(members, baseline)]
     return tuple(notes)
+
+
+def _note_outcomes(members: Sequence[Member]) -> list[str]:
+    """Return notes on divergence, outliers, spikes and steps that were not finite."""
+    runs = [m.run for m in members]
+    return [*_note_diverged(runs), *_note_outliers(runs), *_note_spikes(runs), *_note_nonfinite(members)]
+
+
+def _describe_missing(trials: Sequence[FailedRun]) -> str:
+    """Return how many trials have no metrics, and why; empty where there are none."""
+    kinds = Counter(classify_unfinished(trial.state) for trial in trials)
+    by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
+    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
+
+
+def _note_diverged(runs: Sequence[RunResult]) -> list[str]:
+    diverged = [run for run in runs if run.diverged]
+    examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED_RUNS])
+    remainder = f" and {len(diverged) - NAMED_RUNS} more" if len(diverged) > NAMED_RUNS else ""
+    note = f"{len(diverged)} of {len(runs)} runs diverged ({examples}{remainder}): the mean loss does not include them"
+    return [note] if diverged else []
+
+
+def _note_outliers(runs: Sequence[RunResult]) -> list[str]:
+    losses = [run.validation for run in runs if run.validation is not None]
+    outliers = [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]
+    return (
+        [f"outlier: {', '.join(outliers)}; the median of its {len(losses)} runs is {np.median(losses):.4f}"]
+        if outliers
+        else []
+    )
+
+
+def _note_spikes(runs: Sequence[RunResult]) -> list[str]:
+    spiked = [run for run in runs if run.spikes]
+    if not spiked:
+        return []
+    count = sum(len(run.spikes) for run in spiked)
+    rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda entry: entry[0])
+    return [
+        f"loss spikes in {len(spiked)} of {len(runs)} runs: {count} in all, the highest by {rise:.2f} nats to "
+        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}{_format_rows(top)}"
+    ]
+
+
+def _format_rows(spike: Spike) -> str:
+    return "" if spike.rows is None else f" (rows {spike.rows[0]} to {spike.rows[1]})"
+
+
+def _note_nonfinite(members: Sequence[Member]) -> list[str]:
+    """Return a note on steps that were not finite."""
+    counts = [int(m.history.steps.is_nonfinite().sum()) for m in members]
+    if not any(counts):
+        return []
+    runs_text, steps_text = f"{sum(map(bool, counts))} of {len(members)} runs", format_plural(sum(counts), "step")
+    return [f"loss or gradient norm not finite in {runs_text}: {steps_text}, which did not update the weights"]
 
 
 def _note_unfinished(members: Sequence[Member]) -> list[str]:
@@ -58,12 +121,11 @@ def _note_unfinished(members: Sequence[Member]) -> list[str]:
 def _note_text_amounts(members: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
     variant_bytes, baseline_bytes = (_compute_bytes_per_token(side[0]) for side in (members, baseline))
-    measure = choose_measure(members[0], baseline[0])
+    measure = find_common_measure(members[0].raw, baseline[0].raw)
     if (
         variant_bytes is None
         or baseline_bytes is None
-        or measure is None
-        or measure.name != "bits per byte"
+        or measure != "bits per byte"
         or abs(variant_bytes / baseline_bytes - 1) < 0.02
     ):
         return []
@@ -140,12 +202,12 @@ def _note_baseline_choice(
     baseline, groups = candidates[0], [v.group for v in candidates]
     notes = []
     wanted_settings = {} if named_baseline is not None else spec.baseline
-    if wanted_settings and not variants.has_settings(baseline.group, wanted_settings):
+    if wanted_settings and not has_settings(baseline.group, wanted_settings):
         settings = " ".join(f"{name}={value}" for name, value in wanted_settings.items())
         notes.append(
             f"the sweep's baseline ({settings}) has no metrics: {baseline.group.label} is the baseline instead"
         )
-    fitting = [groups[i] for i in variants.find_fitting(groups, wanted_settings)]
+    fitting = [groups[i] for i in find_fitting(groups, wanted_settings)]
     if len({group.other_settings for group in fitting}) > 1 or (len(fitting) > 1 and baseline.tuning.rate_count < 2):
         notes.append(
             f"the sweep's baseline matches {len(fitting)} variants: the first one found, {baseline.group.label}, is "

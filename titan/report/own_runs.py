@@ -19,8 +19,9 @@ from titan.estimate.plan import build_plan, resolve_hardware
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import MeasuredRun, Refinement, RelativeErrors
 from titan.parallelism.schema import Layout
-from titan.report import sharing, speed
+from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
+from titan.report.estimate import measure_run
 from titan.run.prediction import sum_measured_bytes
 from titan.run.run import Run
 from titan.run.schema import Recipe
@@ -73,7 +74,7 @@ def read(source: str, run: Run) -> OwnRuns:
         collected = collect_runs([Path(source).expanduser()])
     except ConfigError as error:
         raise ConfigError(f"plan.fit={source}: {error}") from error
-    hardware, shared = resolve_hardware(run.cluster, run.machine), sharing.find_shared_runs(collected.runs)
+    hardware, shared = resolve_hardware(run.cluster, run.machine), find_shared_runs(collected.runs)
     samples, unused = (
         list[MeasuredRun](),
         [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed],
@@ -105,7 +106,7 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
         _UnusableRunError: when it is of another kind, not finished, or can't be planned.
     """
     _check_kind(raw, run)
-    measured = speed.measure_run(raw)
+    measured = measure_run(raw)
     if measured is None or measured.steps < LEAST_STEPS:
         raise _UnusableRunError(f"has fewer than {LEAST_STEPS} timed steps")
     machine = _build_machine(raw.device, run.machine)

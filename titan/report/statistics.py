@@ -8,7 +8,7 @@ where they return NaN. Holm's correction and the power of t-tests are written ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,6 +271,58 @@ def _find_fewest(power_with: Callable[[int], float], power: float) -> int | None
         middle = (low + high) // 2
         low, high = (low, middle) if power_with(middle) >= power else (middle, high)
     return high if high <= MOST else None
+
+
+@dataclass(frozen=True)
+class SeedComparison:
+    """Variant and baseline over seeds: pairs, or two independent samples.
+
+    Attributes:
+        difference: variant minus baseline, of pairs in which both are finite; None where there is none.
+        paired: whether of pairs.
+        pairs: how many there are.
+        signs: the pairs counted; None where no run of either side diverged.
+        lost_seeds: seeds of the variant with an infinite value, such as diverged ones.
+        baseline_lost_seeds: the same of the baseline.
+    """
+
+    difference: MeanDifference | None
+    paired: bool
+    pairs: int = 0
+    signs: SignCounts | None = None
+    lost_seeds: int = 0
+    baseline_lost_seeds: int = 0
+
+    def compute_p_value(self) -> float | None:
+        """Return the p-value of the sign test where runs diverged, else of the t-test."""
+        if self.signs is not None:
+            return self.signs.compute_p_value()
+        return self.difference.compute_p_value() if self.difference else None
+
+    def compute_interval(self) -> Interval | None:
+        """Return the interval of the difference; without bounds where runs diverged, as it is biased then."""
+        if self.difference is None:
+            return None
+        return Interval(self.difference.estimate, None, None) if self.signs else self.difference.compute_interval()
+
+
+def compare_seeds(variant: Mapping[int, float], baseline: Mapping[int, float]) -> SeedComparison | None:
+    """Return variant minus baseline; infinite values are worse than any other. None where no test is possible."""
+    common = [seed for seed in variant if seed in baseline]
+    lost_seeds, baseline_lost_seeds = (sum(map(math.isinf, side.values())) for side in (variant, baseline))
+    if len(common) < 2 <= min(len(variant), len(baseline)):
+        if lost_seeds or baseline_lost_seeds:
+            return None
+        return SeedComparison(compare_means(list(variant.values()), list(baseline.values())), False)
+    if not common:
+        return None
+    variant_values, baseline_values = (np.array([side[seed] for seed in common]) for side in (variant, baseline))
+    finite = np.isfinite(variant_values) & np.isfinite(baseline_values)
+    mean_difference = (
+        estimate_mean_difference(variant_values[finite] - baseline_values[finite]) if finite.any() else None
+    )
+    signs = count_signs(variant_values, baseline_values) if lost_seeds or baseline_lost_seeds else None
+    return SeedComparison(mean_difference, True, len(common), signs, lost_seeds, baseline_lost_seeds)
 
 
 def _import_stats() -> Any:

@@ -8,6 +8,9 @@ over all pairs instead (sign test), and a variant with a diverged run is never c
 
 Variants that saw different numbers of tokens are not ranked by their final losses, but by the tokens to the target loss
 where there is one, else at equal tokens.
+
+The answer follows from the test, corrected for the number of variants (Holm 1979): better or worse, no difference by
+equivalence, else undecided.
 """
 
 from __future__ import annotations
@@ -15,21 +18,82 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from titan.console.numbers import format_interval, format_signed
-from titan.report.findings import Interval, Numbers, Quality
-from titan.report.measure import Measure, MeasureFunction, choose_measure
-from titan.report.runs import Member
-from titan.report.seeds import SeedComparison, average_by_seed, collect_outcomes, compare_seeds
-from titan.report.statistics import SignCounts
-from titan.report.verdicts import UncorrectedComparison
+from titan.report import statistics
+from titan.report.align import LossMeasure, find_common_measure
+from titan.report.estimate import (
+    MeasureFunction,
+    Member,
+    average_by_seed,
+    build_hour_axis,
+    collect_outcomes,
+    find_crossing,
+)
+from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
+from titan.report.rank import VariantCandidate
+from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity by which two variants are compared.
+
+    Attributes:
+        name: "validation loss", "bits per byte" or "tokens to the target".
+        unit: of a difference; empty: values are logarithms, whose difference is shown as a ratio.
+        final_value: returns a run's final value; infinite where it never has one.
+        curve: returns its values at its validations.
+        infinite_text: words for a run whose value is infinite.
+    """
+
+    name: str
+    unit: str
+    final_value: MeasureFunction
+    curve: Callable[[Member], Numbers]
+    infinite_text: str = "diverged"
+
+
+_LOSSES: dict[LossMeasure, Measure] = {
+    "validation loss": Measure(
+        "validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation
+    ),
+    "bits per byte": Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte),
+}
+
+
+def judge_candidates(
+    candidates: Sequence[VariantCandidate], target: float | None, margin: float
+) -> list[tuple[Quality, ...]]:
+    """Return the comparisons of each variant with the baseline; the first one decides the answer.
+
+    Variants that must learn the same have none, nor have learning rates of a recipe that has a better one.
+
+    Args:
+        candidates: the variants, the baseline first.
+        target: the target loss that decides where variants saw different numbers of tokens.
+        margin: equivalence margin, in nats of validation loss.
+    """
+    rivals = [v for v in candidates if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best]
+    uncorrected = [compare_variant(v.members, candidates[0].members, target) for v in rivals]
+    qualities = dict(zip(map(id, rivals), correct_comparisons(uncorrected, margin), strict=True))
+    return [qualities.get(id(v), ()) for v in candidates]
+
+
+@dataclass(frozen=True)
+class UncorrectedComparison:
+    """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
+
+    quality: Quality
+    seeds: SeedComparison | None = None
 
 
 def compare_variant(
@@ -42,10 +106,11 @@ def compare_variant(
         baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
     """
-    measure = choose_measure(variant[0], baseline[0])
-    if measure is None:
+    common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
+    if common_loss is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
         return [_build_inconclusive("validation loss", "the end", text)]
+    measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
     comparisons = [end]
     if has_unequal_tokens(variant, baseline):
@@ -147,18 +212,6 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
     return _build_ranked(seed_comparison, measure, "the target", f" to reach the loss {target:g}")
 
 
-def find_crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
-    """Return where on the axis the values first reach the target, interpolated linearly; None where they don't."""
-    below = np.flatnonzero(values <= target)
-    if not len(below):
-        return None
-    at = int(below[0])
-    if at == 0 or not np.isfinite(values[at - 1]):
-        return float(axis[at])
-    share = (values[at - 1] - target) / (values[at - 1] - values[at])
-    return float(axis[at - 1] + share * (axis[at] - axis[at - 1]))
-
-
 def _compare_at_equal_tokens(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure
 ) -> UncorrectedComparison:
@@ -234,7 +287,7 @@ def _build_ranked(
         diverged=seed_comparison.lost_seeds,
         baseline_diverged=seed_comparison.baseline_lost_seeds,
     )
-    return UncorrectedComparison(quality, seed_comparison, measure)
+    return UncorrectedComparison(quality, seed_comparison)
 
 
 def _format_difference(seed_comparison: SeedComparison, measure: Measure, suffix: str = "") -> str:
@@ -294,15 +347,6 @@ def _build_token_axis(member: Member) -> Numbers:
     return member.run.curves.validation_tokens
 
 
-def build_hour_axis(member: Member) -> Numbers:
-    """Return the device-hours at each validation of a run; [validations]."""
-    curves = member.run.curves
-    if not len(curves.steps):
-        return np.zeros(0)
-    indices = np.searchsorted(curves.steps, curves.validation_steps)
-    return curves.device_hours[np.minimum(indices, len(curves.steps) - 1)]
-
-
 def _compare_at_equal_hours(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
 ) -> list[UncorrectedComparison]:
@@ -360,3 +404,94 @@ def _interpolate_at(axis: Numbers, values: Numbers, point: float) -> float | Non
     if not len(axis) or not axis[0] <= point <= axis[-1]:
         return None
     return float(np.interp(point, axis, values))
+
+
+def correct_comparisons(
+    variants: Sequence[Sequence[UncorrectedComparison]], margin: float
+) -> list[tuple[Quality, ...]]:
+    """Return the comparisons with answers and with p-values by Holm over the variants.
+
+    The first comparisons of all variants are one family of tests; the others are one family per point.
+
+    Args:
+        variants: the comparisons of each variant.
+        margin: equivalence margin, in nats of validation loss.
+    """
+    families: dict[str, list[tuple[int, int]]] = {}
+    for i, comparisons in enumerate(variants):
+        for j, comparison in enumerate(comparisons):
+            families.setdefault(comparison.quality.at if j else "verdict", []).append((i, j))
+    decided: dict[tuple[int, int], Quality] = {}
+    for indices in families.values():
+        values = [variants[i][j].quality.p for i, j in indices]
+        tests = sum(p is not None for p in values)
+        for (i, j), p in zip(indices, statistics.correct_p_values(values), strict=True):
+            decided[i, j] = _decide_quality(variants[i][j], p, margin, tests)
+    return [tuple(decided[i, j] for j in range(len(comparisons))) for i, comparisons in enumerate(variants)]
+
+
+def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, margin: float, tests: int) -> Quality:
+    """Return the answer: yes by the corrected test, no by equivalence, else undecided with the pairs needed.
+
+    Args:
+        comparison: the comparison.
+        p_holm: its corrected p-value.
+        margin: in nats.
+        tests: how many comparisons the correction is over.
+    """
+    quality, seeds = comparison.quality, comparison.seeds
+    if seeds is None:
+        return quality
+    if seeds.signs is not None:
+        return _decide_by_signs(quality, seeds.signs, p_holm)
+    if p_holm is None or seeds.difference is None:
+        return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
+    nats = quality.measure == "validation loss"
+    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats else None
+    small = p_none is not None and p_none < ALPHA
+    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
+    needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None
+    text = _format_sentence(answer, quality, p_holm, needed, margin, small)
+    count = needed.count if needed else None
+    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
+
+
+def _decide_by_signs(quality: Quality, signs: SignCounts, p_holm: float | None) -> Quality:
+    """Return the answer where runs diverged: a side with diverged runs is never better, whatever it won."""
+    better = signs.wins > signs.losses
+    plain = not (quality.diverged if better else quality.baseline_diverged)
+    answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
+    word = ("better" if better else "worse") if answer == "yes" else "inconclusive"
+    test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
+    return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
+
+
+def _estimate_needed(difference: MeanDifference, margin: float | None, tests: int) -> RepeatsNeeded:
+    """Return the pairs needed to show a difference as large as the one seen, or equivalence.
+
+    A difference must be significant at the strictest level of Holm's correction.
+    """
+    spread_estimate = difference.spread, difference.freedom, difference.count
+    if margin is not None and abs(difference.estimate) < margin:
+        return statistics.estimate_repeats_needed(
+            lambda s: statistics.compute_pairs_needed(margin, s, difference.estimate), *spread_estimate
+        )
+    alpha = ALPHA / tests
+    return statistics.estimate_repeats_needed(
+        lambda s: statistics.compute_seeds_needed(difference.estimate, s, alpha=alpha), *spread_estimate
+    )
+
+
+def _format_sentence(
+    answer: Answer, quality: Quality, p: float, needed: RepeatsNeeded | None, margin: float, small: bool
+) -> str:
+    better = quality.difference is not None and quality.difference.estimate < 0
+    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
+    phrase = f"{word}: {quality.text}, p {p:.2g}"
+    if answer == "no":
+        return f"{phrase}: smaller than the equivalence margin of {margin:g}"
+    if answer == "yes":
+        return f"{phrase}; yet smaller than the equivalence margin of {margin:g}" if small else phrase
+    if needed is None or needed.count is None:
+        return f"{phrase}; more seeds are unlikely to decide"
+    return f"{phrase}; {statistics.format_repeats_needed(needed, 'seeds')} would decide"

@@ -2,14 +2,15 @@
 
 Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
 A run with other hyperparameters raises ConfigError, which names the settings that differ. `titan.run.directory` reads
-the files, `titan.run.same_experiment` compares, `titan.run.records` writes.
+the files, `titan.run.same_experiment` compares, `titan.run.records` writes. The data are prepared before it, by
+`titan.run.prepared_data`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.checkpoint.remote import Remote, open_remote
 from titan.checkpoint.select import CheckpointCandidate
 from titan.dataset import corpora
-from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.metrics.reader import METRICS, ends_with_attempt
 from titan.run import completion, identity, own_code, records
-from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
+from titan.run.directory import is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, count_rows_read, find_parent
 from titan.run.prediction import Prediction, predict
+from titan.run.prepared_data import PreparedData
 from titan.run.run import Run
 from titan.run.same_experiment import check_same, check_same_without_data
 
@@ -71,41 +73,70 @@ class FinishedRun:
     result: Mapping[str, Any]
 
 
-def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> Attempt | FinishedRun:
-    """Prepare the data, decide what the directory means, and record the attempt that starts.
+def begin_attempt(run: Run, data: PreparedData) -> Attempt | FinishedRun:
+    """Decide what the directory means, and record the attempt that starts.
 
     Raises:
-        ConfigError: when the data can't be used, or the directory holds something else.
+        ConfigError: when the directory holds something else.
     """
-    folders = corpora.prepare_corpora(run.dataset, progress)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
-    check_data(run, mix)
+    history = _read_history(run)
+    origin = find_parent(run, history.documents, data.mix, has_checkpoint=history.last is not None)
+    science = identity.collect_science(run, corpora.compute_data_digest(data.mix), origin.id)
+    notes = history.notes
+    if history.documents:
+        check_same(run, history.documents[-1], science, data.mix, history.last)
+        if _is_finished(run, history):
+            return FinishedRun(run.directory, history.result)
+        _check_last(run, history.result, history.last, notes)
+        notes += (*_note_missing_steps(history), *history.result_notes)
+        notes += own_code.note_changes(run, history.documents[-1])
+    prediction, problem = predict(run)
+    notes += (problem,) if problem else ()
+    attempt = _build_attempt(run, history, identity.compute_ids(run, science), data, origin)
+    attempt = replace(attempt, notes=notes, prediction=prediction)
+    records.record_attempt(run, attempt, science, history.documents)
+    return attempt
+
+
+@dataclass(frozen=True)
+class _History:
+    """What earlier attempts of a run have left.
+
+    Attributes:
+        documents: their documents in run.yaml.
+        last: the last complete checkpoint.
+        notes: messages about checkpoints that can't be used.
+        result: the content of result.json; empty where it is missing or can't be used.
+        result_notes: messages about result.json.
+    """
+
+    documents: list[dict[str, Any]]
+    last: CheckpointCandidate | None
+    notes: tuple[str, ...]
+    result: Mapping[str, Any]
+    result_notes: tuple[str, ...]
+
+
+def _read_history(run: Run) -> _History:
     directory = Path(run.directory)
-    earlier = read_attempts(directory) or _read_remote_attempts(run)
-    last, notes = select.find_latest(directory, run.checkpoint.path, earlier[-1]["run_id"] if earlier else None)
-    if last and not earlier:
+    documents = read_attempts(directory) or _read_remote_attempts(run)
+    last, notes = select.find_latest(directory, run.checkpoint.path, documents[-1]["run_id"] if documents else None)
+    if last and not documents:
         raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
-    origin = find_parent(run, earlier, mix, has_checkpoint=last is not None)
-    science = identity.collect_science(run, corpora.compute_data_digest(mix), origin.id)
-    if earlier:
-        check_same(run, earlier[-1], science, mix, last)
-        result, problem = read_result(directory, _collect_science_ids(earlier))
-        finished = result.get("finished") and result["step"] == run.training.steps
-        finished = finished or completion.is_ended_by_hook(run, earlier[-1], result)
-        if finished and not (last and select.is_post_save_pending(run.checkpoint, directory, last.manifest.step)):
-            return FinishedRun(run.directory, result)
-        _check_last(run, result, last, notes)
-        notes += (*_note_missing_steps(earlier[-1], result, last), *([problem] if problem else []))
-        notes += own_code.note_changes(run, earlier[-1])
-    prediction, problem = predict(run)
-    notes += (problem,) if problem else ()
-    attempt = _build_attempt(run, earlier, identity.compute_ids(run, science), mix, folders, origin, last)
-    attempt = replace(attempt, notes=notes, prediction=prediction)
-    records.record_attempt(run, attempt, science, earlier)
-    return attempt
+    result, problem = read_result(directory, _collect_science_ids(documents)) if documents else ({}, None)
+    return _History(documents, last, notes, result, (problem,) if problem else ())
+
+
+def _is_finished(run: Run, history: _History) -> bool:
+    """Return whether the run has done all its steps, or a hook has ended it, and no post-save hook is pending."""
+    result, last = history.result, history.last
+    is_done = result.get("finished") and result["step"] == run.training.steps
+    if not (is_done or completion.is_ended_by_hook(run, history.documents[-1], result)):
+        return False
+    return not (last and select.is_post_save_pending(run.checkpoint, Path(run.directory), last.manifest.step))
 
 
 def use_previous_checkpoint(run: Run, attempt: Attempt, problem: str) -> Attempt:
@@ -159,30 +190,13 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
     """Remove the record of an attempt that a ConfigError ended before its first step, so that its name is free."""
     directory = Path(run.directory)
     earlier = [document for document in read_attempts(directory) if document["attempt"] != attempt.number]
-    if has_records(directory, attempt.number):
+    if ends_with_attempt(directory / METRICS, attempt.number):
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays
             return records.write_attempts(directory, earlier)
         return
     records.clear_attempt(run)
-
-
-def check_data(run: Run, mix: RowMixture) -> None:
-    """Raise ConfigError for data that the model or the batch can't use; the message names both sides."""
-    for rows in mix.sources:
-        corpus = rows.corpus
-        if corpus.max_token >= run.model.vocab:
-            raise ConfigError(
-                f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
-                f"(tokenizer {corpus.tokenizer['name']}); give model.vocab={corpus.vocab_size} or another tokenizer."
-            )
-        if corpus.complete and rows.split.count_rows(run.training.seq_len) < 1:
-            raise ConfigError(
-                f"training.seq_len={run.training.seq_len}: the training data has only {rows.split.tokens} tokens, "
-                "less than one row; give a smaller training.seq_len or more data."
-            )
-    corpora.check_epochs(run.dataset, run.training, mix)
 
 
 def check_directory(run: Run, has_own_job: bool) -> None:
@@ -250,33 +264,23 @@ def _check_last(run: Run, result: Mapping[str, Any], last: CheckpointCandidate |
         )
 
 
-def _note_missing_steps(
-    last_document: Mapping[str, Any], result: Mapping[str, Any], last: CheckpointCandidate | None
-) -> tuple[str, ...]:
+def _note_missing_steps(history: _History) -> tuple[str, ...]:
     """Return a note where a run had checkpoints and has none any more."""
-    last_step = max(
-        int(last_document.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0
-    )
-    return (
-        (f"there is no checkpoint any more of a run that had got to step {last_step}",)
-        if last_step and last is None
-        else ()
-    )
+    result = history.result
+    from_step = int(history.documents[-1].get("from_step", 0))
+    last_step = max(from_step, int(result.get("step", 0)) if result.get("checkpoint") else 0)
+    if not last_step or history.last is not None:
+        return ()
+    return (f"there is no checkpoint any more of a run that had got to step {last_step}",)
 
 
-def _build_attempt(
-    run: Run,
-    earlier: list[dict[str, Any]],
-    ids: Ids,
-    mix: RowMixture,
-    folders: corpora.Folders,
-    origin: Parent,
-    last: CheckpointCandidate | None,
-) -> Attempt:
-    checkpoint = last or origin.checkpoint
-    step, rows = (checkpoint.manifest.step, count_rows_read(run, mix, checkpoint.manifest)) if checkpoint else (0, 0)
-    is_continuation = bool(earlier) and ids.science != earlier[-1]["ids"]["science"]
-    kind = "continuation" if is_continuation else "resume" if earlier else "fork" if checkpoint else "start"
-    run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:12]
+def _build_attempt(run: Run, history: _History, ids: Ids, data: PreparedData, origin: Parent) -> Attempt:
+    documents, checkpoint = history.documents, history.last or origin.checkpoint
+    step, rows = (
+        (checkpoint.manifest.step, count_rows_read(run, data.mix, checkpoint.manifest)) if checkpoint else (0, 0)
+    )
+    is_continuation = bool(documents) and ids.science != documents[-1]["ids"]["science"]
+    kind = "continuation" if is_continuation else "resume" if documents else "fork" if checkpoint else "start"
+    run_id = documents[0]["run_id"] if documents else uuid.uuid4().hex[:12]
     path, weights = (checkpoint.path, None) if checkpoint else (None, origin.weights)
-    return Attempt(len(earlier) + 1, run_id, ids, folders, path, step, rows, kind, origin.id, weights)
+    return Attempt(len(documents) + 1, run_id, ids, data.folders, path, step, rows, kind, origin.id, weights)

@@ -16,7 +16,8 @@ from titan.estimate import fit
 from titan.model.schema import Llama
 from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
-from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
+from titan.precision.schema import CAPABILITY, HARDWARE
+from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
-"""Read the files of a run's directory: run.yaml, result.json, metrics.jsonl and the lock. Free of torch.
+"""Read the files of a run's directory: run.yaml, result.json and the lock. Free of torch.
 
 Whatever is in them is compared with the types that titan writes, and former names of keys are read under present ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from titan.files.renamed_keys import rename_keys
 from titan.run import axes
 from titan.run.paths import foreign_files
 
-RUN, RESULT, METRICS, LOCK = "run.yaml", "result.json", "metrics.jsonl", ".lock"
+RUN, RESULT, LOCK = "run.yaml", "result.json", ".lock"
 """Names in a run's directory."""
-TAIL_BYTES = 1 << 16
-"""How much of the end of metrics.jsonl is read for the last step."""
 
 _REQUIRED: dict[str, Any] = {
     "attempt": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
@@ -41,9 +38,6 @@ _RESULT: dict[str, Any] = {
     "sample": dict[str, str] | None,
 }
 """The optional values of result.json by their types; names go up to a slash."""
-_STEP: dict[str, Any] = {
-    "step": int, "loss": float, "tokens_per_second": float, "attempt": int, "step_seconds": float,
-}  # fmt: skip
 
 
 def read_attempts(directory: Path) -> list[dict[str, Any]]:
@@ -168,35 +162,6 @@ def _parse_result(text: bytes) -> dict[str, Any]:
     for name, value in content.items():
         untrusted.check_type(value, _RESULT.get(name.partition("/")[0], Any), name)
     return content
-
-
-def read_last_step(directory: Path) -> dict[str, Any]:
-    """Return the last record of a step in `metrics.jsonl`; empty where there is none."""
-    return next(read_last_steps(directory), {})
-
-
-def read_last_steps(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of steps at the end of `metrics.jsonl`, the last one first."""
-    try:
-        text = untrusted.read_regular_file(directory / METRICS, TAIL_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return
-    for line in reversed(text.splitlines()):
-        with suppress(ValueError):
-            record = rename_keys(untrusted.parse_object(line))
-            for name, kind in _STEP.items():
-                untrusted.check_type(record.get(name), kind | None, name)
-            if "loss" in record:
-                yield record
-
-
-def has_records(directory: Path, attempt: int) -> bool:
-    """Return whether `metrics.jsonl` ends with a record of an attempt."""
-    try:
-        metrics = (directory / METRICS).read_bytes().rstrip()
-    except OSError:
-        return False
-    return any(metrics.endswith(b'"%s": %d}' % (name, attempt)) for name in (b"attempt", b"life"))
 
 
 def is_locked(directory: Path) -> bool:

@@ -13,6 +13,7 @@ from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
+from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
 from titan.run.branch import apply_decay
@@ -144,7 +145,7 @@ def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: 
     if per_node != "auto" and not (remote and not _has_open_degrees(recipe.parallelism)):
         return choose_for(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _has_open_degrees(recipe.parallelism):
-        return recipe.parallelism.resolve_layout(None, fit.find_largest_degrees(recipe, node))
+        return resolve_layout(recipe.parallelism, None, fit.find_largest_degrees(recipe, node))
     return choose_for(machine.count * cluster.nodes)
 
 

@@ -11,13 +11,13 @@ from titan.cluster.known_devices import look_up_peak_tflops
 from titan.config.kinds import get_kind
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
+from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.recorder import Recorder, StepSpeed
 from titan.metrics.spikes import SpikeDetector
 from titan.metrics.trackers import RunDescription, open_trackers
 from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.axes import PLUGGABLE
-from titan.run.directory import read_last_steps
 from titan.run.parent_sweep import find_parent_sweep
 from titan.run.run import Run, as_config
 from titan.schedule.schema import Factors
@@ -77,7 +77,7 @@ def build_weight_decay_record(run: Run, factors: Callable[[int], Factors], step:
 
 def build_spike_detector(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
     """Return what marks loss spikes; on the rank that records, its window begins with the losses before the attempt."""
-    last_steps = read_last_steps(Path(run.directory)) if records else ()
+    last_steps = read_last_steps(Path(run.directory) / METRICS) if records else ()
     previous_losses = (line["loss"] for line in last_steps if line["step"] <= attempt.step)
     window_losses = list(islice(previous_losses, run.metrics.spike_window))
     return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(window_losses))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import manifest
-from titan.metrics.lines import find_first_and_last_loss
 from titan.metrics.plot import plot_losses
+from titan.metrics.reader import METRICS, find_first_and_last_loss
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def build_result(
         ended_by: see the function.
     """
     run, directory = trainer.run, Path(trainer.run.directory)
-    metrics, checkpoints = directory / "metrics.jsonl", manifest.list_complete(directory)
+    metrics, checkpoints = directory / METRICS, manifest.list_complete(directory)
     first, last = find_first_and_last_loss(metrics)
     plot = plot_losses(metrics, directory / "loss.png") if run.metrics.plot else None
     return {

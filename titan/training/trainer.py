@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titan.checkpoint import retention
 from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
 from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
@@ -91,6 +92,7 @@ class Trainer:
         world: World,
         train_step: TrainStep,
         stop: StopSource,
+        reader: CheckpointReader | None = None,
     ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
@@ -100,10 +102,11 @@ class Trainer:
             world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
+            reader: the attempt's checkpoint, where it has been opened already.
         """
         self.activity = world.activity
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
-        self.step, self.rows = attempt.step, attempt.rows
+        self.step, self.rows, self.reader = attempt.step, attempt.rows, reader
         init_optimizer_state(train_step.optimizer)
         decay = run.evaluation.ema
         self.average = None if decay is None else MovingAverage(train_step, decay)
@@ -176,7 +179,9 @@ class Trainer:
             retention.remove_leftovers(Path(self.run.directory), self.run.checkpoint.grace)
         coordinator, complete = Coordinator.from_world(self.world), False
         if self.attempt.checkpoint:
-            complete = restore_train_state(self.train_step, Path(self.attempt.checkpoint), coordinator)
+            reader = self.reader or CheckpointReader(self.attempt.checkpoint)
+            self.reader = None  # frees its metadata
+            complete = restore_train_state(self.train_step, reader, coordinator)
             self._add_note(
                 f"weights, optimizer state and data position: from {summary.shorten_path(self.attempt.checkpoint)}"
             )

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote, is_url, open_remote
-from titan.checkpoint.restore import find_corruption as detect_corruption
+from titan.checkpoint.restore import find_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import sanitize_lines
@@ -98,7 +99,7 @@ def _connect_ranks(run: Run, attempt: Attempt, rank_info: RankInfo, store: Any) 
 
 def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, watch: Watch) -> Trainer:
     """Build what trains, from the checkpoint that the attempt resumes from; the watcher learns its groups and names."""
-    attempt = _resolve_checkpoint(run, attempt, world)
+    attempt, reader = _resolve_checkpoint(run, attempt, world)
     rank = world.rank_info
     log.info(
         "attempt %d of %s: rank %d of %d on %s", attempt.number, run.name, rank.rank, rank.world_size, world.device
@@ -106,7 +107,7 @@ def _build_trainer(run: Run, attempt: Attempt, world: World, stop: StopSignals, 
     watch.groups = list_groups(world)
     train_step = build_train_step(run, world, log.info)
     watch.groups, watch.get_module_names = list_groups(world), partial(_list_module_names, train_step)
-    return Trainer(run, attempt, world, train_step, stop)
+    return Trainer(run, attempt, world, train_step, stop, reader)
 
 
 def _run_trainer(trainer: Trainer, report_error: Callable[[Exception], object], watch: Watch | None = None) -> int:
@@ -195,8 +196,10 @@ def _needs_exchange(run: Run, attempt: Attempt) -> bool:
     return run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)
 
 
-def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
+def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> tuple[Attempt, CheckpointReader | None]:
     """Return the attempt with an intact checkpoint: the one that it names, or the last complete one before it.
+
+    The checkpoint's reader goes to the trainer, which restores from it.
 
     Raises:
         ConfigError: when there is none, or the initial weights are corrupt.
@@ -205,21 +208,22 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
         folder, corruption = _fetch_checkpoint(run, attempt, coordinator)
-        corruption = corruption or detect_corruption(folder, coordinator, run.checkpoint.verify)
+        reader = CheckpointReader(folder)
+        corruption = corruption or find_corruption(reader, coordinator, run.checkpoint.verify)
         if corruption is None:
-            return replace(attempt, checkpoint=str(folder))
+            return replace(attempt, checkpoint=str(folder)), reader
         previous = coordinator.broadcast(_previous_attempt(run, attempt, corruption) if coordinator.rank == 0 else None)
         if not isinstance(previous, Attempt):
             raise ConfigError(str(previous))
         attempt = previous
-    return attempt
+    return attempt, None
 
 
 def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) -> None:
     """Raise ConfigError when initial weights from a checkpoint differ from its checksums."""
     if attempt.weights is None or not coordinator.broadcast((Path(attempt.weights) / manifest.NAME).is_file()):
         return
-    if corruption := detect_corruption(Path(attempt.weights), coordinator, run.checkpoint.verify):
+    if corruption := find_corruption(CheckpointReader(attempt.weights), coordinator, run.checkpoint.verify):
         raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is corrupt: {corruption}; give another one.")
 
 

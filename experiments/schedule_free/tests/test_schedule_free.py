@@ -17,7 +17,7 @@ from tests.support.runs import TINY, Tensors, learned, same, saved, tiny, train
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
-from titan.metrics.lines import read_records
+from titan.metrics.reader import read_records
 from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.training.evaluation.averages import average_weights

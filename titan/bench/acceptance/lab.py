@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -11,10 +10,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from titan.metrics.reader import METRICS, Record, read_records
 
 SMALL = (
     "model=debug", "dataset=synthetic", "dataset.tokens=200000", "training.seq_len=64", "training.global_batch=512",
@@ -129,7 +130,7 @@ class Lab:
         command = ["-m", "titan.train", *base, *settings, *self.overrides]
         start = time.monotonic()
         code, output = self.run(name, command, lambda: _has_steps(run, stop_after), seconds)
-        return TrainedRun(run, code, output, list(_read_steps(run)), time.monotonic() - start)
+        return TrainedRun(run, code, output, _read_training_records(run), time.monotonic() - start)
 
     def remove_runs(self, part: str) -> None:
         """Remove what an earlier attempt of a part has left: a run that is there is finished, or goes on."""
@@ -175,16 +176,8 @@ def _wait_for_process(process: subprocess.Popen[bytes], should_stop: Callable[[]
 
 
 def _has_steps(run: Path, step_count: int | None) -> bool:
-    return step_count is not None and sum(1 for _ in _read_steps(run)) >= step_count
+    return step_count is not None and len(_read_training_records(run)) >= step_count
 
 
-def _read_steps(run: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of metrics.jsonl that have a loss."""
-    file = run / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:  # it is being written
-            continue
-        if "loss" in record:
-            yield record
+def _read_training_records(run: Path) -> list[Record]:
+    return [record for record in read_records(run / METRICS) if "loss" in record]

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from titan.console.numbers import format_fixed, format_rounded
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison, RunResult
-from titan.report.render import hook_metrics, predicted
-from titan.report.render.bars import draw_memory_bars, draw_throughput
-from titan.report.render.charts import Chart, format_marks
+from titan.report.render import predicted
+from titan.report.render.charts import Chart, draw_memory_bars, draw_throughput, format_marks
 from titan.report.render.curves import draw_differences, draw_training_loss, draw_validation_loss
-from titan.report.render.markdown import tabulate_sources
 from titan.report.render.pareto import draw_pareto
 from titan.report.render.sentences import (
     format_answers,
@@ -28,7 +26,15 @@ from titan.report.render.sentences import (
     format_question,
 )
 from titan.report.render.sweep_chart import draw_settings
-from titan.report.render.table_data import Cell, Column, build_columns, format_answer
+from titan.report.render.table_data import (
+    OWN_METRICS,
+    Cell,
+    Column,
+    build_columns,
+    format_answer,
+    tabulate_own_metrics,
+    tabulate_sources,
+)
 from titan.report.render.template import POLICY, content, load_template
 
 MANY = 12
@@ -85,8 +91,8 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
         columns=build_columns(comparison),
         results=_build_results(comparison),
         sources=tabulate_sources(comparison),
-        own_title=hook_metrics.TITLE,
-        own=hook_metrics.tabulate_metrics(comparison),
+        own_title=OWN_METRICS,
+        own=tabulate_own_metrics(comparison),
         predicted_title=predicted.TITLE,
         predicted_columns=predicted.build_columns(comparison),
         predictions=_build_predictions(comparison),
@@ -123,7 +129,7 @@ def _build_results(comparison: Comparison) -> list[VariantRow]:
             comparison.variants[i].label,
             [(column, column.cells[i]) for column in visible_columns],
         )
-        for i in ranking.rank_variants(comparison.variants)
+        for i in rank.rank_variants(comparison.variants)
     ]
 
 

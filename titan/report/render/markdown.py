@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison
-from titan.report.render import hook_metrics, predicted
+from titan.report.render import predicted
 from titan.report.render.sentences import (
     format_answers,
     format_lead,
@@ -14,7 +14,12 @@ from titan.report.render.sentences import (
     format_notes,
     format_question,
 )
-from titan.report.render.table_data import build_columns, format_range
+from titan.report.render.table_data import (
+    OWN_METRICS,
+    build_columns,
+    tabulate_own_metrics,
+    tabulate_sources,
+)
 
 
 def format_markdown(comparison: Comparison) -> str:
@@ -36,7 +41,7 @@ def format_markdown(comparison: Comparison) -> str:
         ),
         _format_section("Results", _format_results(comparison)),
         _format_section("By source", _format_sources(comparison)),
-        _format_section(hook_metrics.TITLE, _format_hook_metrics(comparison)),
+        _format_section(OWN_METRICS, _format_hook_metrics(comparison)),
         _format_section(predicted.TITLE, _format_predictions(comparison)),
         _format_section(format_missing_heading(comparison), _format_failures(comparison)),
         _format_section("Notes", [f"- {_escape_text(note)}" for note in format_notes(comparison)]),
@@ -54,7 +59,7 @@ def _format_results(comparison: Comparison) -> list[str]:
     if not comparison.variants:
         return []
     head = ["variant", *(f"{column.name} {column.unit}".strip() for column in visible_columns)]
-    order = ranking.rank_variants(comparison.variants)
+    order = rank.rank_variants(comparison.variants)
     rows = [
         [comparison.variants[i].label, *(column.cells[i].format_line() for column in visible_columns)] for i in order
     ]
@@ -75,27 +80,13 @@ def _format_predictions(comparison: Comparison) -> list[str]:
     )
 
 
-def tabulate_sources(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return heading and rows of the differences for each source of a mixture; no rows where there are none."""
-    qualities = [
-        (variant.label, quality) for variant in comparison.variants for quality in variant.quality if quality.by_source
-    ]
-    sources = sorted({source for _, quality in qualities for source in quality.by_source})
-    rows = []
-    for label, quality in qualities:
-        intervals = [quality.by_source.get(source) for source in sources]
-        cells = ["" if i is None else f"{i.estimate:+.4f} {format_range(i)}".strip() for i in intervals]
-        rows.append([label, f"{quality.measure} at {quality.at}", *cells])
-    return ["variant", "difference in", *sources], rows
-
-
 def _format_sources(comparison: Comparison) -> list[str]:
     head, rows = tabulate_sources(comparison)
     return _format_table(head, rows, figures=len(head) - 2) if rows else []
 
 
 def _format_hook_metrics(comparison: Comparison) -> list[str]:
-    head, rows = hook_metrics.tabulate_metrics(comparison)
+    head, rows = tabulate_own_metrics(comparison)
     return _format_table(head, rows, figures=len(head) - 1) if rows else []
 
 

@@ -15,8 +15,7 @@ from titan.estimate.plan import Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.report.render import plan_charts, plan_memory
-from titan.report.render.bars import Bar, draw_bar_chart
-from titan.report.render.charts import Chart
+from titan.report.render.charts import Bar, Chart, draw_bar_chart
 from titan.report.render.plan_data import (
     FigureText,
     PlanOutcome,

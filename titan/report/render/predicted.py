@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from titan.console.numbers import format_fixed, format_interval, format_rounded
 from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, sum_groups
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison, Interval, RunPrediction, RunResult, Variant
-from titan.report.render.table_data import Cell, Column, Mood
+from titan.report.render.table_data import Cell, Column, Mood, compute_median
 
 TITLE = "Predicted and measured"
 Runs = Sequence[tuple[RunResult, RunPrediction]]
@@ -20,7 +19,7 @@ Pair = tuple[Interval, float | None]
 
 def list_variants(comparison: Comparison) -> list[int]:
     """Return the indices of the variants with a prediction, in the order of the main table."""
-    return [i for i in ranking.rank_variants(comparison.variants) if _list_runs(comparison.variants[i])]
+    return [i for i in rank.rank_variants(comparison.variants) if _list_runs(comparison.variants[i])]
 
 
 def build_columns(comparison: Comparison) -> tuple[Column, ...]:
@@ -58,11 +57,6 @@ def _check_intervals(runs: Runs, pair_values: Callable[[RunResult, RunPrediction
     return [(i.low or 0.0) <= measured <= (i.high or 0.0) for i, measured in pairs if measured is not None]
 
 
-def _compute_median(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return median(numbers) if numbers else None
-
-
 def _format_ms(seconds: float | None) -> Cell:
     return Cell() if seconds is None else Cell(format_rounded(1e3 * seconds))
 
@@ -85,11 +79,11 @@ def _format_predicted_memory(runs: Runs) -> Cell:
 
 
 def _format_measured_step(runs: Runs) -> Cell:
-    return _format_ms(_compute_median([_pair_step(*run)[1] for run in runs]))
+    return _format_ms(compute_median([_pair_step(*run)[1] for run in runs]))
 
 
 def _format_measured_memory(runs: Runs) -> Cell:
-    middle = _compute_median([_pair_memory(*run)[1] for run in runs])
+    middle = compute_median([_pair_memory(*run)[1] for run in runs])
     return Cell() if middle is None else Cell(_format_gib(middle))
 
 
@@ -103,7 +97,7 @@ def _format_memory_error(runs: Runs) -> Cell:
 
 
 def _format_error(errors: Sequence[float | None], within: Sequence[bool]) -> Cell:
-    middle = _compute_median(errors)
+    middle = compute_median(errors)
     mood: Mood = "good" if all(within) else "bad"
     return Cell() if middle is None else Cell(f"{middle:+.1%}", mood=mood)
 
@@ -115,7 +109,7 @@ def _make_group_formatter(name: str) -> Callable[[Runs], Cell]:
 
 def _make_field_formatter(name: str) -> Callable[[Runs], Cell]:
     """Return a cell for a measured field of `RunPrediction`."""
-    return lambda runs: _format_ms(_compute_median([getattr(prediction, name) for _, prediction in runs]))
+    return lambda runs: _format_ms(compute_median([getattr(prediction, name) for _, prediction in runs]))
 
 
 _COLUMNS: tuple[tuple[str, str, str, int, Callable[[Runs], Cell]], ...] = (

@@ -10,7 +10,7 @@ from html import escape
 import numpy as np
 
 from titan.console.numbers import format_log_tick, format_tick
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison, RunResult, Variant
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, format_marks
@@ -39,7 +39,7 @@ def draw_settings(comparison: Comparison) -> Chart | None:
     if name is None or all(variant.same_science for variant in comparison.variants):
         return None
     point = _find_common_tokens(comparison.variants)
-    bits = ranking.uses_bits(comparison.variants)
+    bits = rank.uses_bits(comparison.variants)
     spots = [
         s for i in range(len(comparison.variants)) if (s := _build_spot(comparison.variants[i], i, name, point, bits))
     ]
@@ -76,7 +76,7 @@ def _parse_number(text: str) -> float | None:
 
 def _find_common_tokens(variants: Sequence[Variant]) -> int | None:
     """Return the fewest tokens of finished runs, where they differ: losses are shown at these."""
-    token_counts = ranking.list_token_counts(variants)
+    token_counts = rank.list_token_counts(variants)
     return token_counts[0] if len(token_counts) > 1 else None
 
 

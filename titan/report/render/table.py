@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from titan.report import ranking
+from titan.report import rank
 from titan.report.findings import Comparison
 from titan.report.render import predicted
 from titan.report.render.sentences import (
@@ -67,7 +67,7 @@ def _format_values(values: Sequence[str]) -> str:
 def _format_variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
     """Return the table, the best first."""
     labels = [variant.label for variant in comparison.variants]
-    return _format_table(labels, build_columns(comparison), ranking.rank_variants(comparison.variants), width, colour)
+    return _format_table(labels, build_columns(comparison), rank.rank_variants(comparison.variants), width, colour)
 
 
 def _format_predictions(comparison: Comparison, width: int, colour: bool) -> list[str]:

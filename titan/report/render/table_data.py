@@ -1,4 +1,4 @@
-"""The table of a comparison as data, one row per variant; terminal, Markdown and HTML lay it out."""
+"""The tables of a comparison as data: results, own metrics, sources; terminal, Markdown and HTML lay them out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from titan.console.numbers import (
     format_rounded,
     format_tokens,
 )
-from titan.report import ranking, statistics
+from titan.hooks.schema import METRIC_PREFIX
+from titan.report import rank, statistics
 from titan.report.findings import Comparison, Interval, MeasuredSpeed, Quality, RunResult, TimeToTarget, Variant
 
 Mood = Literal["", "good", "bad", "open"]
@@ -143,7 +144,7 @@ def build_columns(comparison: Comparison) -> tuple[Column, ...]:
         for column in (*all_columns, *_build_expert_columns(comparison), *_build_figure_columns(comparison))
         if any(cell.main for cell in column.cells)
     ]
-    needless = {"tokens"} if len(ranking.list_token_counts(comparison.variants)) < 2 else set()
+    needless = {"tokens"} if len(rank.list_token_counts(comparison.variants)) < 2 else set()
     needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
     return tuple(column for column in visible_columns if column.name not in needless)
 
@@ -203,7 +204,7 @@ def format_answer(variant: Variant) -> Cell:
         return Cell(
             wins_text or "not ranked", f"{lost_text}, another lr is best" if lost_text else "another lr is best"
         )
-    quality = ranking.select_verdict(variant)
+    quality = rank.select_verdict(variant)
     return Cell("not ranked", _format_diverged(variant), "open") if quality is None else _format_quality(quality)
 
 
@@ -319,7 +320,7 @@ def _format_validation(variant: Variant) -> Cell:
 
 
 def _format_tokens(variant: Variant) -> Cell:
-    return Cell(" ".join(f"{token_count:,}" for token_count in ranking.list_token_counts([variant])))
+    return Cell(" ".join(f"{token_count:,}" for token_count in rank.list_token_counts([variant])))
 
 
 def _format_speed(variant: Variant) -> Cell:
@@ -334,8 +335,8 @@ def _format_ratio(variant: Variant) -> Cell:
 
 
 def _format_mfu(variant: Variant) -> Cell:
-    full = _compute_median(speed.mfu for speed in list_speeds(variant))
-    causal = _compute_median(speed.mfu_causal for speed in list_speeds(variant))
+    full = compute_median(speed.mfu for speed in list_speeds(variant))
+    causal = compute_median(speed.mfu_causal for speed in list_speeds(variant))
     return Cell() if full is None else Cell(f"{full:.1%}", "" if causal is None else f"({causal:.1%})")
 
 
@@ -350,7 +351,7 @@ def _format_hours(variant: Variant) -> Cell:
 
 
 def _format_goodput(variant: Variant) -> Cell:
-    share = _compute_median(run.cost.goodput for run in variant.runs)
+    share = compute_median(run.cost.goodput for run in variant.runs)
     return Cell() if share is None else Cell(f"{share:.1%}")
 
 
@@ -366,6 +367,42 @@ def _format_reached(reached: TimeToTarget | None) -> Cell:
     return Cell(f"{reached.reached} of {reached.runs}", tokens_text)
 
 
-def _compute_median(values: Iterable[float | None]) -> float | None:
+def compute_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the known values; None without any."""
     numbers = [value for value in values if value is not None]
     return median(numbers) if numbers else None
+
+
+OWN_METRICS, MOST_METRICS = "Own metrics", 20
+"""The section's heading, and the rows that it shows; CSV and JSON have all."""
+
+
+def tabulate_own_metrics(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return heading and rows: the last value of each metric, as the mean over a variant's runs; rows may be none."""
+    names = sorted({name for variant in comparison.variants for run in variant.runs for name in run.own})
+    rows = [
+        [name.removeprefix(METRIC_PREFIX), *(_average_own_metric(variant, name) for variant in comparison.variants)]
+        for name in names
+    ]
+    remainder = [[f"and {len(rows) - MOST_METRICS} more, in CSV and JSON", *[""] * len(comparison.variants)]]
+    visible_rows = rows if len(rows) <= MOST_METRICS else rows[:MOST_METRICS] + remainder
+    return ["last value of", *(variant.label for variant in comparison.variants)], visible_rows
+
+
+def _average_own_metric(variant: Variant, name: str) -> str:
+    values = [run.own[name] for run in variant.runs if name in run.own]
+    return f"{fmean(values):.4g}" if values else ""
+
+
+def tabulate_sources(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return heading and rows of the differences for each source of a mixture; no rows where there are none."""
+    qualities = [
+        (variant.label, quality) for variant in comparison.variants for quality in variant.quality if quality.by_source
+    ]
+    sources = sorted({source for _, quality in qualities for source in quality.by_source})
+    rows = []
+    for label, quality in qualities:
+        intervals = [quality.by_source.get(source) for source in sources]
+        cells = ["" if i is None else f"{i.estimate:+.4f} {format_range(i)}".strip() for i in intervals]
+        rows.append([label, f"{quality.measure} at {quality.at}", *cells])
+    return ["variant", "difference in", *sources], rows

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import restore_train_state
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import World
@@ -32,9 +31,13 @@ def work(job: EvaluationJob, rank_info: RankInfo) -> int:
     """
     run = job.run
     with join_ranks(run, rank_info) as (world, stop):
-        folders = [fetch_verified(run, path, step, world, "step") for step, path in _list_checkpoints(job)]
+        folders, reader = list[str](), None
+        for step, path in _list_checkpoints(job):
+            reader = fetch_verified(run, path, step, world, "step")
+            folders.append(str(reader.folder))
         attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
-        trainer = CheckpointEvaluator(run, attempt, world, build_train_step(run, world, log.info), stop)
+        trainer = CheckpointEvaluator(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+        del reader  # the trainer frees its metadata
         results = trainer.evaluate(job, folders[:-1])
         trainer.close()
         if world.is_rank0:
@@ -70,7 +73,7 @@ class CheckpointEvaluator(Trainer):
 
     def _build_restore(self, folder: str) -> Any:
         coordinator = _build_coordinator(self.world)
-        return partial(restore_train_state, self.train_step, Path(folder), coordinator)
+        return lambda: restore_train_state(self.train_step, CheckpointReader(folder), coordinator)
 
 
 def _build_coordinator(world: World) -> Coordinator:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.restore import find_corruption
 from titan.checkpoint.transfer import fetch_checkpoint
@@ -47,20 +48,22 @@ def work(job: ReplayJob, rank_info: RankInfo) -> int:
     """
     run = job.run
     with join_ranks(run, rank_info) as (world, stop):
-        attempt = replace(job.attempt, checkpoint=_verify_checkpoint(job, world))
-        replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop)
+        reader = _verify_checkpoint(job, world)
+        attempt = replace(job.attempt, checkpoint=str(reader.folder) if reader else None)
+        replayer = Replayer(run, attempt, world, build_train_step(run, world, log.info), stop, reader)
+        del reader  # the replayer frees its metadata
         exit_code = replayer.replay(job)
         replayer.close()
     return exit_code
 
 
-def _verify_checkpoint(job: ReplayJob, world: World) -> str | None:
+def _verify_checkpoint(job: ReplayJob, world: World) -> CheckpointReader | None:
     path = job.attempt.checkpoint
     return None if path is None else fetch_verified(job.run, path, job.attempt.step, world, "start")
 
 
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> str:
-    """Return the folder of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
+def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
+    """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
 
     Args:
         run: where to fetch it to, and whether to verify checksums.
@@ -76,9 +79,10 @@ def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -
     coordinator = Coordinator.from_world(world)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
         path = _fetch_copy(path, step, Path(run.directory), coordinator)
-    if difference := find_corruption(Path(path), coordinator, run.checkpoint.verify):
+    reader = CheckpointReader(path)
+    if difference := find_corruption(reader, coordinator, run.checkpoint.verify):
         raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
-    return path
+    return reader
 
 
 def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:

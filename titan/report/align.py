@@ -1,19 +1,21 @@
-"""Group runs into variants, find the settings that distinguish them, and find the baseline."""
+"""Align runs: group them into variants, and find what distinguishes these, what they share, and what compares them."""
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from titan.config import kinds
 from titan.config.settings import format_value, to_plain
-from titan.errors import ConfigError
-from titan.report.collect import RawRun, format_setting
+from titan.console.numbers import format_count, format_tokens
+from titan.report.collect import RawRun, format_setting, parse_start_time
+from titan.report.findings import FailedRun
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flatten_config
 from titan.run.schema import Recipe
@@ -33,6 +35,15 @@ CONTINUED = "training.continued_from"
 """The planned steps of earlier attempts, where they differ."""
 DERIVED = ("devices", "data", "parent")
 """Facts that usually follow from others, and are shown only where they don't."""
+LossMeasure = Literal["validation loss", "bits per byte"]
+"""Nats on the same tokens, or bits per byte on the same text."""
+READING_SETTINGS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", "window", "epochs", "sources")
+"""Dataset settings that decide how text is read, not which text is the evaluation set."""
+HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
+"""Dataset settings that change no token."""
+ALLOWED_OVERLAP = 2.0
+"""Seconds that two attempts may overlap: a start is recorded in whole seconds."""
+SEED_OVERRIDE = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,13 @@ class RunGroup:
         runs: the runs.
         facts: the facts that they share.
         settings: those that distinguish the group, by full name, as typed.
+        missing: its trials without metrics: those that differ from the runs in their seed only.
     """
 
     runs: tuple[RawRun, ...]
     facts: Facts
     settings: Mapping[str, str]
+    missing: tuple[FailedRun, ...] = ()
 
     @cached_property
     def label(self) -> str:
@@ -85,14 +98,22 @@ class RunGroup:
         return " ".join([str(first.last_document["ids"]["group"]), *map(str, first.earlier_planned_steps)])
 
 
-def group_runs(runs: Sequence[RawRun]) -> list[RunGroup]:
-    """Return the runs in groups, in the order in which they were found."""
+def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list[RunGroup]:
+    """Return the runs in groups, in the order in which they were found.
+
+    Args:
+        runs: those with a result.
+        failed: trials without one.
+    """
     groups: dict[Any, list[RawRun]] = {}
     for raw in runs:
         groups.setdefault(_build_group_key(raw), []).append(raw)
     facts = [collect_facts(members[0]) for members in groups.values()]
     settings = find_distinguishing_settings(facts)
-    return [RunGroup(tuple(m), f, s) for m, f, s in zip(groups.values(), facts, settings, strict=True)]
+    return [
+        RunGroup(tuple(members), group_facts, group_settings, _find_missing_trials(members, failed))
+        for members, group_facts, group_settings in zip(groups.values(), facts, settings, strict=True)
+    ]
 
 
 def collect_facts(raw: RawRun) -> Facts:
@@ -129,6 +150,17 @@ def _build_group_key(raw: RawRun) -> Any:
     values = collect_facts(raw).values
     key_settings = sorted((name, format_setting(value)) for name, value in values.items() if not PATHS.fullmatch(name))
     return raw.last_document["ids"]["group"], tuple(key_settings)
+
+
+def _find_missing_trials(runs: Sequence[RawRun], failed: Sequence[FailedRun]) -> tuple[FailedRun, ...]:
+    """Return the trials without metrics that differ from runs in their seed only."""
+    recipes = {_select_recipe(raw.overrides) for raw in runs}
+    return tuple(trial for trial in failed if trial.overrides and _select_recipe(trial.overrides) in recipes)
+
+
+def _select_recipe(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the overrides of a trial that all seeds of its variant share."""
+    return frozenset(override for override in overrides if not SEED_OVERRIDE.fullmatch(override))
 
 
 def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]:
@@ -201,84 +233,123 @@ def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:
     return [f"{x} ({raw.directory.name})" if x in duplicates else x for x, raw in zip(labels, group.runs, strict=True)]
 
 
-def find_baselines(groups: Sequence[RunGroup], option: str | None, sweep_baseline: Mapping[str, str]) -> list[int]:
-    """Return the indices of the variants that may be the baseline, in the order in which they were found.
+def find_common_settings(groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the main settings that all variants share."""
+    main_settings = [_collect_main_settings(group) for group in groups]
+    return {
+        key: value
+        for key, value in (main_settings[0] if main_settings else {}).items()
+        if all(t.get(key) == value for t in main_settings)
+    }
 
-    Several differ in the learning rate only, where neither user nor sweep names one: the best of them is the baseline.
 
-    Args:
-        groups: all of them.
-        option: what the user asks for: settings such as "parallelism=single,lr=0.001", or a run's directory.
-        sweep_baseline: the baseline of the sweep.
+def _collect_main_settings(group: RunGroup) -> dict[str, str]:
+    raw, choices = group.runs[0], group.facts.choices
+    training, hardware = raw.config["training"], raw.hardware
+    main_settings = {
+        axis: choices[axis] for axis in ("model", "dataset", "optimizer", "parallelism", "memory") if axis in choices
+    }
+    if size := _count_parameters(group):
+        main_settings["model"] = f"{main_settings.get('model', '?')}, {format_count(size)} parameters"
+    batch = "" if training.get("grow") else f" of {format_tokens(training['global_batch'])} tokens"
+    return main_settings | {
+        "precision": str(raw.config.get("precision", {}).get("compute", "?")),
+        "training": f"{training['steps']:,} steps{batch}, rows of {training['seq_len']:,}",
+        "optimizer.lr": f"{raw.config['optimizer'].get('lr', 0):g}",
+        "devices": f"{raw.devices} x {hardware}" if hardware else str(raw.devices),
+    }
 
-    Raises:
-        ConfigError: when the option matches no variant, or several that differ in more.
+
+def _count_parameters(group: RunGroup) -> int | None:
+    """Return the model's parameter count; None where its class can't be loaded."""
+    model = group.runs[0].model
+    return model.parameters() if model else None
+
+
+@dataclass(frozen=True, order=True)
+class _HostSpan:
+    """An attempt on a machine, in seconds since 1970."""
+
+    host: str
+    start: float
+    end: float
+    directory: Path
+
+
+def find_shared_runs(runs: Sequence[RawRun]) -> set[Path]:
+    """Return the directories of runs with an attempt during another run's attempt on the same machine.
+
+    Hosts are those of the first ranks, and of each run's last attempt: env.json has no others.
     """
-    if option is None:
-        indices = find_fitting(groups, sweep_baseline) or [0]
-        return (
-            indices[:1]
-            if _names_rate(sweep_baseline)
-            else _select_family(groups, indices[0], indices if sweep_baseline else range(len(groups)))
-        )
-    indices, exact = _match_option(groups, option)
-    if indices and not exact and len(family := _select_family(groups, indices[0], indices)) == len(indices):
-        return family
-    if len(indices) != 1:
-        names = "; ".join(group.label for group in groups[:8])
-        raise ConfigError(
-            f"baseline={option}: matches {len(indices) or 'none'} of the variants ({names}); give the settings of one."
-        )
-    return indices
+    spans = sorted(span for raw in runs for span in _list_spans(raw))
+    directories: set[Path] = set()
+    for _, host_spans in groupby(spans, key=lambda span: span.host):
+        directories |= _find_overlaps(list(host_spans))
+    return directories
 
 
-def _match_option(groups: Sequence[RunGroup], option: str) -> tuple[list[int], bool]:
-    """Return the indices of the variants that the option matches, and whether it names one learning rate."""
-    if Path(option).is_dir():
-        directory = Path(option).resolve()
-        return [i for i, group in enumerate(groups) if directory in [raw.directory for raw in group.runs]], True
-    if labelled := [i for i, group in enumerate(groups) if option == group.label]:
-        return labelled, True
-    settings = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-    return find_fitting(groups, settings), _names_rate(settings)
+def _list_spans(raw: RawRun) -> Iterator[_HostSpan]:
+    for document in raw.documents if raw.host else ():
+        start, end = parse_start_time(document), raw.metrics.last_times.get(int(document["attempt"]))
+        if start is not None and end is not None:
+            yield _HostSpan(raw.host, start, end, raw.directory)
 
 
-def _names_rate(settings: Mapping[str, str]) -> bool:
-    return any(name in (LEARNING_RATE, "lr") for name in settings)
+def _find_overlaps(spans: Sequence[_HostSpan]) -> set[Path]:
+    """Return the overlapping attempts of one host, in order of start: each is compared with the longest one."""
+    directories: set[Path] = set()
+    longest = spans[0]
+    for span in spans[1:]:
+        if span.start + ALLOWED_OVERLAP < min(longest.end, span.end):
+            directories |= {span.directory, longest.directory}
+        longest = max(longest, span, key=lambda candidate: candidate.end)
+    return directories
 
 
-def _select_family(groups: Sequence[RunGroup], index: int, indices: Iterable[int]) -> list[int]:
-    """Return the variants among some that differ from one of them in the learning rate only."""
-    return [i for i in indices if groups[i].other_settings == groups[index].other_settings]
+def find_common_measure(variant: RawRun, baseline: RawRun) -> LossMeasure | None:
+    """Return the loss that two runs are comparable by; None for validation sets of different texts."""
+    if _identify_evaluation_set(variant) == _identify_evaluation_set(baseline):
+        return "validation loss"
+    return "bits per byte" if _has_same_text(variant, baseline) else None
 
 
-def find_fitting(groups: Sequence[RunGroup], settings: Mapping[str, str]) -> list[int]:
-    """Return the indices of the groups with all wanted settings; none where nothing is wanted."""
-    return [i for i, group in enumerate(groups) if settings and has_settings(group, settings)]
+def _identify_evaluation_set(run: RawRun) -> tuple[Any, ...]:
+    """Return the settings that decide the evaluation set and its rows."""
+    config = run.config
+    rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
+    return (_read_digest(run), config.get("evaluation", {}).get("tokens"), *rows)
 
 
-def has_settings(group: RunGroup, settings: Mapping[str, str]) -> bool:
-    """Return whether a group has settings, by full or short names, with values as typed."""
-    return all(
-        any(_is_same_value(value, existing) for existing in _list_values(group, name))
-        for name, value in settings.items()
+def _read_digest(run: RawRun) -> Any:
+    return run.last_document["science"].get("data")
+
+
+def _has_same_text(variant: RawRun, baseline: RawRun) -> bool:
+    """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
+    count = [run.config.get("evaluation", {}).get("tokens") for run in (variant, baseline)]
+    if count[0] != count[1]:
+        return False
+    if _read_digest(variant) == _read_digest(baseline):
+        return True
+    return bool(
+        _identify_text(variant) == _identify_text(baseline)
+        and _list_reading_settings(variant) != _list_reading_settings(baseline)
     )
 
 
-def _list_values(group: RunGroup, name: str) -> list[str]:
-    """Return the values of a setting in a group, by its full or short name."""
-    facts = group.facts
-    if name in facts.choices:
-        return [facts.choices[name]]
-    full = [n for n in facts.values if shorten_name(n, facts.values) == name]
-    typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+def _identify_text(run: RawRun) -> Any:
+    """Return the settings that decide the text of the evaluation set."""
+    dataset = run.config["dataset"]
+    parts = {"": dataset, **(dataset.get("sources") or {})}
+    dataset_kinds = run.last_document["science"].get("dataset")
+    return dataset_kinds, {
+        name: {k: format_value(v) for k, v in part.items() if k not in (*READING_SETTINGS, *HOUSEKEEPING)}
+        for name, part in parts.items()
+    }
 
 
-def _is_same_value(a: str, b: str) -> bool:
-    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
-    text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
-    try:
-        return text_a == text_b or float(text_a) == float(text_b)
-    except ValueError:
-        return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
+def _list_reading_settings(run: RawRun) -> Any:
+    """Return the settings that change the digest of the same text."""
+    dataset = run.config["dataset"]
+    parts = {"": dataset, **(dataset.get("sources") or {})}
+    return {name: [format_value(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.files.renamed_keys import rename_keys
-from titan.report.findings import Numbers
+from titan.metrics.reader import Record, parse_file
 
 KEYS = (
     "attempt", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
@@ -23,8 +20,7 @@ KEYS = (
     "expert_load_max", "expert_entropy", "expert_dropped",
 )  # fmt: skip
 """The keys of a step's line, in the order of the columns of `StepColumns`."""
-LINES_PER_PARSE = 1000
-"""Lines that are parsed together."""
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class MetricsFile:
 
 
 @dataclass
-class _MetricsReader:
+class _StepLines:
     """The lines read so far."""
 
     numbers: list[Numbers] = field(default_factory=list)
@@ -113,14 +109,10 @@ class _MetricsReader:
     validations: list[Mapping[str, Any]] = field(default_factory=list)
     stall_seconds: float = 0.0
     last_times: dict[int, float] = field(default_factory=dict)
-    corrupt_lines: int = 0
     spike_marks: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def add_records(self, records: Sequence[Any]) -> None:
-        """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
-        records = [rename_keys(record) for record in records]
-        if not all(map(_is_valid_record, records)):
-            raise ValueError("not a line of metrics.jsonl")
+    def add_records(self, records: Sequence[Record]) -> None:
+        """Add lines, all or none: raise TypeError, ValueError or OverflowError where values have the wrong type."""
         step_records = [r for r in records if "step" in r]
         training_records = [r for r in step_records if "loss" in r]
         numbers = np.array([tuple(map(r.get, KEYS)) for r in training_records], dtype=np.float64).reshape(-1, len(KEYS))
@@ -143,42 +135,15 @@ def read(file: Path) -> MetricsFile:
     Args:
         file: the run's metrics.jsonl.
     """
-    reader = _MetricsReader()
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            while batch := list(itertools.islice(lines, LINES_PER_PARSE)):
-                _parse_lines(reader, [line for line in batch if not line.isspace()])
-    except OSError:
-        pass
+    reader = _StepLines()
+    corrupt_lines = parse_file(file, reader.add_records)
     spike_marks, validations = tuple(reader.spike_marks), tuple(reader.validations)
     return MetricsFile(
-        _build_columns(reader), validations, reader.stall_seconds, reader.last_times, reader.corrupt_lines, spike_marks
+        _build_columns(reader), validations, reader.stall_seconds, reader.last_times, corrupt_lines, spike_marks
     )
 
 
-def _is_valid_record(record: Any) -> bool:
-    """Return whether step and attempt of a line are valid, and its validation loss is a number."""
-    if not isinstance(record, dict):
-        return False
-    counts = (record.get("step", 0), record.get("attempt", 1))
-    loss = record.get("validation_loss")
-    return all(type(n) is int and 0 <= n < 2**53 for n in counts) and (loss is None or type(loss) in (int, float))
-
-
-def _parse_lines(reader: _MetricsReader, lines: Sequence[str]) -> None:
-    """Parse many lines at once, which is several times as fast; where that fails, in halves."""
-    try:
-        reader.add_records(json.loads(f"[{','.join(lines)}]"))
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        if len(lines) == 1:
-            reader.corrupt_lines += 1
-        else:
-            half = len(lines) // 2
-            _parse_lines(reader, lines[:half])
-            _parse_lines(reader, lines[half:])
-
-
-def _build_columns(reader: _MetricsReader) -> StepColumns:
+def _build_columns(reader: _StepLines) -> StepColumns:
     table = np.concatenate([np.zeros((0, len(KEYS))), *reader.numbers])
     attempt, step, *columns = [np.ascontiguousarray(column) for column in table.T]
     return StepColumns(

@@ -9,9 +9,9 @@ import pytest
 from tests.support.made_runs import H200, Story, made
 from tests.support.tiers import full
 from titan.errors import ConfigError
-from titan.report import variants
+from titan.report import align, rank
+from titan.report.align import RunGroup
 from titan.report.collect import collect_runs
-from titan.report.variants import RunGroup
 
 FSDP, DDP, SINGLE = "parallelism=fsdp", "parallelism=ddp", "parallelism=single"
 Point = tuple[Story, tuple[str, ...]]
@@ -20,7 +20,7 @@ Point = tuple[Story, tuple[str, ...]]
 def groups(tmp_path: Path, *points: Point) -> list[RunGroup]:
     for index, (story, overrides) in enumerate(points):
         made(tmp_path / "runs" / f"{index:02}", story, *overrides)
-    return variants.group_runs(collect_runs([tmp_path / "runs"]).runs)
+    return align.group_runs(collect_runs([tmp_path / "runs"]).runs)
 
 
 S = Story()
@@ -88,13 +88,13 @@ def test_names_that_would_be_mistaken_keep_their_axis(tmp_path: Path) -> None:
 
 def test_what_differs_with_its_values(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "memory=full")))
-    assert variants.collect_differing_settings(found) == {"parallelism": ("single", "fsdp"), "memory": ("none", "full")}
+    assert align.collect_differing_settings(found) == {"parallelism": ("single", "fsdp"), "memory": ("none", "full")}
 
 
 def test_labels_of_runs_name_seed_and_repeat_only_where_these_vary(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (Story(seed=1), (SINGLE,)), (S, (FSDP,)), (S, (FSDP,)))
-    assert variants.label_runs(found[0], found) == [f"{SINGLE} seed=0", f"{SINGLE} seed=1"]
-    assert variants.label_runs(found[1], found) == [f"{FSDP} seed=0 (02)", f"{FSDP} seed=0 (03)"]
+    assert align.label_runs(found[0], found) == [f"{SINGLE} seed=0", f"{SINGLE} seed=1"]
+    assert align.label_runs(found[1], found) == [f"{FSDP} seed=0 (02)", f"{FSDP} seed=0 (03)"]
 
 
 BASELINES = [
@@ -115,12 +115,12 @@ BASELINES = [
 def test_the_baseline(option: str | None, asked: dict[str, str], places: list[int] | None, tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "optimizer.lr=3e-3")))
     if places is not None:
-        assert variants.find_baselines(found, option, asked) == places
+        assert rank.find_baselines(found, option, asked) == places
         return
     with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
-        variants.find_baselines(found, option, asked)
+        rank.find_baselines(found, option, asked)
 
 
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)))
-    assert variants.find_baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]
+    assert rank.find_baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]

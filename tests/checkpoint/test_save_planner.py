@@ -15,8 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.process_groups import fake_rank
-from titan.checkpoint import plans
-from titan.checkpoint.plans import create_write_items
+from titan.checkpoint import save_planner
+from titan.checkpoint.save_planner import create_write_items
 
 RANKS = 6
 PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
@@ -62,7 +62,7 @@ def test_boxes_are_computed_once_for_each_sharding() -> None:
         mesh = DeviceMesh("cpu", torch.arange(RANKS).view(3, 2), _init_backend=False)
         state = {f"{name}{n}": made(mesh, cut) for n in range(4) for name, cut in PLACEMENTS.items()}
         with mock.patch.object(
-            plans, "compute_local_shape_and_global_offset", wraps=compute_local_shape_and_global_offset
+            save_planner, "compute_local_shape_and_global_offset", wraps=compute_local_shape_and_global_offset
         ) as computed:
             assert len(create_write_items(state)) == 4 * len(PLACEMENTS)
     assert computed.call_count == len(PLACEMENTS)

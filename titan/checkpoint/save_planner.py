@@ -1,24 +1,26 @@
-"""The plan of a checkpoint: which rank writes which tensors. It is made at the first save and reused by later ones.
+"""Plan a save: which rank writes which tensors. The plan is made at the first save and reused by later ones.
 
 torch.distributed.checkpoint plans every save from scratch: each rank sends rank 0 an object for each of its tensors,
 rank 0 makes the objects of the whole checkpoint, and pickles them as its metadata. With thousands of ranks that takes
 minutes, in which rank 0's training thread hardly runs. Here each rank plans its own items and describes them in arrays
-(`titan.checkpoint.assignment`), from which rank 0 also encodes the metadata (`titan.checkpoint.metadata_file`):
+(`titan.checkpoint.assignment`), from which the metadata are encoded too (`titan.checkpoint.metadata_file`). The first
+three steps have the names of torch's save planner:
 
-1. every rank: `local_plan` gives its holdings, or their digest if they are unchanged;
-2. rank 0: `global_plan` decides which rank writes what, checks that this makes up every tensor, and gives each rank's
-   part;
-3. every rank: `set_plan` takes its part, `write_data` writes it, and gives the positions in its file and a digest of
-   all this;
-4. rank 0: `finish` compares the digests with its own and writes the metadata.
+1. every rank: `create_local_plan` gives its holdings, or their digest if they are unchanged;
+2. rank 0: `create_global_plan` decides which rank writes what, checks that this makes up every tensor, and gives each
+   rank's part;
+3. every rank: `finish_plan` takes its part, and gives its items;
+4. every rank, once they are written: `finish_write` gives the positions in its file and a digest of all this;
+5. rank 0: `merge_summaries` compares the digests with its own, and gives all items and positions.
 
 After a failed save every rank forgets its plan. If one did not, the digests differ and the save fails, before the
-checkpoint is complete. The messages go through `titan.checkpoint.coordinator.Coordinator`.
+checkpoint is complete. `titan.checkpoint.save` runs the steps and sends the messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,18 +30,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan.checkpoint.assignment import Assignment, Holdings, assign_boxes, compute_digest, describe_items
-from titan.checkpoint.metadata_file import Positions, encode_metadata
-from titan.checkpoint.writer import CheckpointWriter
+from titan.checkpoint.metadata_file import Positions
 
 LocalPlan = Holdings | bytes
 """A rank's holdings; their digest if they are unchanged."""
 ItemMask = bytes | None
-"""One byte for each proposed item of a rank, 1 if the rank writes it; None: unchanged."""
+"""A rank's part of the global plan: one byte for each of its items, 1 if the rank writes it; None: unchanged."""
 TensorKey = tuple[str, DTensorSpec | torch.Size, torch.dtype, bool]
 """What determines a tensor's items: name, sharding, dtype, requires_grad."""
 
@@ -55,20 +57,42 @@ class RankPositions(NamedTuple):
         return compute_digest(self.rows, *(name.encode() for name in self.files))
 
 
-class Written(NamedTuple):
+class WriteSummary(NamedTuple):
     """What a rank has written: the positions, None if unchanged; the digest of its holdings, its part and these."""
 
     positions: RankPositions | None
     digest: bytes
 
 
-class Plans:
-    """The plan of a run's saves, on one rank."""
+@dataclass
+class GlobalPlan:
+    """The plan of all ranks, on rank 0.
+
+    Attributes:
+        holdings: each rank's holdings.
+        digests: the digests of these.
+        assignment: what all ranks write.
+        positions: where each rank has written its items; None before its first write.
+    """
+
+    holdings: list[Holdings] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    assignment: Assignment | None = None
+    positions: list[RankPositions | None] = field(default_factory=list)
+
+
+class CachingSavePlanner:
+    """The plan of a run's saves, on one rank.
+
+    Attributes:
+        resolver: torch's planner, from which a writer gets the data of the items.
+        global_plan: the plan of all ranks, on rank 0.
+    """
 
     def __init__(self, rank: int) -> None:
         """Start without a plan; `rank` is this rank."""
         self.rank = rank
-        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.resolver = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.forget_plan()
 
     def forget_plan(self) -> None:
@@ -78,11 +102,11 @@ class Plans:
         self.assigned_items: list[WriteItem] = []
         self.holdings_digest = self.item_mask = b""
         self.positions: RankPositions | None = None
-        self.rank0_plan = _GlobalPlan()
+        self.global_plan = GlobalPlan()
 
-    def local_plan(self, state: Mapping[str, Tensor]) -> LocalPlan:
+    def create_local_plan(self, state: Mapping[str, Tensor]) -> LocalPlan:
         """Return the holdings of this rank's state; their digest if unchanged since the last save."""
-        self.planner.set_up_planner(dict(state), is_coordinator=self.rank == 0)
+        self.resolver.set_up_planner(dict(state), is_coordinator=self.rank == 0)
         tensor_keys = [_make_key(name, tensor) for name, tensor in state.items()]
         previous_keys, self.tensor_keys = self.tensor_keys, tensor_keys
         if tensor_keys == previous_keys:
@@ -92,82 +116,68 @@ class Plans:
         self.holdings_digest = holdings.compute_digest()
         return holdings
 
-    def global_plan(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
+    def create_global_plan(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
         """On rank 0: return each rank's part, so that each item is written by exactly one of its ranks.
+
+        Returns:
+            One part for each rank; None for all if nothing has changed.
 
         Raises:
             ValueError: when the ranks' items don't make up whole tensors, or a rank has another plan than rank 0.
         """
-        return self.rank0_plan.global_plan(local_plans)
+        _check_digests(local_plans, self.global_plan.digests or [b""] * len(local_plans))
+        if not any(isinstance(local_plan, Holdings) for local_plan in local_plans):
+            return [None] * len(local_plans)
+        holdings = _deduplicate_tensors(_fill_unchanged(local_plans, self.global_plan.holdings))
+        digests = [rank_holdings.compute_digest() for rank_holdings in holdings]
+        assignment = assign_boxes(holdings)
+        self.global_plan = GlobalPlan(holdings, digests, assignment, [None] * len(local_plans))
+        return list(assignment.parts)
 
-    def set_plan(self, item_mask: ItemMask) -> None:
-        """Store what this rank writes."""
+    def finish_plan(self, item_mask: ItemMask) -> SavePlan:
+        """Return what this rank writes, from its part of the global plan."""
         if item_mask is not None:
             self.assigned_items = [item for item, is_written in zip(self.items, item_mask, strict=True) if is_written]
             self.item_mask, self.positions = item_mask, None
+        return SavePlan(self.assigned_items, storage_data=_StoragePrefix(f"__{self.rank}_"))
 
-    def write_data(self, writer: CheckpointWriter) -> Written:
-        """Write this rank's part of the proposed state; return where its items are."""
-        plan = SavePlan(self.assigned_items, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        write_future = writer.write_data(writer.prepare_local_plan(plan), self.planner)
-        write_future.wait()
-        storage_infos = {result.index: result.storage_data for result in write_future.value()}
-        self.planner.state_dict = {}  # the state is not kept
-        previous, self.positions = (
-            self.positions,
-            _collect_positions([storage_infos[item.index] for item in self.assigned_items]),
-        )
-        write_digest = compute_digest(self.holdings_digest, self.item_mask, self.positions.compute_digest())
-        return Written(None if self.positions == previous else self.positions, write_digest)
+    def finish_write(self, results: Sequence[WriteResult]) -> WriteSummary:
+        """Return where this rank's items are, from the results of writing them; the state is no longer kept."""
+        self.resolver.state_dict = {}
+        storage_infos = {result.index: result.storage_data for result in results}
+        positions = _collect_positions([storage_infos[item.index] for item in self.assigned_items])
+        previous, self.positions = self.positions, positions
+        write_digest = compute_digest(self.holdings_digest, self.item_mask, positions.compute_digest())
+        return WriteSummary(None if positions == previous else positions, write_digest)
 
-    def finish(self, writer: CheckpointWriter, written: Sequence[Written]) -> None:
-        """On rank 0: write the metadata, once all ranks have written their parts.
+    def merge_summaries(self, summaries: Sequence[WriteSummary]) -> tuple[Assignment, Positions]:
+        """On rank 0: return what all ranks have written, and where.
 
         Raises:
             ValueError: when a rank has written by another plan than rank 0's.
         """
-        assignment, positions = self.rank0_plan.finish(written)
-        writer.write_metadata(encode_metadata(assignment, positions, writer.storage_meta()))
-
-
-class _GlobalPlan:
-    """The plan of all ranks, on rank 0."""
-
-    def __init__(self) -> None:
-        self.holdings: list[Holdings] = []
-        self.digests: list[bytes] = []
-        self.assignment: Assignment | None = None
-        self.written: list[RankPositions | None] = []
-
-    def global_plan(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
-        """Return each rank's part; None for all if nothing has changed. See `Plans.global_plan`."""
-        digests = self.digests or [b""] * len(local_plans)
-        for rank, (local_plan, expected) in enumerate(zip(local_plans, digests, strict=True)):
-            if isinstance(local_plan, bytes) and local_plan != expected:
-                raise ValueError(
-                    f"rank {rank} has another plan of the checkpoint than rank 0; the next save plans anew"
-                )
-        if not any(isinstance(local_plan, Holdings) for local_plan in local_plans):
-            return [None] * len(local_plans)
-        self.holdings = _deduplicate_tensors([self._find_holdings(*pair) for pair in enumerate(local_plans)])
-        self.digests = [holdings.compute_digest() for holdings in self.holdings]
-        self.assignment, self.written = assign_boxes(self.holdings), [None] * len(local_plans)
-        return list(self.assignment.parts)
-
-    def _find_holdings(self, rank: int, local_plan: LocalPlan) -> Holdings:
-        return local_plan if isinstance(local_plan, Holdings) else self.holdings[rank]
-
-    def finish(self, written: Sequence[Written]) -> tuple[Assignment, Positions]:
-        """Return what all ranks have written, and where. See `Plans.finish`."""
-        if self.assignment is None:
+        plan = self.global_plan
+        if plan.assignment is None:
             raise ValueError("rank 0 has no plan of the checkpoint")
-        pairs = zip(written, self.written, strict=True)
-        self.written = [old if new.positions is None else new.positions for new, old in pairs]
-        for rank, (positions, rank_written) in enumerate(zip(self.written, written, strict=True)):
-            plan = self.digests[rank], self.assignment.parts[rank]
-            if positions is None or compute_digest(*plan, positions.compute_digest()) != rank_written.digest:
+        pairs = zip(summaries, plan.positions, strict=True)
+        plan.positions = [old if summary.positions is None else summary.positions for summary, old in pairs]
+        for rank, (positions, summary) in enumerate(zip(plan.positions, summaries, strict=True)):
+            rank_plan = plan.digests[rank], plan.assignment.parts[rank]
+            if positions is None or compute_digest(*rank_plan, positions.compute_digest()) != summary.digest:
                 raise ValueError(f"rank {rank} has written by another plan of the checkpoint than rank 0's")
-        return self.assignment, _join_positions([positions for positions in self.written if positions is not None])
+        return plan.assignment, _join_positions([positions for positions in plan.positions if positions is not None])
+
+
+def _check_digests(local_plans: Sequence[LocalPlan], digests: Sequence[bytes]) -> None:
+    """Raise ValueError when a rank sends the digest of other holdings than rank 0 has of it."""
+    for rank, (local_plan, expected) in enumerate(zip(local_plans, digests, strict=True)):
+        if isinstance(local_plan, bytes) and local_plan != expected:
+            raise ValueError(f"rank {rank} has another plan of the checkpoint than rank 0; the next save plans anew")
+
+
+def _fill_unchanged(local_plans: Sequence[LocalPlan], holdings: Sequence[Holdings]) -> list[Holdings]:
+    """Return each rank's holdings: those of the last save where it sends a digest."""
+    return [plan if isinstance(plan, Holdings) else holdings[rank] for rank, plan in enumerate(local_plans)]
 
 
 def create_write_items(state: Mapping[str, Tensor]) -> list[WriteItem]:

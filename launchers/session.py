@@ -1,0 +1,74 @@
+"""A sweep's way through Hydra: what the command asks for, and what became of it, in one object.
+
+Hydra's sweeper makes the launcher and returns nothing of it. But it passes on the task function that a command hands
+over, and titan's launcher runs trials by itself: so the session is that function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from launchers.trials import Trial
+from titan.errors import ConfigError
+from titan.sweep import ledger
+
+Describe = Callable[[Sequence[Trial]], str]
+"""Returns what a dry run prints about trials beside their scripts."""
+Planner = Callable[[Sequence[Trial]], list[int]]
+"""Takes the trials of a sweep in place of a launch; returns their exit codes."""
+
+
+def describe_nothing(trials: Sequence[Trial]) -> str:
+    """Return no text: what a dry run prints beside scripts where the command has nothing to add."""
+    return ""
+
+
+@dataclass
+class SweepSession:
+    """One command line with -m, from the command to the launcher and back.
+
+    Attributes:
+        trusted: packages that trials may import.
+        planner: takes the trials in place of a launch, if any.
+        describe: returns what a dry run prints about trials.
+        is_dry_run: whether no trial is to start; the launcher sets it.
+        codes: the exit codes of the trials; the launcher adds them.
+        new_folders: folders that the sweep creates, innermost first; the launcher sets them.
+    """
+
+    trusted: tuple[str, ...] = ()
+    planner: Planner | None = None
+    describe: Describe = describe_nothing
+    is_dry_run: bool = False
+    codes: list[int] = field(default_factory=list)
+    new_folders: list[Path] = field(default_factory=list)
+
+    def __call__(self, cfg: DictConfig) -> None:
+        """Be Hydra's task function, which only a launcher that is not titan's calls."""
+        raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")
+
+    def find_exit_code(self) -> int:
+        """Return the exit code of the sweep: 0 when every trial succeeded.
+
+        Raises:
+            ConfigError: when it had no trials.
+        """
+        if not self.codes:
+            raise ConfigError("-m: the sweep has no trials; give values, such as optimizer.lr=1e-3,3e-3.")
+        return next((code for code in self.codes if code), 0)
+
+    def remove_unused(self) -> None:
+        """Remove the folders and files that the sweeper wrote, where no trial was started."""
+        if not self.new_folders or (self.codes and not self.is_dry_run):
+            return
+        if (self.new_folders[0] / ledger.LEDGER).exists():  # it was begun, and failed
+            return
+        (self.new_folders[0] / "multirun.yaml").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for folder in self.new_folders:
+                folder.rmdir()

@@ -1,0 +1,76 @@
+"""Why a trial of a local sweep failed: the ledger has the reason, whether or not the trial is a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launchers import run_file, start
+from launchers.command import run_command
+from launchers.local import reason_file, trial
+from tests.support.tiers import full
+from titan import errors
+from titan.errors import ConfigError, RunError
+from titan.run.run import Run
+from titan.sweep import ledger
+
+TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128", "parallelism=single"]
+
+
+def rejects(run: Run, report: Callable[[str], object]) -> int:
+    raise ConfigError("a=b: is no c; give d.")
+
+
+def fails(run: Run, report: Callable[[str], object]) -> int:
+    raise RunError("the loss is lost.")
+
+
+def has_bug(run: Run, report: Callable[[str], object]) -> int:
+    return {}["x"]  # type: ignore[no-any-return, typeddict-item]
+
+
+def loses_rank(run: Run, report: Callable[[str], object]) -> int:
+    report("rank 1 was killed by SIGKILL")
+    return 1
+
+
+ENDS = [
+    pytest.param(rejects, 2, "a=b: is no c; give d.", id="config-error"),
+    full(fails, 1, "the loss is lost.", id="run-error"),
+    pytest.param(loses_rank, 1, "rank 1 was killed by SIGKILL", id="killed-rank"),
+    full(lambda run, report: 7, 7, "exited with code 7", id="no-reason"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "reason"), ENDS)
+def test_the_ledger_has_the_reason(
+    body: Callable[..., int], code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s/run/log").mkdir(parents=True)
+    (tmp_path / "s/run/log/launcher.log").write_text("2030-01-01T00:00:00+00:00 what an earlier attempt printed\n")
+    monkeypatch.setattr(start, "run_local", lambda run, apart, report: body(run, report))
+    assert run_command(["-m", *TINY, f"hydra.sweep.dir={tmp_path}/s", "training.seed=1"], lambda run: 0) == code
+    sweep = ledger.read(tmp_path / "s")
+    assert sweep is not None and [t.reason for t in sweep.trials] == [reason]
+
+
+@pytest.mark.parametrize(("body", "code", "reason"), [*ENDS, pytest.param(has_bug, 1, "KeyError: 'x'", id="bug")])
+def test_the_process_of_a_trial_leaves_the_reason(
+    body: Callable[..., int], code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(run_file, "read", lambda file: None)
+    monkeypatch.setattr(start, "run_local", lambda run, report: body(run, report))
+    file = tmp_path / "a.pickle"
+    if body is has_bug:
+        monkeypatch.setattr(errors, "find_own_code_error", lambda error: None)
+        with pytest.raises(KeyError):
+            trial.main(str(file), str(os.getpid()))
+    else:
+        assert trial.main(str(file), str(os.getpid())) == code
+    assert reason_file.read(file, code) == reason
+    reason_file.remove(file)
+    assert reason_file.read(file, -9) == "killed by SIGKILL"

@@ -1,0 +1,145 @@
+"""Reading metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.metrics.reader import (
+    METRICS,
+    ends_with_attempt,
+    find_first_and_last_loss,
+    merge_steps,
+    parse_file,
+    read_last_steps,
+    read_records,
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [
+        pytest.param(b'{"step": 1}\n{"step": 2, "lo', [1], id="truncated"),
+        pytest.param(b'{"step": 1}\n[2]\n\xff\n\n{"step": 3}\n', [1, 3], id="no-objects"),
+        pytest.param(b'{"step": "x"}\n{"step": 2, "loss": "low"}\n{"step": 3, "loss": null}\n', [3], id="types"),
+        pytest.param(None, [], id="no-file"),
+    ],
+)
+def test_invalid_lines_are_skipped(lines: bytes | None, steps: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    if lines is not None:
+        file.write_bytes(lines)
+    assert [record["step"] for record in read_records(file)] == steps
+
+
+def test_former_keys_are_renamed(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "life": 2}\n')
+    assert read_records(file) == [{"step": 1, "attempt": 2}]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        pytest.param([], (None, None), id="none"),
+        pytest.param([3.0], (3.0, 3.0), id="one"),
+        pytest.param([None, 3.0, 2.0], (3.0, 2.0), id="a-bad-first"),
+        pytest.param([3.0, None], (3.0, None), id="a-bad-last"),
+    ],
+)
+def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
+    assert find_first_and_last_loss(file) == expected
+
+
+def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
+    assert find_first_and_last_loss(tmp_path / "metrics.jsonl") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "invalid"),
+    [
+        pytest.param('{"step": 1}\n{"step": 2, "x": [1\n2]}\n{"step": 3}\n', [1, 3], 2, id="two-lines-are-no-record"),
+        pytest.param('{"step": 1}, {"step": 2}\n{"step": 3}\n', [3], 1, id="two-records-in-a-line"),
+        pytest.param('{"step": -1}\n{"step": true}\n{"step": 9007199254740992}\n{"step": 3}', [3], 3, id="no-steps"),
+        pytest.param(f'{{"step": 1, "x": {"[" * 100_000}\n{{"step": 2}}\n', [2], 1, id="nested"),
+        pytest.param('{"step": 1, "attempt": "x"}\n{"step": 2, "tokens": null}\n{"step": 3}\n', [3], 2, id="types"),
+    ],
+)
+def test_a_line_costs_only_itself(text: str, steps: list[int], invalid: int, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    records: list[dict[str, Any]] = []
+    assert parse_file(tmp_path / "metrics.jsonl", records.extend) == invalid
+    assert [record["step"] for record in records] == steps == [r["step"] for r in read_records(tmp_path / METRICS)]
+
+
+def test_what_a_reader_rejects_is_left_out_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(2500)))
+    steps: list[int] = []
+
+    def take(records: list[dict[str, Any]]) -> None:
+        if any(record["step"] == 1234 for record in records):
+            raise ValueError("1234")
+        steps.extend(record["step"] for record in records)
+
+    assert parse_file(tmp_path / "metrics.jsonl", take) == 1
+    assert steps == [step for step in range(2500) if step != 1234]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / METRICS)
+    assert read_records(tmp_path / METRICS) == [] == list(read_last_steps(tmp_path / METRICS))
+
+
+TRAINED, VALIDATED = {"step": 2, "loss": 4.0, "time": 1.0}, {"step": 2, "validation_loss": 4.5, "time": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("records", "merged"),
+    [
+        pytest.param([TRAINED, VALIDATED], {**VALIDATED, **TRAINED}, id="lines-of-one-step"),
+        pytest.param([VALIDATED, TRAINED], {**VALIDATED, **TRAINED}, id="in-any-order"),
+        pytest.param([TRAINED, VALIDATED, {**TRAINED, "loss": 3.0}], {**TRAINED, "loss": 3.0}, id="trained-again"),
+        pytest.param(
+            [TRAINED, VALIDATED, {**VALIDATED, "validation_loss": 4.2}],
+            {**VALIDATED, **TRAINED, "validation_loss": 4.2},
+            id="evaluated-again",
+        ),
+        pytest.param(
+            [{**TRAINED, "attempt": 1}, {**VALIDATED, "attempt": 2}],
+            {**VALIDATED, **TRAINED, "attempt": 1},
+            id="evaluated-by-a-later-attempt",
+        ),
+    ],
+)
+def test_the_last_value_of_a_step_counts(records: list[dict[str, Any]], merged: dict[str, Any]) -> None:
+    assert merge_steps([{"step": 3}, *records, {"note": "of no step"}], {}) == [merged, {"step": 3}]
+
+
+def test_steps_that_a_later_attempt_does_not_reach_again_do_not_count() -> None:
+    records = [{"step": step, "attempt": 1} for step in (1, 2, 3)] + [{"step": 2, "attempt": 2}]
+    assert merge_steps(records, {1: 1, 2: 9}) == [{"step": 1, "attempt": 1}, {"step": 2, "attempt": 2}]
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "attempts"),
+    [
+        pytest.param("", [], [], id="empty"),
+        pytest.param('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "att', [1], [1], id="truncated"),
+        pytest.param('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "attempt": 2}\n', [2, 1], [2], id="resumed"),
+        pytest.param('{"step": 1, "loss": 2}\n{"step": 1, "validation_loss": 2}\n{"loss": 1}\n', [1], [1], id="other"),
+        pytest.param(
+            f'{{"step": 1, "loss": 2, "x": "{"y" * 70_000}"}}\n{{"step": 2, "loss": 1}}\n', [2], [1], id="tail"
+        ),
+    ],
+)
+def test_the_end_of_the_file(text: str, last: list[int], attempts: list[int], tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(text)
+    assert [record["step"] for record in read_last_steps(tmp_path / METRICS)] == last
+    assert [attempt for attempt in (1, 2) if ends_with_attempt(tmp_path / METRICS, attempt)] == attempts

@@ -1,0 +1,91 @@
+"""Checks of the cluster's settings that no job can have, and Slurm's time limits. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from titan.config.settings import format_value
+from titan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titan.cluster.schema import Cluster
+
+RESERVED_OPTIONS = {
+    "array",
+    "dependency",
+    "job-name",
+    "output",
+    "open-mode",
+    "signal",
+    "requeue",
+    "no-requeue",
+    "parsable",
+}
+"""Options of sbatch that titan sets itself, or that change output it reads."""
+LONGEST_DAYS = 3650
+"""The longest accepted time limit; a longer one is a typing error."""
+
+
+def check_timeouts(cluster: Cluster) -> None:
+    """Raise ConfigError for timeouts and a time limit that contradict each other."""
+    if cluster.step_seconds > cluster.timeout:
+        raise ConfigError(
+            f"cluster.step_timeout={cluster.step_timeout:g}: longer than cluster.timeout={cluster.timeout:g}, the "
+            "timeout outside of steps; give a smaller value, or a larger cluster.timeout."
+        )
+    limit = parse_minutes(cluster.time)
+    if limit is not None and 60 * limit <= cluster.signal_seconds:
+        raise ConfigError(
+            f"cluster.time={cluster.time}: no longer than cluster.signal_seconds={cluster.signal_seconds}, so a "
+            "run would get the signal to stop at its start; give more time, or a smaller cluster.signal_seconds."
+        )
+
+
+def check_job(cluster: Cluster) -> None:
+    """Raise ConfigError for variables and options of sbatch that no job can have."""
+    if invalid := [name for name in cluster.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+        raise ConfigError(
+            f"cluster.environment={format_value(cluster.environment)}: {invalid[0]} is not a valid name of a "
+            "variable; correct it."
+        )
+    if reserved := sorted(set(cluster.sbatch or {}) & RESERVED_OPTIONS):
+        raise ConfigError(f"cluster.sbatch={format_value(cluster.sbatch)}: titan sets {reserved[0]} itself; remove it.")
+
+
+def check_container(cluster: Cluster) -> None:
+    """Raise ConfigError for an image without a container, and a container without an image."""
+    if cluster.container != "none" and cluster.image is None:
+        raise ConfigError(f"cluster.container={cluster.container}: needs an image; give cluster.image=IMAGE.")
+    if cluster.container == "none" and (cluster.image or cluster.mounts):
+        raise ConfigError(
+            f"cluster.image={cluster.image}: no container is chosen; give cluster.container=pyxis or apptainer."
+        )
+
+
+def parse_minutes(time: str | None) -> int | None:
+    """Return a time limit in minutes, rounded up; None for None.
+
+    The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
+
+    Raises:
+        ConfigError: for other formats, zero and more than `LONGEST_DAYS`.
+    """
+    if time is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not match:
+        raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
+    days, *rest = (None if g is None else int(g) for g in match.groups())
+    numbers = [part for part in rest if part is not None]
+    if any(part > 59 for part in numbers[1:]) or (days is not None and numbers[0] > 23):
+        raise ConfigError(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    if seconds > LONGEST_DAYS * 86400:
+        raise ConfigError(
+            f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
+        )
+    if seconds == 0:
+        raise ConfigError(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
+    return -(-seconds // 60)

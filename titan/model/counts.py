@@ -1,0 +1,277 @@
+"""Counts of a model in closed form: matmuls, parameters, FLOPs and activation memory. Free of torch.
+
+The schema of a family derives from `DecoderCounts`, or from the counts of its blocks: a family overrides what differs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from titan.console.numbers import describe_parameters
+from titan.model.activations import (
+    NO_CONTEXT,
+    BlockActivations,
+    ContextBytes,
+    HeadActivations,
+    LayerActivations,
+    RankBatch,
+    count_attention_bytes,
+    count_block_bytes,
+    count_head_bytes,
+)
+
+
+class Matmul(NamedTuple):
+    """A matmul with a weight [outputs, inputs]; tensor parallelism shards its inputs (`rowwise`) or its outputs."""
+
+    inputs: int
+    outputs: int
+    rowwise: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
+
+    def split(self, tensor: int) -> Matmul:
+        """Return the matmul of one of `tensor` tensor-parallel ranks."""
+        inputs, outputs = (
+            (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
+        )
+        return Matmul(inputs, outputs, self.rowwise)
+
+    def compute_token_share(self, sequence: int) -> float:
+        """Return the share of a row's tokens that it computes on one of `sequence` ranks with sequence parallelism."""
+        return 1.0
+
+
+class WholeMatmul(Matmul):
+    """A matmul whose weight each tensor-parallel rank has as a whole, and applies to all tokens."""
+
+    __slots__ = ()
+
+    def split(self, tensor: int) -> Matmul:
+        """Return the matmul itself."""
+        return self
+
+
+class SequenceMatmul(WholeMatmul):
+    """A matmul whose weight each tensor-parallel rank has as a whole, for its part of the sequence."""
+
+    __slots__ = ()
+
+    def compute_token_share(self, sequence: int) -> float:
+        """Return the share of a row's tokens."""
+        return 1 / sequence
+
+
+class DecoderCounts:
+    """Counts of a decoder with grouped-query attention and SwiGLU, by its shape.
+
+    Where blocks differ, the family gives their kinds, and what is counted of a block depends on `layer`, the block's
+    index.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool
+    logit_cap: float | None
+
+    @property
+    @abstractmethod
+    def head_size(self) -> int:
+        """Width of a head."""
+        raise NotImplementedError
+
+    def kind(self, layer: int) -> str:
+        """Return the kind of a block: blocks of one kind have the same modules and shapes."""
+        return ""
+
+    def kinds(self, layers: Iterable[int] | None = None) -> dict[str, list[int]]:
+        """Return the blocks of each kind; of `layers`, None: of all."""
+        layers_by_kind: dict[str, list[int]] = {}
+        for layer in range(self.layers) if layers is None else layers:
+            layers_by_kind.setdefault(self.kind(layer), []).append(layer)
+        return layers_by_kind
+
+    def needs_mask(self, seq_len: int) -> bool:
+        """Return whether attention in rows of a length needs a mask, besides causality and documents."""
+        return False
+
+    def sum_over_blocks(self, count: Callable[[int], float], layers: Iterable[int] | None = None) -> float:
+        """Return the sum over blocks of what is the same for blocks of one kind; over `layers`, None: over all."""
+        return sum(len(blocks) * count(blocks[0]) for blocks in self.kinds(layers).values())
+
+    def linear_layers(self) -> dict[str, Matmul]:
+        """Return the linear layers by the name of their module."""
+        blocks = {
+            f"layers.{i}.{name}": matmul
+            for kind in self.kinds().values()
+            for matmuls in [self.block_matmuls(kind[0])]
+            for i in kind
+            for name, matmul in matmuls.items()
+        }
+        order = sorted(blocks, key=lambda name: int(name.split(".")[1]))
+        return {name: blocks[name] for name in order} | {"head": Matmul(self.dim, self.vocab)}
+
+    def matmuls(self) -> dict[str, Matmul]:
+        """Return linear layers and experts, by the name of the module that has one or all of a block's experts."""
+        experts = {
+            f"layers.{layer}.{name}": WholeMatmul(*matmul)
+            for layer in range(self.layers)
+            if self.expert_parameters(layer)
+            for name, matmul in self.expert_matmuls(layer).items()
+        }
+        linear = self.linear_layers()
+        return {name: linear[name] for name in linear if name != "head"} | experts | {"head": linear["head"]}
+
+    def block_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of a block by the name of their module in it."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "attention.wq": Matmul(self.dim, queries),
+            "attention.wk": Matmul(self.dim, keys),
+            "attention.wv": Matmul(self.dim, keys),
+            "attention.wo": Matmul(queries, self.dim, rowwise=True),
+            "feed_forward.w1": Matmul(self.dim, self.ffn),
+            "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
+            "feed_forward.w3": Matmul(self.dim, self.ffn),
+        }
+
+    def block_matmul_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of one block's matrices: query, key, value, output and three of SwiGLU."""
+        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_heads)
+        return attention + 3 * self.dim * self.ffn
+
+    def matmul_parameters(self) -> int:
+        """Return the parameters of the blocks' linear layers and of the head, tied or not."""
+        return int(self.sum_over_blocks(self.block_matmul_parameters)) + self.vocab * self.dim
+
+    def block_parameters(self, layer: int = 0) -> int:
+        """Return the exact number of parameters of one block."""
+        return self.block_matmul_parameters(layer) + 2 * self.dim
+
+    def expert_matmuls(self, layer: int = 0) -> dict[str, Matmul]:
+        """Return the linear layers of one of a block's experts by the name of the module that has those of all."""
+        return {}
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts, all of them; they are a part of its matrices."""
+        return 0
+
+    def active_expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a block's experts that compute a token."""
+        return 0
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Return the names of all parameters; a tied weight once, under the embedding's name."""
+        blocks = (f"layers.{i}.{name}.weight" for i in range(self.layers) for name in self.block_modules(i))
+        return ("tok_embeddings.weight", *blocks, "norm.weight", *(() if self.tied else ("head.weight",)))
+
+    def block_modules(self, layer: int = 0) -> tuple[str, ...]:
+        """Return the names of a block's modules with a weight, in order."""
+        attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
+        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+
+    def head_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms of queries and keys, if the family has them."""
+        return ()
+
+    def embedding_parameters(self) -> int:
+        """Return the exact number of parameters of the embedding."""
+        return self.vocab * self.dim
+
+    def head_parameters(self) -> int:
+        """Return the parameters of the final norm and the head; a tied head on another stage is a replica."""
+        return self.dim + self.vocab * self.dim
+
+    def parameters(self) -> int:
+        """Return the exact number of parameters: embedding, blocks and head; a tied weight counts once."""
+        tied = self.embedding_parameters() if self.tied else 0
+        return (
+            self.embedding_parameters()
+            + int(self.sum_over_blocks(self.block_parameters))
+            + self.head_parameters()
+            - tied
+        )
+
+    def active_parameters(self) -> int:
+        """Return the exact number of parameters that compute a token: of the experts only those that are chosen."""
+        return self.parameters() - int(
+            self.sum_over_blocks(self.expert_parameters) - self.sum_over_blocks(self.active_expert_parameters)
+        )
+
+    def describe_size(self) -> str:
+        """Return in words how many parameters there are, and how many compute a token if these are fewer."""
+        return describe_parameters(self.parameters(), self.active_parameters())
+
+    def block_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of one block, forward and backward; see `flops_per_token`."""
+        idle = self.expert_parameters(layer) - self.active_expert_parameters(layer)
+        return 6 * (self.block_matmul_parameters(layer) - idle) + self.attention_flops(seq_len, layer)
+
+    def attention_flops(self, seq_len: float, layer: int = 0) -> float:
+        """Return FLOPs per token of a block's attention scores and values, forward and backward."""
+        return float(12 * self.heads * self.head_size * seq_len)
+
+    def attention_span(self, seq_len: float, layer: int = 0) -> float:
+        """Return the most tokens that one attends to in a block, in rows of a length."""
+        return seq_len
+
+    def attention_elements(self, layer: int = 0) -> int:
+        """Return the elements per token that attention reads and writes beside its matmuls: of rotated heads."""
+        return 2 * self.head_size * (self.heads + self.kv_heads)
+
+    def head_flops(self) -> float:
+        """Return FLOPs per token of the head, forward and backward."""
+        return float(6 * self.vocab * self.dim)
+
+    def flops_per_token(self, seq_len: float) -> float:
+        """Return FLOPs per token, forward and backward, as model FLOPs utilisation (MFU) counts them.
+
+        6 for each parameter of a linear layer that computes the token and 12 * layers * heads * head_dim * seq_len for
+        attention scores and values, not halved for causality and without recomputation (arXiv:2204.02311, appendix B).
+        The embedding counts none.
+        """
+        return self.sum_over_blocks(lambda layer: self.block_flops(seq_len, layer)) + self.head_flops()
+
+    def block_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> BlockActivations:
+        """Return the activation memory of a block; see `titan.model.activations.count_block_bytes`."""
+        return count_block_bytes(batch, self.dim, self.attention_activations(batch, context, layer), self.ffn)
+
+    def attention_activations(
+        self, batch: RankBatch, context: ContextBytes = NO_CONTEXT, layer: int = 0
+    ) -> LayerActivations:
+        """Return the activation memory of a block's attention; see `titan.model.activations.count_attention_bytes`."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        return count_attention_bytes(batch, self.dim, queries, keys, self.heads, bool(self.head_norms()), context)
+
+    def head_activations(
+        self,
+        batch: RankBatch,
+        *,
+        parts: bool = True,
+        chunk: int | None = None,
+        has_terms: bool = False,
+        reads_logits: bool = False,
+    ) -> HeadActivations:
+        """Return the activation memory of final norm, head and loss; see `titan.model.activations.count_head_bytes`."""
+        capped = self.logit_cap is not None
+        return count_head_bytes(
+            batch,
+            self.dim,
+            self.vocab,
+            parts=parts,
+            chunk=chunk,
+            has_terms=has_terms,
+            reads_logits=reads_logits,
+            is_capped=capped,
+        )

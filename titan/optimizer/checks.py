@@ -1,0 +1,34 @@
+"""Checks of an optimizer's groups of parameters. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from titan.config.settings import format_value, suggest_nearest
+from titan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titan.optimizer.schema import Group
+
+
+def check_groups(groups: Mapping[str, Group], names: Sequence[str]) -> None:
+    """Raise ConfigError for a group without patterns, and for a pattern that matches no parameter.
+
+    Args:
+        groups: by name.
+        names: of the model's parameters.
+    """
+    for group, content in groups.items():
+        if not content.match:
+            raise ConfigError(
+                f"optimizer.groups.{group}.match=[]: matches no parameter; give patterns such as ['*norm.weight']."
+            )
+        for pattern in content.match:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"optimizer.groups.{group}.match={format_value(content.match)}: no parameter of the model "
+                    f"matches {pattern}; names are such as {names[0]}, {names[1]} and "
+                    f"{names[-1]}{suggest_nearest(pattern, names)}"
+                )
