@@ -44,7 +44,7 @@ class Settings:
 
     source: str = operand("MODEL", "a run, or a folder of weights in the format of Hugging Face, Meta or titan")
     step: int | None = setting(None, "the step of the checkpoint; null: the last one", at_least=1)
-    average: int = setting(1, "measure the average of so many checkpoints too, the last ones up to step", at_least=1)
+    average: int = setting(1, "measure the average of this many checkpoints too, the last ones up to step", at_least=1)
     tasks: tuple[str, ...] | None = setting(
         None, "FORMAT:FILE of each task, or names of the run's own tasks: [a,b]; null: all of the run's own"
     )
