@@ -73,6 +73,14 @@ def schedule() -> str:
     return str(table)
 
 
+def site() -> str:
+    """The site's cluster that the tutorial shows."""
+    (text,) = re.findall(
+        r"```yaml\n# site/cluster/ours.yaml\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.S
+    )
+    return str(text)
+
+
 def kind(given: Command) -> tuple[object, ...]:
     """What a command shows: its program, flags, launcher, sweep and recipe, and whether it is refused or read only."""
     names = {word.partition("=")[0] for word in given.words if word.startswith(SHOWN)}
@@ -113,6 +121,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
     (folder / "mine.csv").write_text(schedule())
+    (folder / "site" / "cluster").mkdir(parents=True)
+    (folder / "site" / "cluster" / "ours.yaml").write_text(site())
     with gzip.open(folder / "chat.jsonl.gz", "wt") as file:
         conversations = (
             [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
@@ -151,7 +161,8 @@ def test_command(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(workplace)
-    monkeypatch.setenv("TITAN_CONF", os.pathsep.join(str(page.parent / "conf") for page in EXPERIMENTS))
+    folders = [*(page.parent / "conf" for page in EXPERIMENTS), workplace / "site"]
+    monkeypatch.setenv("TITAN_CONF", os.pathsep.join(map(str, folders)))
     monkeypatch.setattr(start, "run_local", train_small)
     words = list(command.words)
     if words[0] == "make":

@@ -22,7 +22,8 @@ from titan.evaluation.scores import compute_scores
 from titan.metrics.reader import read_records
 from titan.run.run import Run
 from titan.training.evaluation.request import EXCLUDED_OVERRIDES
-from titan.training.replay import request
+from titan.training.replay.request import EXCLUDED_OVERRIDES as REPLAY_EXCLUDED_OVERRIDES
+from titan.training.side_jobs.recompose import build_command
 
 FORMATS = ("hellaswag", "arc", "lambada")
 
@@ -179,7 +180,7 @@ def test_what_a_run_of_before_measured_is_known(run: Run) -> None:
     """Its command line adds tasks with a plus sign; a replay measures nothing."""
     given = ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
     document = {"overrides": given, "layout": {}, "config": {"precision": {"compute": "fp32"}}}
-    kept, _ = request.build_command(document, [], EXCLUDED_OVERRIDES)
+    kept, _ = build_command(document, [], EXCLUDED_OVERRIDES)
     assert kept[:2] == ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl"] and "plot" not in str(kept)
-    replayed, _ = request.build_command(document, [])
+    replayed, _ = build_command(document, [], REPLAY_EXCLUDED_OVERRIDES)
     assert "evaluation" not in str(replayed)

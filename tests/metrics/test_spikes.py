@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def test_window_and_limit_are_settings() -> None:
 
 def test_a_run_marks_its_spikes_also_after_a_resume(tmp_path: Path) -> None:
     def rise(trainer: Trainer) -> None:
-        mark, first = trainer._mark_spike, trainer.run.training.count_rows_before(9)
-        risen = lambda step, loss: mark(step, loss + 5 * (step.batch.first == first))
-        trainer._mark_spike = risen  # type: ignore[method-assign]
+        mark, first = trainer.reporter._mark_spike, trainer.run.training.count_rows_before(9)
+        risen = lambda result: mark(replace(result, loss=result.loss + 5 * (result.batch.first == first)))
+        trainer.reporter._mark_spike = risen  # type: ignore[method-assign]
 
     window = ("metrics.spike_window=6", "checkpoint.every=7")
     train(tiny(tmp_path, *window, "training.steps=7"), rise)

@@ -85,7 +85,8 @@ WAITS = (
     ),
     _found(
         "single", "_update: copy_ to the host", "whether a step is bad, copied to the host",
-        TRAINER, "memory.offload else bad.float()", "memory.offload else bad.float().cpu().to(bad.device)",
+        TRAINER, "memory.offload else skipped.float()",
+        "memory.offload else skipped.float().cpu().to(skipped.device)",
     ),
     _found(
         "hooks", "_start_copy.*pageable", "a hook's figure copied into pageable memory",

@@ -32,7 +32,6 @@ from titan.run.lock import lock_directory
 from titan.run.run import Run
 from titan.training.build import build_train_step
 from titan.training.signals import StopSignals
-from titan.training.step_metrics import LOSS, VALID
 from titan.training.trainer import Trainer
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -197,9 +196,9 @@ def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
     restore_train_state(trainer.train_step, CheckpointReader(folder), coordinator)
     state = whole(train_state_dict(trainer.train_step))
-    figures, norm = trainer._step().read()
+    result = trainer._step().read(0, 0)
     after = weights(whole(train_state_dict(trainer.train_step)))
-    return Loaded(state, float(figures[LOSS] / figures[VALID]), norm, after)
+    return Loaded(state, result.loss, result.grad_norm, after)
 
 
 def markdown(title: str, columns: Mapping[str, Mapping[str, Cell]]) -> str:

@@ -95,7 +95,7 @@ FAULTS = (
     fault(
         "not finite: the step behind it changes the weights, and is repeated",
         "titan/training/trainer.py",
-        "skipped = bad | self.bad | (metrics[VOID] > 0)",
+        "skipped = bad | self.bad_steps.latest | (metrics[VOID] > 0)",
         "skipped = bad | (metrics[VOID] > 0)",
         "training/test_not_finite.py::test_steps_after_it_are_those_of_a_run_that_skips_it",
     ),

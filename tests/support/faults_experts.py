@@ -143,8 +143,8 @@ FAULTS = (
     fault(
         "balancing: ranks update the load from their own counts",
         "titan/training/trainer.py",
-        "self.expert_load.update(metrics[-self.expert_load.num_counts :], skipped)",
-        "self.expert_load.update(loss.double()[-self.expert_load.num_counts :], skipped)",
+        "load.update(metrics[-load.num_counts :], skipped)",
+        "load.update(loss.double()[-load.num_counts :], skipped)",
         f"{GRADIENTS}[muon-ep_hsdp]",
     ),
     fault(

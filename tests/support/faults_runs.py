@@ -161,9 +161,9 @@ CHECKPOINTS = (
     ),
     fault(
         "resume: the metadata are parsed again to restore",
-        "titan/training/trainer.py",
-        "reader = self.reader or CheckpointReader(",
-        "reader = CheckpointReader(",
+        "titan/training/restoring.py",
+        "(train_step, reader or CheckpointReader(",
+        "(train_step, CheckpointReader(",
         "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
     ),
     fault(

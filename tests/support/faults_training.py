@@ -176,9 +176,9 @@ TRAINING = (
     ),
     fault(
         "bad steps: they need not be in a row",
-        "titan/training/trainer.py",
-        "            self.bad_steps = 0\n            return {}\n",
-        "            return {}\n",
+        "titan/training/bad_steps.py",
+        "            self.count = 0\n",
+        "",
         "training/test_trainer.py::test_bad_steps_in_a_row_end_the_run",
     ),
     fault(
@@ -205,14 +205,14 @@ TRAINING = (
     fault(
         "stop: a signal of one rank is not heard by the others",
         "titan/training/trainer.py",
-        "self.stopping = self.stopping or metrics[STOP] > 0",
-        "self.stopping = self.stopping or self.stop.requested",
+        "self.requests.add(result.metrics, is_last=",
+        "self.requests.stop = self.stop.requested\n        self.requests.add(result.metrics, is_last=",
         "training/test_trainer.py::test_a_signal_to_one_rank_stops_all",
         "training/test_trainer.py::test_a_first_stop_ends_the_attempt_and_the_next_one_finishes",
     ),
     fault(
         "metrics: the loss is the sum",
-        "titan/training/trainer.py",
+        "titan/training/step_metrics.py",
         "loss = metrics[LOSS] / max(1, metrics[VALID])",
         "loss = metrics[LOSS]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",

@@ -21,7 +21,7 @@ from titan.training.trainer import Trainer
 def spied(trainer: Trainer) -> list[list[float]]:
     """The counts of each step, as the trainer hands them on."""
     seen: list[list[float]] = []
-    load: Any = trainer.expert_load
+    load: Any = trainer.train_step.expert_load
     update = load.update
 
     def spy(counts: Tensor, skipped: Tensor) -> None:

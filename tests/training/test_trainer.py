@@ -52,16 +52,10 @@ def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], lis
     def before(trainer: Trainer) -> list[Tensors]:
         train_step = trainer.train_step
         mine = frozenset(bad if trainer.world.rank_info.rank == rank else ())
-        trainer.train_step = Poisoned(
-            train_step.stages,
-            train_step.runner,
-            train_step.optimizer,
-            train_step.world,
-            rank=rank,
-            bad=mine,
-            loss_only=loss_only,
-        )
-        return trainer.train_step.states
+        parts = (train_step.stages, train_step.runner, train_step.optimizer, train_step.world)
+        poisoned = Poisoned(*parts, rank=rank, bad=mine, loss_only=loss_only)
+        trainer.train_step = trainer.bad_steps.train_step = poisoned
+        return poisoned.states
 
     return before
 

@@ -115,9 +115,9 @@ def _run_side(
 
 def _time_turn(trainer: Trainer, steps: int) -> float:
     """Return the seconds of some steps, without what is written between two turns."""
-    trainer.step_times.steps.clear()
+    trainer.reporter.step_times.steps.clear()
     trainer.run_steps(steps)
-    return sum(seconds for seconds, _, _ in trainer.step_times.steps)
+    return sum(seconds for seconds, _, _ in trainer.reporter.step_times.steps)
 
 
 @contextmanager
@@ -130,10 +130,10 @@ def _start_recording(trainer: Trainer, trial: Trial) -> Iterator[Trainer]:
     with ExitStack() as stack:
         stack.callback(trainer.close)
         stack.enter_context(
-            Watch(Path(run.directory), trainer.world.rank_info, 1, trainer.activity, run.debug.hang_seconds)
+            Watch(Path(run.directory), trainer.world.rank_info, 1, trainer.world.activity, run.debug.hang_seconds)
         )
         if trainer.world.is_rank0:
-            trainer.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
+            trainer.reporter.recorder = stack.enter_context(metrics_setup.build_recorder(run, attempt, print))
         yield trainer
 
 

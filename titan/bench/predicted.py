@@ -233,7 +233,7 @@ def _train_rank(
     world = trials.connect_rank(run, rank, ranks, init_method)
     trainer = trials.build_trainer((run, attempt), world)
     with trainer.loader, metrics_setup.build_recorder(run, attempt, print) as recorder:
-        trainer.recorder = recorder if rank == 0 else None
+        trainer.reporter.recorder = recorder if rank == 0 else None
         trainer.run_steps(steps)
         gib = peak_resident_gib()
         live = _measure_live_bytes(trainer)

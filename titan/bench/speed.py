@@ -229,7 +229,7 @@ def open_trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[SpeedCase], Bare
         world = mesh.connect_world(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
         trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
         with metrics_setup.build_recorder(run, attempt, print) as recorder, trainer.loader:
-            trainer.recorder = recorder
+            trainer.reporter.recorder = recorder
             yield (
                 trainer,
                 lambda case: BareLoop(_set_bare_scope(run, case), trainer.mix, world.device, autocast=case.autocast),

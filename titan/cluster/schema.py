@@ -77,7 +77,7 @@ class Cluster:
     exclude: str | None = _job_setting(None, "nodes to exclude")
     exclude_bad: int | None = _job_setting(
         None,
-        "exclude nodes from later submissions that made jobs of this sweep fail so many times",
+        "exclude nodes from later submissions that made jobs of this sweep fail this many times",
         at_least=1,
     )
     gres: str | None = _job_setting(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")

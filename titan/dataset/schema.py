@@ -40,7 +40,7 @@ class Dataset:
     block: int = setting(
         1, "neighbouring rows that are read together: 1, or many if each read is slow (object stores)", at_least=1
     )
-    window: int | None = setting(None, "shuffle rows within windows of so many tokens; null: all rows", at_least=1)
+    window: int | None = setting(None, "shuffle rows within windows of this many tokens; null: all rows", at_least=1)
     skip: tuple[tuple[int, int], ...] = setting(
         (), "rows to skip, as [[first,last],...] in the row numbers of metrics.jsonl, both ends included"
     )

@@ -17,7 +17,7 @@ class Debug:
     )
     hang_seconds: float | None = setting(
         60.0,
-        "report which rank a run waits for after so many seconds without progress: at least ten usual steps, at most "
+        "report which rank a run waits for after this many seconds without progress: at least ten usual steps, at most "
         "half of the timeout; null: never, and leave the end to the timeout of the collective",
         at_least=1,
         cap=30 * 86400.0,

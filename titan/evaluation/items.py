@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], TaskItem]] = {
 def read_items(
     path: str, parse_item: Callable[[Mapping[str, Any]], TaskItem], limit: int | None, setting: str
 ) -> tuple[TaskItem, ...]:
-    """Return the items of a file with one JSON object a line.
+    """Return the items of a file with one JSON object per line.
 
     Args:
         path: the file.
@@ -119,7 +119,7 @@ def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, An
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(
-            f"{setting}={path}: can't be read ({reason}); give a file with one JSON object a line."
+            f"{setting}={path}: can't be read ({reason}); give a file with one JSON object per line."
         ) from error
 
 

@@ -18,7 +18,7 @@ from titan.evaluation.texts import read_texts
 class ValidationSet:
     """Text of a local file, whose loss is measured beside that of the dataset's own evaluation set."""
 
-    path: str = setting(MISSING, "a text file, or a .jsonl file with one JSON object a line")
+    path: str = setting(MISSING, "a text file, or a .jsonl file with one JSON object per line")
     field: str = setting("text", "the key of a JSON object that holds the document's text")
     tokens: int = setting(16384, "tokens of the file to use, the first ones", at_least=1)
 
@@ -35,7 +35,7 @@ class Task:
     A task of your own derives from this class and defines `item`.
     """
 
-    path: str = setting(MISSING, "a file with one JSON object a line, one for each item")
+    path: str = setting(MISSING, "a file with one JSON object per line, one for each item")
     format: Literal["hellaswag", "arc", "lambada"] | None = setting(
         None, "the format of the file, as published; null: the class that _target_ names reads it"
     )

@@ -54,7 +54,7 @@ class Settings:
     temperature: float = setting(
         0.8, "the logits are divided by it; 0: always the most likely token", at_least=0, cap=1e6
     )
-    top_k: int = setting(40, "sample from so many most likely tokens; 0: from all", at_least=0)
+    top_k: int = setting(40, "sample from this many most likely tokens; 0: from all", at_least=0)
     top_p: float = setting(
         1.0, "sample from the fewest most likely tokens with this total probability", above=0, at_most=1
     )

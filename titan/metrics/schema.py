@@ -42,5 +42,5 @@ class Metrics:
         100, "steps whose losses decide whether the next one is a spike; 0: no spikes are marked", at_least=0, cap=10**6
     )
     spike_deviations: float = setting(
-        7.0, "a loss is a spike if it is so many robust standard deviations above the window's median", above=0, cap=1e6
+        7.0, "a loss this many robust standard deviations above the window's median is a spike", above=0, cap=1e6
     )

@@ -28,15 +28,13 @@ class Llama4(Llama4Counts, Moe):
     top_k: int = setting(1, "experts that compute each token", at_least=1, cap=10_000)
     expert_ffn: int = setting(8192, "width of an expert's feed-forward layer", at_least=1, cap=WIDEST)
     norm_topk_prob: bool = setting(False, "scale the chosen experts' scores so that their sum is one")
-    moe_every: int = setting(1, "every so many blocks there is one with experts, the last of them", at_least=1)
+    moe_every: int = setting(1, "of this many consecutive blocks the last one has experts", at_least=1)
     attention_chunk: int | None = setting(
         8192,
         "tokens of a chunk, within which blocks with rotary embedding attend; null: they attend to all",
         at_least=1,
     )
-    nope_every: int = setting(
-        4, "every so many blocks there is one without rotary embedding, the last of them", at_least=1
-    )
+    nope_every: int = setting(4, "of this many consecutive blocks the last one has no rotary embedding", at_least=1)
     qk_norm: bool = setting(True, "normalise queries and keys after rotary embedding")
     attn_temperature_tuning: bool = setting(
         True, "scale the queries of blocks without rotary embedding by the logarithm of their position"

@@ -147,7 +147,7 @@ class Parallelism:
     reshard: int | str = setting(
         "auto",
         "free a block's gathered weights after the forward pass (FSDP): always, never, auto (unless there is a "
-        "pipeline), or a number: reshard over so many ranks",
+        "pipeline), or a number: reshard over this many ranks",
         words=("auto", "always", "never"),
         at_least=2,
     )

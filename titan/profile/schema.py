@@ -30,7 +30,7 @@ class Profile:
     slow_steps: int = setting(
         20, "latest steps whose median decides whether a rank is slow; 0: none is named", at_least=0
     )
-    slow_factor: float = setting(1.25, "a rank is slower when its own time is so many times the others'", above=1)
+    slow_factor: float = setting(1.25, "a rank is slower when its own time is this many times the others'", above=1)
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError for settings that contradict each other, or name a rank that the run lacks.

@@ -18,7 +18,7 @@ class OptimizerSchedule:
         self.weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
 
     def set_rates(self, step: int) -> float:
-        """Set those of `step` (1 is the first), and return the learning rate without the groups' factors."""
+        """Set learning rates and weight decays of `step` (1 is the first); return the rate without groups' factors."""
         factors = self.factors(step)
         lr = self.lr * factors.lr
         for group, weight_decay in zip(self.optimizer.param_groups, self.weight_decays, strict=True):

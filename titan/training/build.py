@@ -136,7 +136,7 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, ModelStage]:
 
 
 def _build_row_exchange(stages: dict[int, ModelStage], run: Run, world: World) -> balance.RowExchange:
-    """Return what ranks exchange about rows that they have parts of, where routers need it; all call it together."""
+    """Return the exchange that lets routers see complete rows; a collective: all ranks call it."""
     names = ("context", "tensor") if _has_split_rows(run) else ("context",)
     needed = next(iter(stages.values())).model.counted and balance.needs_whole_rows(run.model)
     if not needed or (group := world.get_group_along(*names)) is None:

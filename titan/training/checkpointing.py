@@ -60,15 +60,7 @@ class CheckpointPolicy:
         world = train_step.world
         coordinator = Coordinator.from_world(world)
         self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
-        manager_arguments = (
-            Path(run.directory),
-            run.checkpoint,
-            train_step,
-            coordinator,
-            tokenizer_files.copy_and_list,
-            _build_post_save_hooks(run, coordinator),
-        )
-        self.manager = None if self.is_off else CheckpointManager(*manager_arguments)
+        self.manager = None if self.is_off else _build_manager(run, train_step, coordinator)
         self.tokenizer = _find_tokenizer(mix)
         self.saved_step = self.started_step = attempt.step
         self.saved_at = self.polled_at = time.monotonic()
@@ -215,6 +207,11 @@ class CheckpointPolicy:
             tokenizer=None,
             seq_len=self.run.training.seq_len,
         )
+
+
+def _build_manager(run: Run, train_step: TrainStep, coordinator: Coordinator) -> CheckpointManager:
+    directory, hooks = Path(run.directory), _build_post_save_hooks(run, coordinator)
+    return CheckpointManager(directory, run.checkpoint, train_step, coordinator, tokenizer_files.copy_and_list, hooks)
 
 
 def _find_tokenizer(mix: RowMixture) -> str | None:

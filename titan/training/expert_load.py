@@ -39,9 +39,8 @@ class ExpertLoad:
         self.experts, self.num_counts = experts, layers * (experts + 1)
         self._uneven_steps = np.zeros(layers, dtype=int)
         device = next((router.load.device for router in routers.values()), None)
-        self._layer_indices = torch.tensor(
-            list(routers), dtype=torch.long, device=device
-        )  # hosts would wait for a list
+        # a tensor, because the host would wait for the copy of a list
+        self._layer_indices = torch.tensor(list(routers), dtype=torch.long, device=device)
 
     @torch.no_grad()
     def update(self, counts: Tensor, skipped: Tensor) -> None:
@@ -57,9 +56,8 @@ class ExpertLoad:
         total, mean = expert_counts.sum(-1, keepdim=True), expert_counts.mean(-1, keepdim=True)
         keeps_load = skipped | (total == 0)
         loads = [router.load for router in routers]
-        torch._foreach_copy_(
-            loads, list(torch.where(keeps_load, torch.stack(loads), expert_counts / total).float().unbind())
-        )
+        next_loads = torch.where(keeps_load, torch.stack(loads), expert_counts / total).float()
+        torch._foreach_copy_(loads, list(next_loads.unbind()))
         biases = [router.bias for router in routers if router.bias is not None]
         if biases and self.bias_rate:
             moves = self.bias_rate * torch.where(keeps_load, 0, (mean - expert_counts).sign()).float()
@@ -77,12 +75,11 @@ class ExpertLoad:
         if not routed.any():
             return {}
         shares = table[routed, :-1] / table[routed, :-1].sum(-1, keepdims=True)
+        largest_entropy = np.log(self.experts)
         record: dict[str, float | list[float]] = {
             "expert_load_max": float(shares.max() * self.experts),
             "expert_load_min": float(shares.min() * self.experts),
-            "expert_entropy": float(_compute_entropy(shares).mean() / np.log(self.experts))
-            if self.experts > 1
-            else 1.0,
+            "expert_entropy": float(_compute_entropy(shares).mean() / largest_entropy) if self.experts > 1 else 1.0,
             "expert_dropped": float(table[:, -1].sum() / table[:, :-1].sum()),
         }
         if per_expert:
@@ -95,11 +92,8 @@ class ExpertLoad:
         table = np.asarray(counts, dtype=float).reshape(self.layers, -1)[:, :-1]
         totals = table.sum(-1, keepdims=True)
         effective = np.exp(_compute_entropy(np.divide(table, totals, out=np.ones_like(table), where=totals > 0)))
-        is_uneven = (
-            (totals[:, 0] > 0)
-            & (effective < COLLAPSE_FACTOR * self.top_k)
-            & (self.experts > 2 * COLLAPSE_FACTOR * self.top_k)
-        )
+        limit = COLLAPSE_FACTOR * self.top_k
+        is_uneven = (totals[:, 0] > 0) & (effective < limit) & (self.experts > 2 * limit)
         self._uneven_steps = np.where(is_uneven, self._uneven_steps + 1, 0)
         collapsed_layers = np.flatnonzero(self._uneven_steps == COLLAPSE_STEPS).tolist()
         if not collapsed_layers:

@@ -30,18 +30,24 @@ class LayerMetrics:
 
     def __init__(self, run: Run, train_step: TrainStep, every: int) -> None:
         """Measure every `every` steps; 0: never."""
-        self.run, self.train_step, self.every = run, train_step, every
-        self.layers = layer_norms.list_layers(train_step) if every else ()
+        self.run, self.train_step = run, train_step
+        self.set_interval(every)
         self._table = torch.zeros(0)
         self._old_weights: list[Tensor] = []
         self._tables: dict[int, Tensor] = {}
+
+    def set_interval(self, every: int) -> None:
+        """Measure every `every` steps from now on; 0: never."""
+        self.every, self.layers = every, layer_norms.list_layers(self.train_step) if every else ()
 
     def is_due(self, step: int) -> bool:
         """Whether a step is measured."""
         return self.every > 0 and step % self.every == 0
 
     def measure_forward(self, step: int, rows: Microbatches) -> None:
-        """Run a forward pass, and measure activations and attention logits."""
+        """Run a forward pass before a step that is due, and measure activations and attention logits."""
+        if not self.is_due(step):
+            return
         table = torch.zeros(LOGIT + 1, len(self.layers), dtype=torch.float64, device=self.train_step.device)
         count = StepRows(self.train_step, self.run.training.find_phase(step).rows, *rows.tokens.shape[1:])
         observer = Observer(self.train_step, count)
@@ -59,8 +65,10 @@ class LayerMetrics:
             table[LOGIT, self.layers.index(name)] = logit
         self._table = table
 
-    def measure_gradients(self) -> None:
-        """Measure complete gradients and weights, and keep the weights."""
+    def measure_gradients(self, step: int) -> None:
+        """Measure complete gradients and weights of a step that is due, and keep the weights."""
+        if not self.is_due(step):
+            return
         named_parameters = list(layer_norms.iterate_parameters(self.train_step))
         self._old_weights = [local_tensor(p.detach()).clone() for _, p in named_parameters]
         gradients = [(name, p, local_tensor(p.grad)) for name, p in named_parameters if p.grad is not None]
@@ -68,14 +76,18 @@ class LayerMetrics:
         self._table[GRADIENT] = layer_norms.sum_squares(gradients, self.layers, self.train_step.world)
         self._table[WEIGHT] = layer_norms.sum_squares(weights, self.layers, self.train_step.world)
 
-    @torch.no_grad()
     def measure_updates(self, step: int) -> None:
-        """Measure how far the weights moved, and start to sum the table over the ranks."""
-        updates = []
-        for (name, p), old_weight in zip(
-            layer_norms.iterate_parameters(self.train_step), self._old_weights, strict=True
-        ):
-            updates.append((name, p, old_weight.sub_(local_tensor(p))))
+        """Measure how far the weights moved in a step that is due, and start to sum the table over the ranks."""
+        if self.is_due(step):
+            self._measure_updates(step)
+
+    @torch.no_grad()
+    def _measure_updates(self, step: int) -> None:
+        named_parameters = layer_norms.iterate_parameters(self.train_step)
+        updates = [
+            (name, p, old_weight.sub_(local_tensor(p)))
+            for (name, p), old_weight in zip(named_parameters, self._old_weights, strict=True)
+        ]
         self._table[UPDATE] = layer_norms.sum_squares(updates, self.layers, self.train_step.world)
         self._old_weights = []
         self.train_step.world.all_reduce(self._table[:LOGIT])

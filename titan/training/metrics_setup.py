@@ -26,12 +26,9 @@ from titan.schedule.schema import Factors
 def build_recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
     """Return what writes this attempt's records to metrics.jsonl and to the trackers; they name the data of `mix`."""
     directory = Path(run.directory)
-    has_trackers = run.metrics.tensorboard or run.metrics.wandb
-    description = (
-        describe_run(run, attempt, mix)
-        if has_trackers
-        else RunDescription(run_id="", group_id="", name=run.name, config={})
-    )
+    description = RunDescription(run_id="", group_id="", name=run.name, config={})
+    if run.metrics.tensorboard or run.metrics.wandb:
+        description = describe_run(run, attempt, mix)
     trackers = open_trackers(run.metrics, directory=directory, description=description, warn=warn)
     return Recorder(directory, attempt.number, trackers, warn)
 

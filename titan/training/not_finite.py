@@ -242,7 +242,7 @@ def _describe_origin(rank_findings: Sequence[RankFindings], compiled: bool) -> s
         return f"not finite before the step: {weights}"
     gradients = _format_names((name, rank) for rank, part in enumerate(rank_findings) for name in part.gradients)
     if gradients:
-        return f"activations and their gradients are finite, and not finite are the gradients of {gradients}"
+        return f"activations and their gradients are finite; non-finite gradients: {gradients}"
     condition = ", without compilation" if compiled else ""
     return f"the step was finite when it was repeated{condition}"
 

@@ -23,7 +23,7 @@ from titan.model.layers import IGNORED
 from titan.model.masks import chunk_ids
 from titan.parallelism import collectives
 from titan.parallelism.tensor_norms import sum_row_squares
-from titan.training.replay.job import TokenLoss
+from titan.training.token_loss import TokenLoss
 from titan.training.train_step import TrainStep
 
 MAX_SAMPLED_TOKENS = 4096
@@ -290,11 +290,9 @@ def compute_largest_logit(q: Tensor, k: Tensor, query_ids: Tensor, key_ids: Tens
     grouped_queries, step = q.reshape(len(q), k.shape[1], -1, *q.shape[2:]).float(), max(1, LOGIT_CHUNK // 8)
     scaled_keys = k.float().transpose(-1, -2)[:, :, None] / math.sqrt(q.shape[-1])
     for start in range(0, q.shape[2], step):
-        query_chunk, query_chunk_ids = (
-            grouped_queries[..., start : start + step, :],
-            query_ids[:, :, start : start + step, None],
-        )
-        is_masked = (query_chunk_ids[0] < key_ids[0][:, None]) | (query_chunk_ids[1] != key_ids[1][:, None])
-        scores = (query_chunk @ scaled_keys).masked_fill(is_masked[:, None, None], -math.inf)
+        chunk = slice(start, start + step)
+        positions, documents = query_ids[:, :, chunk, None]
+        is_masked = (positions < key_ids[0][:, None]) | (documents != key_ids[1][:, None])
+        scores = (grouped_queries[..., chunk, :] @ scaled_keys).masked_fill(is_masked[:, None, None], -math.inf)
         largest = torch.maximum(largest, scores.amax().double())
     return largest

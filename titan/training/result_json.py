@@ -2,72 +2,90 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.checkpoint import manifest
+from titan.hooks.calls import Hooks
 from titan.metrics.plot import plot_losses
 from titan.metrics.reader import METRICS, find_first_and_last_loss
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
+from titan.parallelism.mesh import World
+from titan.run.attempts import Attempt
+from titan.run.run import Run
 
-if TYPE_CHECKING:
-    from titan.training.trainer import Trainer
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How an attempt ended.
+
+    Attributes:
+        finished: whether no step is left.
+        step: the number of updates.
+        rows: the number of rows that were read for them.
+        start_time: when the attempt began, in seconds of the monotonic clock.
+        stalled_seconds: that it waited for saves.
+        sample: what the trained model continued; None where it was not asked.
+        ended_by: see `find_ended_by`.
+    """
+
+    finished: bool
+    step: int
+    rows: int
+    start_time: float
+    stalled_seconds: float
+    sample: Mapping[str, str] | None
+    ended_by: Mapping[str, Any]
 
 
-def find_ended_by(trainer: Trainer) -> dict[str, Any]:
-    """Return which hook ended the run and why, as `find_ended_by`; empty otherwise. All ranks call it together."""
-    if not trainer.ended_by_hook:
-        return {}
-    hook, reason = next(
-        stop for stop in trainer.world.all_gather_object(trainer.hooks.stop_request) if stop is not None
-    )
+def find_ended_by(hooks: Hooks, world: World) -> dict[str, Any]:
+    """Return which hook ended the run and why, as `ended_by`; all ranks call it together."""
+    requests = world.all_gather_object(hooks.stop_request)
+    hook, reason = next(request for request in requests if request is not None)
     return {"ended_by": {"hook": hook, "reason": reason}}
 
 
 def build_result(
-    trainer: Trainer, seconds: float, sample: dict[str, str] | None, ended_by: Mapping[str, Any]
+    run: Run,
+    attempt: Attempt,
+    world: World,
+    end: RunEnd,
+    latest_metrics: Mapping[str, float],
+    speed: Mapping[str, float | None],
 ) -> dict[str, Any]:
     """Return the content of result.json.
 
     Args:
-        trainer: after the last step of the attempt.
-        seconds: that the attempt took.
-        sample: what the trained model continued; None where it was not asked.
-        ended_by: see the function.
+        run: the experiment.
+        attempt: the execution of it that ended.
+        world: whose rank 0 this is.
+        end: how it ended.
+        latest_metrics: figures of the last evaluation, and the last ones of hooks.
+        speed: of a typical step, and how much of the steps waited for data.
     """
-    run, directory = trainer.run, Path(trainer.run.directory)
+    directory, seconds = Path(run.directory), time.monotonic() - end.start_time
     metrics, checkpoints = directory / METRICS, manifest.list_complete(directory)
     first, last = find_first_and_last_loss(metrics)
     plot = plot_losses(metrics, directory / "loss.svg") if run.metrics.plot else None
     return {
-        "finished": not trainer.stopping,
-        "step": trainer.step,
-        "tokens": trainer.rows * run.training.seq_len,
-        "attempt": trainer.attempt.number,
-        "science_id": trainer.attempt.ids.science,
+        "finished": end.finished,
+        "step": end.step,
+        "tokens": end.rows * run.training.seq_len,
+        "attempt": attempt.number,
+        "science_id": attempt.ids.science,
         "first_loss": first,
         "last_loss": last,
-        **{k: replace_non_finite(v) for k, v in trainer.validation.items()},
-        **{k: replace_non_finite(v) for k, v in trainer.hooks.latest_metrics.items()},
-        **ended_by,
-        **_compute_median_speed(trainer),
-        "data_wait": trainer.step_times.compute_data_wait(),
-        "checkpoint_stall_seconds": trainer.saving.stalled_seconds,
-        "memory_gib": peak_memory_gib(trainer.world.device),
+        **{name: replace_non_finite(value) for name, value in latest_metrics.items()},
+        **end.ended_by,
+        **speed,
+        "checkpoint_stall_seconds": end.stalled_seconds,
+        "memory_gib": peak_memory_gib(world.device),
         "seconds": seconds,
         "pipeline_idle": run.staging.idle,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
         "plot": str(plot) if plot else None,
-        "sample": sample,
+        "sample": end.sample,
     }
-
-
-def _compute_median_speed(trainer: Trainer) -> dict[str, Any]:
-    """Return the speed of the step whose time is the median; its batch is taken to be the last one's."""
-    median = trainer.step_times.find_median()
-    if median is None:
-        return {}
-    seconds, pairs = median
-    tokens = trainer.run.training.find_phase(trainer.step).rows * trainer.run.training.seq_len
-    return dict(trainer.speed.compute(seconds, tokens, pairs))

@@ -11,6 +11,7 @@ from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model import sampling
 from titan.run.run import Run
+from titan.training.evaluation.averages import use_evaluation_weights
 from titan.training.train_step import TrainStep
 
 _PROMPT_TOKENS = 16
@@ -30,7 +31,8 @@ def sample_text(run: Run, train_step: TrainStep, mix: RowMixture) -> dict[str, s
     tokenizer = load_tokenizer(corpus.tokenizer_path)
     start = [int(t) for t in split.read(0, min(_PROMPT_TOKENS, seq_len // 2))]
     vocab, seed = min(tokenizer.vocab_size, run.model.vocab), run.training.seed
-    tokens = sample_continuation(train_step.compute_logits, start, count, window=seq_len, vocab=vocab, seed=seed)
+    with use_evaluation_weights(train_step):
+        tokens = sample_continuation(train_step.compute_logits, start, count, window=seq_len, vocab=vocab, seed=seed)
     return {"start": tokenizer.decode(start), "text": tokenizer.decode(tokens)}
 
 

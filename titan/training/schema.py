@@ -78,6 +78,10 @@ class Training:
         phase = self.find_phase(step)
         return phase.rows_before + (step - phase.step) * phase.rows
 
+    def count_step_tokens(self, step: int) -> int:
+        """Return the tokens of a step."""
+        return self.find_phase(step).rows * self.seq_len
+
     @property
     def tokens(self) -> int:
         """Tokens of all steps."""

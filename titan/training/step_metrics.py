@@ -136,11 +136,53 @@ class InFlightStep:
     metrics: Tensor
     timer: StepTimer
 
-    def read(self) -> tuple[NDArray[np.float64], float]:
-        """Wait for the device, and return the vector and the gradient norm."""
+    def read(self, num_slots: int, num_counts: int) -> StepResult:
+        """Wait for the device, and return what all ranks have measured.
+
+        Args:
+            num_slots: the number of all ranks' slots.
+            num_counts: the number of counts of experts.
+        """
         self.timer.wait()
         values: NDArray[np.float64] = self.metrics.numpy()
-        return values[:-1], float(values[-1])
+        metrics, slots, counts = split_metrics(values[:-1], num_slots, num_counts)
+        loss = metrics[LOSS] / max(1, metrics[VALID])
+        norm, seconds = float(values[-1]), self.timer.compute_seconds()
+        return StepResult(self.step, self.batch, self.lr, self.local_loss, metrics, slots, counts, loss, norm, seconds)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks have measured in a step that the device has finished.
+
+    Attributes:
+        step: its number; 1 is the first.
+        batch: what this rank read.
+        lr: the learning rate.
+        local_loss: this rank's summed loss, on the device.
+        metrics: the summed vector, without slots of ranks and counts of experts.
+        rank_slots: see `titan.training.rank_times`.
+        expert_counts: see `titan.training.expert_load`.
+        loss: the mean over the targets that count.
+        grad_norm: before clipping.
+        seconds: how long it took.
+    """
+
+    step: int
+    batch: Batch
+    lr: float
+    local_loss: Tensor
+    metrics: list[float]
+    rank_slots: NDArray[np.float64]
+    expert_counts: list[float]
+    loss: float
+    grad_norm: float
+    seconds: float
+
+    @property
+    def is_void(self) -> bool:
+        """Whether a rank had nothing to read, because a signal came while it waited for data: this was no step."""
+        return self.metrics[VOID] > 0
 
 
 class StepTimes:

@@ -76,10 +76,9 @@ class StageWithLosses(ModelStage):
         """Compute this part of the model; see `ModelStage.forward`.
 
         Returns:
-            Where gradients are computed, the last stage's loss with its figures behind it, see
-            `titan.model.loss_terms.join_with_gradient`; from other stages hidden states, the terms' sum times their
-            coefficients,
-            and the figures: the sums of the terms, and the counts of all layers.
+            Where gradients are computed, of the last stage a vector, see `titan.model.loss_terms.join_with_gradient`:
+            the loss, then the sums of its terms and the expert counts of all layers. Of other stages hidden states, the
+            terms' sum times their coefficients, and the same sums and counts.
         """
         if targets is None or not torch.is_grad_enabled():
             return super().forward(x, targets, positions, document_ids)
@@ -182,6 +181,11 @@ class TrainStep:
         """The device of this rank."""
         return self.world.device
 
+    @property
+    def num_expert_counts(self) -> int:
+        """How many of the last figures of the loss are counts of experts."""
+        return self.expert_load.num_counts if self.expert_load is not None else 0
+
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run forward and backward for every micro-batch; afterwards gradients are complete and reduced over ranks.
 
@@ -201,7 +205,7 @@ class TrainStep:
         return loss if self.world.counts_loss else self._keep_rank_sums(loss)
 
     def _keep_rank_sums(self, loss: Tensor) -> Tensor:
-        """Return of the loss of a tensor rank after the first, which is a replica, what is of its own tokens."""
+        """Return, on tensor ranks other than 0, only the loss terms of the rank's own tokens; the loss is a replica."""
         rank_sums = torch.zeros_like(loss)
         if self.num_block_sums:
             rank_sums[-self.num_block_sums :] = loss[-self.num_block_sums :]

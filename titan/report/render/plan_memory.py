@@ -115,7 +115,7 @@ def draw_over_traced_step(rank: RankResult) -> Chart:
 
 def _describe_step(plan: Plan, rank: int, limit: float | None, course: MemoryCourse) -> str:
     subject = f"Rank {rank} of the pipeline, the fullest one" if len(plan.memory) > 1 else "Each rank"
-    scale = f"in {course.unit}" if course.unit else "phases in their order, not to scale"
+    scale = f"in {course.unit}" if course.unit else "by phase, not to scale"
     repeat_note = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
     far_note = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
     return f"{subject}, GiB by category over one step ({scale}{repeat_note}).{far_note}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting, to_plain
@@ -18,7 +17,6 @@ from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
-from titan.metrics.schema import Metrics
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
@@ -27,9 +25,9 @@ from titan.run import identity
 from titan.run.attempts import Attempt
 from titan.run.directory import RUN
 from titan.run.lineage import count_rows_read, find_parent
-from titan.run.run import Run
 from titan.training.evaluation.job import EvaluationJob
-from titan.training.replay.request import Compose, build_command, check_science, read_run_attempts
+from titan.training.side_jobs import recompose
+from titan.training.side_jobs.recompose import Compose
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -46,7 +44,7 @@ class Settings:
 
     source: str = operand("MODEL", "a run, or a folder of weights in the format of Hugging Face, Meta or titan")
     step: int | None = setting(None, "the step of the checkpoint; null: the last one", at_least=1)
-    average: int = setting(1, "measure the average of so many checkpoints too, the last ones up to step", at_least=1)
+    average: int = setting(1, "measure the average of this many checkpoints too, the last ones up to step", at_least=1)
     tasks: tuple[str, ...] | None = setting(
         None, "FORMAT:FILE of each task, or names of the run's own tasks: [a,b]; null: all of the run's own"
     )
@@ -85,22 +83,18 @@ OpenWeights = Callable[[str, str], "Weights"]
 def _plan_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> EvaluationJob:
     if settings.tokenizer is not None:
         raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
-    name, documents = settings.source, read_run_attempts(settings.source)
+    name, documents = settings.source, recompose.read_run_attempts(settings.source)
     document = documents[-1]
-    command, _ = build_command(document, overrides, EXCLUDED_OVERRIDES)
+    command, _ = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = compose(overrides, command)
-    run = _disable_outputs(run, _choose_evaluation(settings, run.evaluation), scratch)
+    run = recompose.disable_outputs(run, _choose_evaluation(settings, run.evaluation), scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     lineage_parent = find_parent(replace(run, directory=name), [], mix, has_checkpoint=False)
     science = identity.collect_science(run, corpora.compute_data_digest(mix), lineage_parent.id)
     user_overrides = [override for override in overrides if not override.lstrip("+").startswith("model")]
-    check_science(name, document, science, user_overrides)
-    copy_path = document["config"].get("checkpoint", {}).get("path")
-    saved = select.list_candidates(Path(name).expanduser(), copy_path, str(documents[0]["run_id"]))
-    selected = _select_checkpoints(
-        settings, {step: (checkpoint.path, checkpoint.manifest) for step, checkpoint in saved.items()}
-    )
+    recompose.check_science(name, document, science, user_overrides)
+    selected = _select_checkpoints(settings, recompose.list_checkpoints(name, document, str(documents[0]["run_id"])))
     step, (path, manifest) = selected[-1]
     ids = identity.compute_ids(run, science)
     attempt = Attempt(
@@ -123,7 +117,7 @@ def _plan_weights(
         raise ConfigError(f"{settings.source}: has no tokenizer to read text with; give tokenizer=FILE.")
     run = compose(overrides, _build_command(weights))
     evaluation = replace(_choose_evaluation(settings, Evaluation()), tokens=0)
-    run = _disable_outputs(run, evaluation, scratch)
+    run = recompose.disable_outputs(run, evaluation, scratch)
     folders = corpora.prepare_corpora(run.dataset)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     ids = identity.compute_ids(run, identity.collect_science(run, corpora.compute_data_digest(mix), None))
@@ -197,13 +191,6 @@ def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
         alternatives = f", or one of the run's own: {', '.join(run_evaluation.tasks)}" if run_evaluation.tasks else ""
         raise ConfigError(f"tasks=[{text}]: give FORMAT:FILE with one of {', '.join(FORMATS)}{alternatives}.")
     return Path(path).stem, Task(path=path, format=kind)  # type: ignore[arg-type]
-
-
-def _disable_outputs(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
-    """Return the run with what is measured, another directory, and without what it writes."""
-    checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
-    metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
-    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
 def _select_checkpoints(

@@ -14,8 +14,7 @@ from titan.training.build import build_train_step
 from titan.training.evaluation.averages import average_weights
 from titan.training.evaluation.evaluator import Evaluator
 from titan.training.evaluation.job import EvaluationJob, write_result
-from titan.training.replay.worker import fetch_verified
-from titan.training.side_job import join_ranks
+from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")
@@ -60,7 +59,7 @@ class CheckpointEvaluator(Trainer):
             earlier: the checkpoints before the attempt's, for an average over all of them.
         """
         self._restore_state()
-        evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: False, job.tokenizer)
+        evaluator = Evaluator(self.run, self.train_step, self.mix, self.reporter.show, lambda: False, job.tokenizer)
         results = {"weights": evaluator.measure()}
         if self.average is not None:
             with self.average.swap_in():

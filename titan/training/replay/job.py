@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from titan.run.attempts import Attempt
 from titan.run.run import Run
+from titan.training.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,6 @@ class ActivationTotals:
     values: float
     largest: float
     count: int
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss of one token: its row in the step, its position in the row, and the token that was to be predicted."""
-
-    loss: float
-    row: int
-    position: int
-    target: int
 
 
 Key = tuple[str, str]

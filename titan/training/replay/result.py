@@ -12,7 +12,8 @@ import numpy as np
 from titan.dataset.mixture import RowMixture
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
-from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples, TokenLoss
+from titan.training.replay.job import ActivationTotals, Key, RankReplay, Samples
+from titan.training.token_loss import TokenLoss
 
 CONTEXT_TOKENS = 24
 """Tokens of text before a token that is shown."""
@@ -134,13 +135,9 @@ def _build_token(token_loss: TokenLoss, mix: RowMixture, first: int) -> Token:
     source = mix.sources[int(source_indices[0])]
     row_ids = source.corpus.train.read(int(rows[0]) * source.seq_len, source.seq_len + 1)
     target_index = token_loss.position + 1
-    text_before, text = (
-        _decode_text(source.corpus, ids.tolist())
-        for ids in (
-            row_ids[max(0, target_index - CONTEXT_TOKENS) : target_index],
-            row_ids[target_index : target_index + 1],
-        )
-    )
+    ids_before, ids = np.split(row_ids[: target_index + 1], [target_index])
+    text_before = _decode_text(source.corpus, ids_before[-CONTEXT_TOKENS:].tolist())
+    text = _decode_text(source.corpus, ids.tolist())
     return Token(token_loss.loss, int(numbers[0]), token_loss.position, text, text_before)
 
 

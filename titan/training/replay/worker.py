@@ -8,26 +8,16 @@ from pathlib import Path
 
 import torch
 
-from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.reader import CheckpointReader
-from titan.checkpoint.remote import Remote
-from titan.checkpoint.restore import find_corruption
-from titan.checkpoint.transfer import fetch_checkpoint
 from titan.cluster.rank_info import RankInfo
-from titan.console.progress import Progress
 from titan.debug.module_hooks import force_eager
-from titan.errors import ConfigError, RunError
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.run.run import Run
-from titan.training import step_metrics
 from titan.training.build import build_train_step
-from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, RunningTotals, StepRows
 from titan.training.replay import job as replay_job
 from titan.training.replay.job import RankReplay, ReplayJob
-from titan.training.side_job import join_ranks
+from titan.training.side_jobs.ranks import fetch_verified, join_ranks
 from titan.training.signals import choose_stop_exit_code
 from titan.training.trainer import Trainer
 
@@ -60,66 +50,30 @@ def _verify_checkpoint(job: ReplayJob, world: World) -> CheckpointReader | None:
     return None if path is None else fetch_verified(job.run, path, job.attempt.step, world, "start")
 
 
-def fetch_verified(run: Run, path: str, step: int, world: World, setting: str) -> CheckpointReader:
-    """Return the reader of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
-
-    Args:
-        run: where to fetch it to, and whether to verify checksums.
-        path: the checkpoint.
-        step: its step.
-        world: the ranks.
-        setting: the user's setting that chose the step, for messages.
-
-    Raises:
-        ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
-        RunError: when it can't be fetched.
-    """
-    coordinator = Coordinator.from_world(world)
-    if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
-        path = _fetch_copy(path, step, Path(run.directory), coordinator)
-    reader = CheckpointReader(path)
-    if difference := find_corruption(reader, coordinator, run.checkpoint.verify):
-        raise ConfigError(f"{setting}={step}: {path} is damaged: {difference}; give an earlier one's step.")
-    return reader
-
-
-def _fetch_copy(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
-    try:
-        return str(fetch_checkpoint(Remote(url.rpartition("/")[0]), step, directory, coordinator))
-    except CoordinationError as error:
-        raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
-
-
 class Replayer(Trainer):
     """Trains to a step, and looks at it; what it saw is written to a file of this rank."""
 
     def replay(self, job: ReplayJob) -> int:
         """Replay the job's step; all ranks call it together."""
         self._restore_state()
-        with Progress(self.step, job.step, self.run.metrics.console_every) as progress:
-            self.progress = progress if self.world.is_rank0 else None
+        with self.reporter.show_progress(self.step, job.step):
             self.run_steps(job.step - 1 - self.step)
-            if self.stopping:
-                return choose_stop_exit_code(self.requeue)
+            if self.requests.stop:
+                return choose_stop_exit_code(self.requests.requeue)
             if job.save:
                 self.saving.finish_saving(self.step, self.rows)
-            self._set_timeout(self.run.cluster.timeout)
+            self.timeouts.allow_task()
             self._replay_step(job).write(Path(self.run.directory), self.world.rank_info.rank)
-        self.progress = None
+        self.reporter.progress = None
         return 0
 
     def _replay_step(self, job: ReplayJob) -> RankReplay:
         """Take the step with metrics of all layers, after forward and backward passes with hooks."""
         batch, self.step = next(self.loader), job.step
         observer = self._observe_step(self._to_device(batch), job)
-        self.layer_metrics = LayerMetrics(self.run, self.train_step, 1)
-        current = self._step(batch=batch)
-        values, norm = current.read()
-        metrics, *_ = step_metrics.split_metrics(
-            values, self.rank_times.num_slots, self.expert_load.num_counts if self.expert_load else 0
-        )
-        loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
-        record = self._build_record(current, loss, norm, current.timer.compute_seconds(), metrics)
+        self.layer_metrics.set_interval(1)
+        result = self._step(batch=batch).read(self.rank_times.num_slots, self.train_step.num_expert_counts)
+        record = self.reporter.build_record(result)
         samples = {
             key: (torch.cat(sample.tokens).numpy(), torch.cat(sample.values).numpy())
             for key, sample in observer.samples.items()
@@ -133,7 +87,7 @@ class Replayer(Trainer):
         with observer, force_eager(run.compile.scope != "off"):
             observer.watch_hidden(sample=True)
             observer.watch_losses(job.tokens)
-            self.train_step.backward(rows, 1 / (step_rows * run.training.seq_len))
+            self.train_step.backward(rows, 1 / run.training.count_step_tokens(job.step))
         self.train_step.optimizer.zero_grad(set_to_none=True)
         return observer
 

@@ -1,0 +1,217 @@
+"""Where the results of an attempt go: metrics.jsonl and the trackers, the terminal, hooks, and result.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan.console.progress import Progress
+from titan.dataset.mixture import RowMixture
+from titan.debug.activity import FINISHING
+from titan.files.atomic import write_atomic
+from titan.hooks.calls import Hooks
+from titan.metrics.recorder import Recorder, peak_memory_gib
+from titan.run import summary
+from titan.run.attempts import Attempt
+from titan.run.run import Run
+from titan.schedule.schema import Factors
+from titan.training import metrics_setup, step_metrics
+from titan.training.layer_metrics import LayerMetrics
+from titan.training.rank_times import RankTimes
+from titan.training.result_json import RunEnd, build_result
+from titan.training.step_metrics import PAIRS, VALID, StepResult, StepTimes
+from titan.training.train_step import TrainStep
+
+log = logging.getLogger("titan")
+
+
+class RunReporter:
+    """Receives the results of an attempt on one rank. All ranks call the methods; rank 0 records and shows them.
+
+    Attributes:
+        recorder: writes records; None before the run starts, and on ranks other than 0.
+        progress: writes to the terminal, on the same terms.
+        step_times: of the latest steps.
+        evaluation: the figures of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        train_step: TrainStep,
+        hooks: Hooks,
+        layer_metrics: LayerMetrics,
+        rank_times: RankTimes,
+        factors: Callable[[int], Factors],
+    ) -> None:
+        """Take what the records of a step consist of; nothing is written yet.
+
+        Args:
+            run: the experiment.
+            attempt: the execution of it that this is.
+            train_step: names the loss terms, and has the load of experts.
+            hooks: called with the results, which they may add to.
+            layer_metrics: of the layers, on some steps.
+            rank_times: of all ranks.
+            factors: the built schedule.
+        """
+        self.run, self.attempt, self.train_step, self.world = run, attempt, train_step, train_step.world
+        self.hooks, self.layer_metrics, self.rank_times, self.factors = hooks, layer_metrics, rank_times, factors
+        self.speed = metrics_setup.build_step_speed(run)
+        self.spikes = metrics_setup.build_spike_detector(run, attempt, self.world.is_rank0)
+        self.recorder: Recorder | None = None
+        self.progress: Progress | None = None
+        self.step_times = StepTimes()
+        self.evaluation: dict[str, float] = {}
+
+    # --- the terminal
+
+    def show(self, line: str) -> None:
+        """Write a line to the terminal, on rank 0."""
+        if self.progress:
+            self.progress.print_line(line)
+
+    def warn(self, line: str) -> None:
+        """Write a line to this rank's log, and to the terminal on rank 0."""
+        log.warning(line)
+        self.show(line)
+
+    @contextmanager
+    def show_progress(self, step: int, last: int) -> Iterator[None]:
+        """Show the progress from `step` to `last` while the block runs."""
+        with Progress(step, last, self.run.metrics.console_every) as progress:
+            self.progress = progress if self.world.is_rank0 else None
+            yield
+
+    # --- results, in the order of a run
+
+    def start_run(self, mix: RowMixture, notes: Sequence[str]) -> None:
+        """Show the run, and start to record; `notes` are what was applied to the model."""
+        if self.world.is_rank0:
+            summary.show_run(self.run, self.attempt, mix, notes)
+            self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
+
+    def report_step(self, result: StepResult, cause: str, report_saves: Callable[[], None]) -> None:
+        """Report a step that all ranks have finished.
+
+        Args:
+            result: of the step.
+            cause: where its first value that is not finite came from; empty for a finite step.
+            report_saves: reports the saves that have finished: between what hooks do and the step's record.
+        """
+        self.step_times.add(result.seconds, result.metrics[PAIRS], result.batch.wait_seconds)
+        ranks, warnings = self.rank_times.read_slots(result.step, result.rank_slots)
+        for line in warnings:
+            self.warn(line)
+        hook_metrics = self.hooks.end_step(result.step, lambda: self._build_hook_figures(result))
+        if self.recorder:
+            report_saves()
+            record = self.build_record(result) | self._record_expert_load(result) | ranks
+            not_finite = {"not_finite": cause} if cause else {}
+            self.recorder.log(record | not_finite | self._mark_spike(result) | hook_metrics)
+        if self.progress:
+            tokens_per_second = self.run.training.count_step_tokens(result.step) / result.seconds
+            self.progress.step(result.step, result.loss, tokens_per_second)
+
+    def report_evaluation(self, step: int, rows: int, figures: dict[str, float]) -> None:
+        """Report an evaluation after `step` updates and `rows` rows."""
+        self.evaluation = figures
+        hook_metrics = self.hooks.call_moment("on_validation", step, figures)
+        if self.recorder:
+            tokens = rows * self.run.training.seq_len
+            self.recorder.log({"step": step, "tokens": tokens, **figures, **hook_metrics})
+        self.show(f"step {step:,}: {summary.describe_evaluation(figures)}")
+
+    def report_saves(self, step: int, saves: Sequence[Mapping[str, Any]]) -> None:
+        """Report finished saves at the present step: trackers need steps in ascending order."""
+        if self.recorder:
+            for save in saves:
+                hook_metrics = self.hooks.call_moment("on_checkpoint", save["checkpoint_step"], save)
+                self.recorder.log({"step": step, **save, **hook_metrics})
+
+    def report_moment(self, moment: str, step: int, figures: Mapping[str, Any]) -> None:
+        """Call the hooks at a moment that has no record: what they log gets one."""
+        hook_metrics = self.hooks.call_moment(moment, step, figures)
+        if self.recorder and hook_metrics:
+            self.recorder.log({"step": step, **hook_metrics})
+
+    def report_end(self, end: RunEnd) -> None:
+        """Call the hooks, write result.json, show it, and end the trackers."""
+        figures = {"finished": end.finished, **end.ended_by, **self.evaluation}
+        self.report_moment("on_run_end", end.step, figures)
+        if self.recorder:
+            latest_metrics = {**self.evaluation, **self.hooks.latest_metrics}
+            speed = {**self._compute_median_speed(end.step), "data_wait": self.step_times.compute_data_wait()}
+            result = build_result(self.run, self.attempt, self.world, end, latest_metrics, speed)
+            write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
+            summary.show_result(self.run, result)
+            self.world.activity.enter_phase(FINISHING)
+            self.recorder.finish(result)
+
+    def close(self) -> None:
+        """Write what is buffered, and let the trackers flush."""
+        if self.recorder:
+            self.recorder.close()
+
+    # --- what results consist of
+
+    def build_record(self, result: StepResult) -> dict[str, Any]:
+        """Return the step's line of metrics.jsonl, without what concerns ranks, experts, spikes and hooks."""
+        batch, metrics, tokens = result.batch, result.metrics, self.run.training.count_step_tokens(result.step)
+        return {
+            "step": result.step,
+            "tokens": batch.rows_read * self.run.training.seq_len,
+            "loss": result.loss,
+            **step_metrics.compute_term_means(self.train_step.terms, metrics),
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            **metrics_setup.build_weight_decay_record(self.run, self.factors, result.step),
+            "step_seconds": result.seconds,
+            "data_seconds": batch.wait_seconds,
+            **self.speed.compute(result.seconds, tokens, metrics[PAIRS]),
+            "valid_tokens": int(metrics[VALID]),
+            "memory_gib": peak_memory_gib(self.world.device),
+            "rows": [batch.first, batch.last],
+            "batch_hash": step_metrics.format_batch_hash(metrics),
+            **self.layer_metrics.build_record(result.step),
+        }
+
+    def _build_hook_figures(self, result: StepResult) -> dict[str, Any]:
+        """Return the figures of a step for hooks."""
+        return {
+            "tokens": result.batch.rows_read * self.run.training.seq_len,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "step_seconds": result.seconds,
+        }
+
+    def _record_expert_load(self, result: StepResult) -> dict[str, Any]:
+        """Report routers that have collapsed; return what the record of a step says of the experts' load."""
+        expert_load, counts = self.train_step.expert_load, result.expert_counts
+        if expert_load is None:
+            return {}
+        for line in expert_load.check_collapse(counts):
+            self.warn(f"step {result.step}: {line}")
+        return expert_load.build_record(counts, per_expert=self.layer_metrics.is_due(result.step))
+
+    def _mark_spike(self, result: StepResult) -> dict[str, float]:
+        """Report a step whose loss is a spike; return what its record says of that."""
+        spike = self.spikes.add(result.loss)
+        if spike is None:
+            return {}
+        self.warn(spike.format_message(result.step, result.loss, result.batch.first, result.batch.last))
+        return spike.build_record()
+
+    def _compute_median_speed(self, step: int) -> dict[str, float | None]:
+        """Return the speed of the step whose time is the median; its batch is taken to be that of the last `step`."""
+        median = self.step_times.find_median()
+        if median is None:
+            return {}
+        seconds, pairs = median
+        return self.speed.compute(seconds, self.run.training.count_step_tokens(step), pairs)
