@@ -111,7 +111,7 @@ def test_composing_a_run_imports_no_torch() -> None:
 def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown("--help", capsys=capsys).splitlines()
     for axis in (*OPTIONAL_GROUPS, *Recipe.axes()):
-        assert f"{axis}: {help.AXES[axis]}" in lines
+        assert f"  {axis}: {help.AXES[axis]}" in lines
     for axis, choice in FILES:
         above, below = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[:2]
         first = below if axis in OPTIONAL_GROUPS else above
