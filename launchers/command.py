@@ -126,10 +126,8 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
             args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
             return _hand_to_hydra(args, SweepSession(describe=describe))
-        launcher, trusted = (
-            plugin.find_scheduler_launcher(cfg) if ranks is None else None,
-            modules.list_trusted_packages(args.typed),
-        )
+        launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
+        trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(

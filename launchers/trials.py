@@ -87,10 +87,8 @@ def expand_trials(
         ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
-    composer, find_machine = (
-        Composer(loader, config),
-        _cache_machines(devices.describe_remote_node if remote else _detect_machine),
-    )
+    composer = Composer(loader, config)
+    find_machine = _cache_machines(devices.describe_remote_node if remote else _detect_machine)
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")

@@ -9,10 +9,8 @@ import pytest
 from tests.support import planted
 from tests.support.fault import Fault
 
-SUM, TEST = (
-    "def total(a, b):\n    return a + b\n",
-    "import code_\n\n\ndef test_sum():\n    assert code_.total(2, 2) == 4\n",
-)
+SUM = "def total(a, b):\n    return a + b\n"
+TEST = "import code_\n\n\ndef test_sum():\n    assert code_.total(2, 2) == 4\n"
 
 
 def a_fault(old: str, new: str) -> Fault:

@@ -91,10 +91,8 @@ def adopt_jobs(directory: Path) -> None:
     sweep = ledger.read(directory)
     unconfirmed = {trial.token: trial.sent_at for trial in (sweep.trials if sweep else ()) if trial.token is not None}
     for token, sent_at in unconfirmed.items():
-        trial_ids, job_ids = (
-            ledger.list_submitted_trials(directory, token),
-            [job.id for job in queue.find_sent_jobs(token)],
-        )
+        trial_ids = ledger.list_submitted_trials(directory, token)
+        job_ids = [job.id for job in queue.find_sent_jobs(token)]
         if job_ids:
             jobs = assign_jobs(trial_ids, _expand_array(job_ids, len(trial_ids)))
             ledger.add_events(directory, {"event": "sent", "token": token, "jobs": jobs})

@@ -59,10 +59,8 @@ def test_the_page_states_the_errors_of_the_fit() -> None:
 @pytest.mark.full
 def test_the_page_states_the_errors_on_unseen_runs() -> None:
     found = fit_costs.compute_errors(fit_costs.read_runs(fit_costs.UNSEEN), load_constants())
-    near, inside = (
-        _percent(fit_costs.compute_share_within(found), 0),
-        _percent(fit_costs.compute_coverage(found, load_constants()), 0),
-    )
+    near = _percent(fit_costs.compute_share_within(found), 0)
+    inside = _percent(fit_costs.compute_coverage(found, load_constants()), 0)
     stated = f"the median error is {_figures(found)[0]}; {near} of them lie within 20 %, and {inside} in the interval"
     assert stated in ACCURACY
     ratios = [

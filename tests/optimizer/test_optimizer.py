@@ -79,10 +79,8 @@ def content(weights: Weights, optimizer: Any) -> dict[str, Tensor]:
     ],
 )
 def test_implementations_agree(how: Any, implementation: Any) -> None:
-    reference, found = (
-        after(how),
-        after(settings.build(type(how), settings.to_plain(how) | {"implementation": implementation})),
-    )
+    reference = after(how)
+    found = after(settings.build(type(how), settings.to_plain(how) | {"implementation": implementation}))
     for name in reference:
         torch.testing.assert_close(found[name], reference[name], rtol=1e-6, atol=1e-7)
 

@@ -168,10 +168,8 @@ def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
 
 def stand_ins() -> SimpleNamespace:
     """Operations of GPUs that compute by the CPU's and take and give what those take and give."""
-    cpu, back = (
-        ATEN._scaled_dot_product_flash_attention_for_cpu,
-        ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
+    cpu = ATEN._scaled_dot_product_flash_attention_for_cpu
+    back = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: None, stats: bool, *rest: Any, scale: float) -> Any:
         assert stats

@@ -372,10 +372,8 @@ class TestGathering:
         ],
     )
     def test_with_other_techniques(self, how: str, runs: Runs) -> None:
-        (run, ranks), (plain, expected) = (
-            runs("fsdp", "float8", how, "compile.backend=aot_eager"),
-            runs("fsdp", "float8"),
-        )
+        (run, ranks) = runs("fsdp", "float8", how, "compile.backend=aot_eager")
+        (plain, expected) = runs("fsdp", "float8")
         assert same(ranks[0].last, expected[0].last)
         assert learned(run) == learned(plain)
 

@@ -239,10 +239,8 @@ def _run_acceptance(run: Run, settings: Settings, overrides: list[str], provenan
     from titan.bench.acceptance import parts, report
     from titan.bench.acceptance.lab import Lab
 
-    device, other_overrides = (
-        run.machine.device,
-        [override for override in overrides if not override.startswith("cluster.device=")],
-    )
+    device = run.machine.device
+    other_overrides = [override for override in overrides if not override.startswith("cluster.device=")]
     count = run.machine.count if device == "cuda" else 2
     lab = Lab(
         Path(settings.to or "acceptance").resolve(),

@@ -91,11 +91,8 @@ class _Encoder:
 
     def __init__(self, assignment: Assignment, positions: Positions) -> None:
         self.infos, self.files, order = assignment.tensors, positions.files, assignment.order
-        self.tensor, self.boxes, self.written_rows = (
-            assignment.tensor[order],
-            assignment.boxes[order],
-            positions.rows[order],
-        )
+        self.tensor, self.boxes = assignment.tensor[order], assignment.boxes[order]
+        self.written_rows = positions.rows[order]
         self.first = np.flatnonzero(np.diff(self.tensor, prepend=-1, append=-1))  # the rows of each tensor, and the end
         properties = [_pickle_value(info.properties) for info in self.infos]
         self.properties = list(dict.fromkeys(properties))
@@ -175,20 +172,15 @@ class _Encoder:
         """Return the offsets and sizes of a batch's chunks as rows of bytes."""
         boxes = self.boxes[self._list_rows(batch), :, : batch.dims]
         offsets, sizes = (self._encode_size(_build_columns(boxes[:, part])) for part in (OFFSETS, SIZES))
-        begin, end = (
-            self._encode_word("ChunkStorageMetadata") + _NEW + self._encode_word("offsets"),
-            self._encode_word("sizes"),
-        )
+        begin = self._encode_word("ChunkStorageMetadata") + _NEW + self._encode_word("offsets")
+        end = self._encode_word("sizes")
         return _build_rows(len(boxes), [begin, *offsets, end, *sizes, _BUILT])
 
     def _encode_position_rows(self, batch: _Batch) -> ByteRows:
         """Return the indices and positions of a batch's chunks as rows of bytes."""
         rows = self._list_rows(batch)
-        offsets, tensor, written_rows = (
-            self.boxes[rows, OFFSETS, : batch.dims],
-            self.tensor[rows],
-            self.written_rows[rows],
-        )
+        offsets, tensor = self.boxes[rows, OFFSETS, : batch.dims], self.tensor[rows]
+        written_rows = self.written_rows[rows]
         index = [
             *(
                 self._encode_word("MetadataIndex") + _NEW + self._encode_word("fqn"),

@@ -218,13 +218,8 @@ class Loader:
         if min(prefetch, step, shape.microbatches, shape.rows) < 1:
             raise ValueError("step, prefetch and shape must be at least 1")
         self._mixture, self._training, self._data_shard, self._shape = mixture, training, data_shard, shape
-        self._step, self._is_reader, self._patience, self._log, self._is_stopped = (
-            step,
-            is_reader,
-            patience,
-            log,
-            is_stopped,
-        )
+        self._step, self._is_reader, self._patience = step, is_reader, patience
+        self._log, self._is_stopped = log, is_stopped
         self._last_step, self._gave_up = step - 1, False
         self._builder = BatchBuilder(shape.seq_len, mask_documents)
         self._batches: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()

@@ -8,15 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-STARTING, DATA, COMPUTING, UPDATING, EVALUATING, SAVING, FINISHING = (
-    "starting",
-    "waiting for data",
-    "computing gradients",
-    "updating the weights",
-    "evaluating",
-    "saving a checkpoint",
-    "finishing the run",
-)
+STARTING, DATA, COMPUTING, UPDATING = "starting", "waiting for data", "computing gradients", "updating the weights"
+EVALUATING, SAVING, FINISHING = "evaluating", "saving a checkpoint", "finishing the run"
 """The phases of a rank."""
 IN_STEP = (STARTING, DATA, COMPUTING, UPDATING)
 """Those that end with a step."""

@@ -51,12 +51,8 @@ class Clock:
             min_patience: see `PATIENCE_SECONDS`; None: that.
             ranks: how many ranks the run has.
         """
-        self.activity, self.min_patience, self.ranks, self.get_time = (
-            activity,
-            min_patience or PATIENCE_SECONDS,
-            ranks,
-            activity.get_time,
-        )
+        self.activity, self.min_patience = activity, min_patience or PATIENCE_SECONDS
+        self.ranks, self.get_time = ranks, activity.get_time
         self.ranks_on_node = 1
         self.stop_request_time: float | None = None
 

@@ -100,10 +100,8 @@ def read_collectives(content: bytes) -> Collectives:
             completed[group] = max(number, completed.get(group, 0))
     _add_status(entered, completed, entries, record.get("pg_status", {}))
     pending = [entry for entry in entries if not _has_ended(entry)]
-    ended_signatures, has_timing = (
-        {_build_signature(entry) for entry in entries if _has_ended(entry)},
-        any(map(_is_timed, entries)),
-    )
+    ended_signatures = {_build_signature(entry) for entry in entries if _has_ended(entry)}
+    has_timing = any(map(_is_timed, entries))
     return Collectives(
         entered,
         completed,

@@ -255,10 +255,8 @@ class States:
         return not self._unread_nodes
 
     def _read_node_file(self, number: int) -> NodeStates:
-        node, current_time = (
-            self.nodes.setdefault(number, NodeStates(changed_at=self.clock.get_time())),
-            self.clock.get_time(),
-        )
+        node = self.nodes.setdefault(number, NodeStates(changed_at=self.clock.get_time()))
+        current_time = self.clock.get_time()
         content = self.shared.read(NODE_FILE.format(number))
         with contextlib.suppress(ValueError, KeyError, TypeError):
             new_node = _parse_node(json.loads(content or b""), current_time)
@@ -284,11 +282,8 @@ class States:
 
     def is_undecided(self) -> bool:
         """Whether a rank or a node has missed beats, and is not silent yet, or may still have to start."""
-        current_time, silent, missed_beat = (
-            self.clock.get_time(),
-            self.find_silent_ranks(),
-            self.clock.missed_beat_timeout(),
-        )
+        current_time, silent = self.clock.get_time(), self.find_silent_ranks()
+        missed_beat = self.clock.missed_beat_timeout()
         if any(
             rank not in silent and current_time - beat_time > missed_beat
             for rank, (_, beat_time) in self._last_beats.items()

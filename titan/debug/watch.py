@@ -151,12 +151,8 @@ class Watch:
 
     def _write_state(self, late: float = 0.0) -> None:
         self._beat += 1
-        info, current_time, activity, save = (
-            self.rank_info,
-            self.clock.get_time(),
-            self.activity,
-            self.activity.get_running_save(),
-        )
+        info, current_time = self.rank_info, self.clock.get_time()
+        activity, save = self.activity, self.activity.get_running_save()
         self.states.write_rank(
             RankState(
                 rank=info.rank,

@@ -179,10 +179,8 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -
     """
     if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
-    required_gib, available_gib = (
-        estimate_memory(recipe, layout, count, machine.device).gib,
-        compute_available_gib(recipe, layout, machine),
-    )
+    required_gib = estimate_memory(recipe, layout, count, machine.device).gib
+    available_gib = compute_available_gib(recipe, layout, machine)
     if required_gib <= available_gib:
         return
     if machine.device == "cpu" and layout.devices > 1 and available_gib < overhead.PROCESS_GIB:

@@ -329,10 +329,8 @@ class RankSizes:
             Bytes beyond what the last of these blocks has saved; elements whose gradients exist; and bytes of weights
             that are not gathered, though they are of these blocks.
         """
-        block, expert_bytes = (
-            self.get_block(layers[-1]),
-            [self.get_block(layer).experts_gathered for layer in layers[-2:]],
-        )
+        block = self.get_block(layers[-1])
+        expert_bytes = [self.get_block(layer).experts_gathered for layer in layers[-2:]]
         recomputed_bytes = max(0.0, block.full_bytes - self._count_saved_by_blocks(layers[-1:]))
         routing_moments = (
             [(recomputed_bytes + block.activations.routing, 0.0, sum(expert_bytes))]

@@ -201,10 +201,8 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0)
     if not matmuls:
         return 0.0
     expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
-    experts, active_experts = (
-        model.expert_parameters(layer) / expert_size,
-        model.active_expert_parameters(layer) / expert_size,
-    )
+    experts = model.expert_parameters(layer) / expert_size
+    active_experts = model.active_expert_parameters(layer) / expert_size
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
     rows, gate = (5, 3) if part == "forward" else (8, 5)
     return active_experts * element * (rows * model.dim + gate * width) + SORTING_BYTES * experts
@@ -212,10 +210,8 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0)
 
 def count_update_bytes(recipe: Recipe) -> float:
     """Return bytes per step of gradient norm, clipping and the update, which reads all and writes all but gradients."""
-    weight_bytes, blocks = (
-        recipe.precision.weight_bytes,
-        int(recipe.model.sum_over_blocks(recipe.model.block_matmul_parameters)),
-    )
+    weight_bytes = recipe.precision.weight_bytes
+    blocks = int(recipe.model.sum_over_blocks(recipe.model.block_matmul_parameters))
     state = recipe.optimizer.state_bytes(blocks, recipe.model.parameters() - blocks, weight_bytes)
     clipping = 3 * weight_bytes if recipe.training.clip_norm is not None else weight_bytes
     return float(recipe.model.parameters() * (clipping + 3 * weight_bytes) + 2 * state)

@@ -187,13 +187,8 @@ class _Search:
         accepts: Callable[[LayoutCandidate], bool],
         factors: CorrectionFactors,
     ) -> None:
-        self.keep, self.available_gib, self.device, self.accepts, self.factors = (
-            keep,
-            available_gib,
-            device,
-            accepts,
-            factors,
-        )
+        self.keep, self.available_gib, self.device = keep, available_gib, device
+        self.accepts, self.factors = accepts, factors
         self.results: list[PredictedLayout] = []
         self.predicted = 0
         self._slowest: list[float] = []  # a heap of negative times of the best results

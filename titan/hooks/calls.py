@@ -76,12 +76,8 @@ class Hooks:
     ) -> Logged:
         logged: Logged = {}
         for context, method in self._calls[moment]:
-            context.step, context.figures, context._waits_for_device, context._logged = (
-                step,
-                dict(figures),
-                waits_for_device,
-                {},
-            )
+            context.step, context.figures = step, dict(figures)
+            context._waits_for_device, context._logged = waits_for_device, {}
             with _HookErrors(context._name, moment, step):
                 method(context)
             logged |= {f"{METRIC_PREFIX}{context._name}/{name}": value for name, value in context._logged.items()}

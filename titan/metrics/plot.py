@@ -63,11 +63,8 @@ def plot_losses(metrics_file: Path, picture: Path) -> Path | None:
         The file; None where there is no loss.
     """
     records = read_steps(metrics_file)
-    training, validation, spikes = (
-        extract_curve(records, "loss"),
-        extract_curve(records, "validation_loss"),
-        select_spikes(records),
-    )
+    training, validation = extract_curve(records, "loss"), extract_curve(records, "validation_loss")
+    spikes = select_spikes(records)
     if not (training.steps or validation.steps):
         return None
     write_atomic(picture, _draw_picture(training, validation, spikes))

@@ -86,13 +86,8 @@ class Router(nn.Module):
         """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.experts, self.top_k, self.norm_topk_prob, self.sigmoid, self.scale = (
-            experts,
-            top_k,
-            norm_topk_prob,
-            sigmoid,
-            scale,
-        )
+        self.experts, self.top_k, self.norm_topk_prob = experts, top_k, norm_topk_prob
+        self.sigmoid, self.scale = sigmoid, scale
         self.groups, self.topk_groups = groups, topk_groups
         self.get_weight: GetWeight = cast_weight
         self.register_buffer("load", torch.empty(experts), persistent=False)

@@ -49,11 +49,8 @@ class LatentAttention(nn.Module):
         """Create the modules of a `titan.model.schema_deepseek.DeepseekV3`."""
         super().__init__()
         c = config
-        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
-            c.qk_nope_head_dim,
-            c.qk_rope_head_dim,
-            c.v_head_dim,
-        )
+        self.qk_nope_head_dim, self.qk_rope_head_dim = c.qk_nope_head_dim, c.qk_rope_head_dim
+        self.v_head_dim = c.v_head_dim
         queries, rank = c.heads * c.head_size, c.q_lora_rank
         self.wq = Linear(c.dim, queries) if rank is None else None
         self.wq_a = None if rank is None else Linear(c.dim, rank)

@@ -66,10 +66,8 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (logits, largest, index, is_local), (exponential_grad, target_grad, sum_grad) = (
-            ctx.saved_tensors,
-            grads[0].unbind(),
-        )
+        (logits, largest, index, is_local) = ctx.saved_tensors
+        (exponential_grad, target_grad, sum_grad) = grads[0].unbind()
         out = (logits - largest[:, None]).exp_().mul_(exponential_grad[:, None])
         out.scatter_add_(-1, index, target_grad.where(is_local, 0)[:, None])
         return out.add_(sum_grad[:, None]), None, None, None

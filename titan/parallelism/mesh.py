@@ -275,10 +275,8 @@ def connect_world(
     )
     world = build_world(rank_info, layout, device, timeout)
     if connect_exchange:
-        message_timeout, common_store = (
-            timedelta(seconds=timeout) + TIMEOUT_MARGIN,
-            dist.distributed_c10d._get_default_store(),
-        )
+        message_timeout = timedelta(seconds=timeout) + TIMEOUT_MARGIN
+        common_store = dist.distributed_c10d._get_default_store()
         world = replace(
             world, exchange=StoreExchange(common_store, rank_info.rank, rank_info.world_size, message_timeout)
         )

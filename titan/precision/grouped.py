@@ -84,11 +84,8 @@ def _compute_product(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate
 def _compute_grads(
     x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, kind: str, emulate: bool
 ) -> tuple[Tensor, Tensor]:
-    x_grad, weight_grad, multiply = (
-        torch.zeros_like(x),
-        torch.zeros_like(weight),
-        low_precision.build_product(kind, emulate),
-    )
+    x_grad, weight_grad = torch.zeros_like(x), torch.zeros_like(weight)
+    multiply = low_precision.build_product(kind, emulate)
     for expert, (start, end) in enumerate(list_row_ranges(ends)):
         if end > start:
             rows, upstream = _pad_rows(x[start:end], kind), _pad_rows(grad[start:end], kind)

@@ -97,10 +97,8 @@ class MatmulSelection:
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
-        gathered, quantized = (
-            set(self.select_gathered(layers, sharding)),
-            set(self.select_layers(layers, sharding.tensor).quantized),
-        )
+        gathered = set(self.select_gathered(layers, sharding))
+        quantized = set(self.select_layers(layers, sharding.tensor).quantized)
         cast = self.bytes if sharding.sharded > 1 or self.bytes < self.weight_bytes else 0
         uncast = quantized if self.matmuls == "float8" and sharding.sharded == 1 else set()
         element_bytes = {name: 1 if name in gathered else 0 if name in uncast else cast for name in layers}

@@ -62,10 +62,8 @@ def compute_breakdowns(trace: Trace) -> list[Breakdown]:
     """Return the breakdown of each recorded step."""
     computed, exchanged = _collect_work(trace)
     ranges = [event for event in trace.slices if event.category == "user_annotation" and event.name == DATA_RANGE]
-    waiting, blocked = (
-        merge_intervals(_iterate_times(ranges)),
-        merge_intervals(_iterate_times(o for o in trace.slices if _SYNCHRONIZATION.search(o.name))),
-    )
+    waiting = merge_intervals(_iterate_times(ranges))
+    blocked = merge_intervals(_iterate_times(o for o in trace.slices if _SYNCHRONIZATION.search(o.name)))
     return [
         _compute_breakdown(step, start, end, computed, exchanged, waiting, blocked)
         for step, (start, end) in sorted(trace.list_steps().items())

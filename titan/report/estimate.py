@@ -261,10 +261,8 @@ def measure_run(raw: RawRun) -> MeasuredSpeed | None:
 
 def select_comparable_steps(raw: RawRun) -> StepColumns:
     """Return the timed lines of all attempts with the last one's settings."""
-    lines, documents = (
-        raw.metrics.steps,
-        [d for d in raw.documents if format_speed_settings(d) == format_speed_settings(raw.last_document)],
-    )
+    lines = raw.metrics.steps
+    documents = [d for d in raw.documents if format_speed_settings(d) == format_speed_settings(raw.last_document)]
     indices = [np.flatnonzero(lines.attempt == int(d["attempt"]))[WARM:] for d in documents]
     return lines.select_lines(np.concatenate(indices))
 

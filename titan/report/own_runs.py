@@ -75,10 +75,8 @@ def read(source: str, run: Run) -> OwnRuns:
     except ConfigError as error:
         raise ConfigError(f"plan.fit={source}: {error}") from error
     hardware, shared = resolve_hardware(run.cluster, run.machine), find_shared_runs(collected.runs)
-    samples, unused = (
-        list[MeasuredRun](),
-        [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed],
-    )
+    samples = list[MeasuredRun]()
+    unused = [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed]
     for raw in collected.runs:
         try:
             if raw.directory in shared:

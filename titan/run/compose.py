@@ -147,10 +147,8 @@ def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     _warn_of_secrets(OmegaConf.to_container(own_config, resolve=False), redact_nested(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
-        environment, hydra_environment = (
-            content["cluster"].get("environment") or {},
-            OmegaConf.to_container(cfg.hydra.job.env_set),
-        )
+        environment = content["cluster"].get("environment") or {}
+        hydra_environment = OmegaConf.to_container(cfg.hydra.job.env_set)
         content["cluster"]["environment"] = {**environment, **hydra_environment}  # type: ignore[dict-item]
     modules.check_modules(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)

@@ -89,10 +89,8 @@ def list_files(
             tensor_group[0]: sum(compute_size(weights, name, dtype) for name in tensor_group)
             for tensor_group in fused_groups
         }
-        groups, parts = (
-            group_by_size(sizes, shard_bytes),
-            {tensor_group[0]: tensor_group for tensor_group in fused_groups},
-        )
+        groups = group_by_size(sizes, shard_bytes)
+        parts = {tensor_group[0]: tensor_group for tensor_group in fused_groups}
         count = len(groups)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
         return [

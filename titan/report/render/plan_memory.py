@@ -316,10 +316,8 @@ def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
     """Return the results of a search by speed and memory with their front; None without a search."""
     if outcome.search_result is None:
         return None
-    front, best = (
-        list(outcome.search_result.front),
-        [r for r in outcome.search_result.best if r not in outcome.search_result.front],
-    )
+    front = list(outcome.search_result.front)
+    best = [r for r in outcome.search_result.best if r not in outcome.search_result.front]
     spots = [_build_spot(k, result) for k, result in enumerate([*front, *best])]
     given_spot = ParetoSpot(len(spots), outcome.plan.step.tokens_per_second_per_device, outcome.plan.fullest.gib)
     all_spots = [*spots, given_spot]
