@@ -528,7 +528,7 @@ def refused_to_begin(run: Run, expected: str) -> None:
     [
         pytest.param(["optimizer.lr=0.5"], "another experiment|optimizer.lr was 0.001, now 0.5|another name", id="lr"),
         pytest.param(["training.seed=1"], "training.seed was 0, now 1", id="seed"),
-        full(["schedule=cosine"], "schedule was wsd, now cosine", id="schedule"),
+        full(["schedule=cosine"], "schedule was titan.schedule.WSD, now titan.schedule.Cosine", id="schedule"),
         full(["optimizer=sgd"], "optimizer was titan.optimizer.AdamW, now titan.optimizer.SGD", id="optimizer"),
         full(["dataset.tokens=30000"], "dataset.tokens was 20000, now 30000|data was", id="data"),
         pytest.param(["training.steps=2"], "training.steps=2|has 3|give 3 or more", id="fewer-steps"),

@@ -96,7 +96,7 @@ SCOPES = [
 @pytest.mark.parametrize(("scope", "kept", "count"), SCOPES)
 @pytest.mark.full
 def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: Memory, count: int) -> None:
-    one, seen = stage(Compile(scope, "aot_eager"), kept, whole=True), []
+    one, seen = stage(Compile(scope, "aot_eager"), kept, fullgraph=True), []
     assert difference(trained(one), trained(stage())) <= EXACT
     seen.append(graphs())
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: M
 @pytest.mark.full
 @pytest.mark.parametrize("scope", ["block", "model"])
 def test_bf16(scope: Any) -> None:
-    plain, one = stage(), stage(Compile(scope, "aot_eager"), Memory("selective"), whole=True)
+    plain, one = stage(), stage(Compile(scope, "aot_eager"), Memory("selective"), fullgraph=True)
     for each in (plain, one):
         each.model.tok_embeddings.dtype = torch.bfloat16
     assert difference(trained(one), trained(plain)) <= ROUNDED
@@ -227,7 +227,7 @@ def test_stages_share_the_blocks_graph() -> None:
 def test_more_stages_than_torch_allows_one_function_are_compiled() -> None:
     shape = replace(SHAPE, layers=3)
     with torch._dynamo.config.patch(recompile_limit=2):
-        through([stage(Compile("model", "eager"), shape=shape, part=range(i, i + 1), whole=True) for i in range(3)])
+        through([stage(Compile("model", "eager"), shape=shape, part=range(i, i + 1), fullgraph=True) for i in range(3)])
     assert graphs() == 6
 
 
@@ -284,7 +284,7 @@ def inductor(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def compiled(rank: int, size: int) -> Tensors:
     torch._dynamo.reset()
-    return trained(stage(Compile("model"), Memory("full"), SMALL, whole=True))
+    return trained(stage(Compile("model"), Memory("full"), SMALL, fullgraph=True))
 
 
 @pytest.mark.full

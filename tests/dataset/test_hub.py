@@ -177,12 +177,12 @@ README = (
 )
 PROGRAM = """
 import json, sys
-from titan.dataset.sources.hub import hub
+from titan.dataset.sources.hub import build_hub_source
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 
 def dataset(*about):
-    source = hub(*about)
+    source = build_hub_source(*about)
     return [[d for d in source.documents(part)] for part in source.parts()], source.digest()
 
 def tokenizer(name):

@@ -69,7 +69,7 @@ def test_points_are_what_hydra_would_compose(launched: Callable[..., Any], argum
 @pytest.mark.full
 def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"compositions": 0, "machines": 0, "groups": 0}
-    counted = ((ConfigLoaderImpl, "load_configuration"), (devices, "detect"), (ConfigLoaderImpl, "get_group_options"))
+    counted = ((ConfigLoaderImpl, "load_configuration"), (devices, "detect_machine"), (ConfigLoaderImpl, "get_group_options"))
 
     def look(loader: Any, config: Any, overrides: Sequence[Sequence[str]]) -> int:
         for name, (owner, method) in zip(asked, counted, strict=True):
@@ -103,7 +103,7 @@ def test_composing_tells_how_far_it_is(
     terminal: bool, many: int, lines: int,
 ) -> None:  # fmt: skip
     """In a log only of many points; on a terminal in a line that is wiped."""
-    for name, value in (("TERMINAL_SECONDS", 0.0), ("LOG_SECONDS", 0.0), ("MANY", many)):
+    for name, value in (("TERMINAL_SECONDS", 0.0), ("LOG_SECONDS", 0.0), ("MANY_TRIALS", many)):
         monkeypatch.setattr(trials, name, value)
     monkeypatch.setattr(trials.sys.stderr, "isatty", lambda: terminal)
     launched(lambda *given: trials.expand_trials(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
