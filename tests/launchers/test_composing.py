@@ -15,7 +15,6 @@ from launchers.command import run_command
 from launchers.composer import Composer
 from tests.support.tiers import full
 from titan.cluster import devices
-from titan.run.hydra_private import ConfigLoaderImpl
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
 
@@ -69,7 +68,11 @@ def test_points_are_what_hydra_would_compose(launched: Callable[..., Any], argum
 @pytest.mark.full
 def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"compositions": 0, "machines": 0, "groups": 0}
-    counted = ((ConfigLoaderImpl, "load_configuration"), (devices, "detect_machine"), (ConfigLoaderImpl, "get_group_options"))
+    counted = (
+        (ConfigLoaderImpl, "load_configuration"),
+        (devices, "detect_machine"),
+        (ConfigLoaderImpl, "get_group_options"),
+    )
 
     def look(loader: Any, config: Any, overrides: Sequence[Sequence[str]]) -> int:
         for name, (owner, method) in zip(asked, counted, strict=True):
