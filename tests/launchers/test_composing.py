@@ -15,6 +15,7 @@ from launchers.command import run_command
 from launchers.composer import Composer
 from tests.support.tiers import full
 from titan.cluster import devices
+from titan.run.hydra_private import ConfigLoaderImpl
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
 
