@@ -27,7 +27,7 @@ FOREIGN_NAMES = {
 }  # fmt: skip
 """Names that no code of titan has: of torch, transformers, Meta's release, torchtune, Hydra and Slurm."""
 FOREIGN_PAGES = {"from_torchtitan", "extending"}
-"""Pages with names of another program, and with code of their own."""
+"""Pages with names of another program, and with their own code."""
 DOCSTRING, COMMENT = re.compile(r'r?"""(.*?)"""', re.DOTALL), re.compile(r"  # .*")
 DATA = ("conf/**/*.yaml", "titan/**/*.json", "titan/**/*.jinja", "titan/**/*.csv", "Makefile", "pyproject.toml")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

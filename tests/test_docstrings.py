@@ -159,7 +159,7 @@ def test_a_function_documents_the_exceptions_that_it_raises() -> None:
 
 
 def test_documented_attributes_exist() -> None:
-    """Whether all attributes of a dataclass are documented, pydoclint tells."""
+    """pydoclint checks that all attributes of a dataclass are documented."""
     unknown = [
         (at, name)
         for at, node, names in list_documented("Attributes")

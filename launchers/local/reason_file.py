@@ -22,7 +22,7 @@ def write(run_file: Path, reason: str) -> None:
 
 
 def read(run_file: Path, code: int) -> str:
-    """Return the reason; where the process wrote none, what its exit code tells: the signal that killed it."""
+    """Return the reason; where the process wrote none, the signal or exit code that ended it."""
     try:
         return sanitize_line(_build_path(run_file).read_text(errors="replace").strip())
     except OSError:

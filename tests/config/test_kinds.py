@@ -1,4 +1,4 @@
-"""Classes by kinds: ids and the files of runs do not depend on where a class lives."""
+"""Classes by kinds: ids and the files of runs do not depend on the module of a class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session of a sweep: its exit code, what it removes, and that each command has one of its own."""
+"""The session of a sweep: its exit code, what it removes, and that each command has its own session."""
 
 from __future__ import annotations
 
