@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tier before test modules are imported, and measure CPU times where an option asks for it."""
     tiers.choose_by_arguments(config.args)
-    tiers.chosen()
+    tiers.choose_tier()
     cpu_time.register(config)
 
 

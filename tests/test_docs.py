@@ -19,7 +19,7 @@ import pytest
 from launchers import start
 from launchers.command import run_command as launch
 from tests.support import made_weights, task_files, tiers
-from tests.support.runs import begin
+from tests.support.runs import begin_run
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train
@@ -100,7 +100,7 @@ def table() -> list[Any]:
             found.append(pytest.param(given, id=f"{name}-{i}-{words[:60]}"))
             first.setdefault(kind(given), found[-1].id)
     quick = [id for id in first.values() if id.startswith("README-") and not any(part in id for part in SECONDS)]
-    return tiers.table(found, quick, one_in=4)
+    return tiers.select_cases(found, quick, one_in=4)
 
 
 SECONDS = ("name=grid", "runs/grid", "titan.replay", "model=llama405b", "sweep=")
@@ -129,21 +129,23 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(200)
         )
         file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations)
-    made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
-    made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
+    made_weights.write_native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
+    made_weights.write_meta(folder / "llama", made_weights.LLAMA, 2)
     assert convert.main([f"{folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.compose_run(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
-    begin(first)
-    made_weights.native(manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096}))
+    begin_run(first)
+    made_weights.write_native(
+        manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096})
+    )
     rates = folder / "runs" / "rates"
     rates.mkdir()
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
     ledger.add_events(rates, point | {"steps": 200, "devices": 1, "asked": ""})
     (folder / "prompts.txt").write_text("import\nclass\n")
-    task_files.write(folder)
+    task_files.write_tasks(folder)
     for step in (200, 300):
-        made_weights.native(folder / "runs" / "trunk" / "checkpoints" / f"step-{step}", made_weights.LLAMA)
+        made_weights.write_native(folder / "runs" / "trunk" / "checkpoints" / f"step-{step}", made_weights.LLAMA)
     return folder
 
 

@@ -30,17 +30,17 @@ def test_the_api_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 def test_the_diagram_of_packages_is_up_to_date() -> None:
     text = import_graph.PAGE.read_text()
-    assert import_graph.update(text) == text, "run python -m tests.support.import_graph"
+    assert import_graph.update_page(text) == text, "run python -m tests.support.import_graph"
 
 
 def test_the_diagram_leaves_out_what_follows() -> None:
     edges = {"a": frozenset({"b", "c"}), "b": frozenset({"c"}), "c": frozenset()}
-    lines = import_graph.diagram(edges).splitlines()
+    lines = import_graph.format_diagram(edges).splitlines()
     assert lines == ["```mermaid", "flowchart TD", "  a --> b", "  b --> c", "```"]
-    assert import_graph.layers(edges | {"d": frozenset({"c"})}) == [["a"], ["b", "d"], ["c"]]
+    assert import_graph.sort_layers(edges | {"d": frozenset({"c"})}) == [["a"], ["b", "d"], ["c"]]
 
 
 def test_packages_that_import_each_other_are_rejected() -> None:
     edges = {"a": frozenset({"b"}), "b": frozenset({"a"})}
     with pytest.raises(CycleError):
-        import_graph.diagram(edges)
+        import_graph.format_diagram(edges)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard
 from launchers import start
 from launchers.command import run_command
 from tests.support import examples, task_files
-from tests.support.composing import composed
-from tests.support.runs import TINY, steps, train
-from tests.support.tiers import full, table
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY, read_step_records, train_run
+from tests.support.tiers import full, select_cases
 from titan import evaluate
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
@@ -27,12 +27,12 @@ from titan.run.run import Run
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
 SECTIONS = ("A model", "An optimizer", "A dataset", "A schedule")
 NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task")
-TERMS, STRATEGY, HOOKS, TASK = map(examples.section, NAMES)
+TERMS, STRATEGY, HOOKS, TASK = map(examples.read_section, NAMES)
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with examples.written(tmp_path, monkeypatch):
+    with examples.write_examples(tmp_path, monkeypatch):
         (tmp_path / "poems.csv").write_text("poem\n" + "roses are red and violets are blue\n" * 300)
         yield tmp_path
 
@@ -50,11 +50,11 @@ def trained(overrides: str, *small: str) -> Run:
     return found[0]
 
 
-EXAMPLES = [o for name in SECTIONS for o in examples.trainings(examples.section(name))]
+EXAMPLES = [o for name in SECTIONS for o in examples.read_trainings(examples.read_section(name))]
 QUICK = ("model=reglu parallelism=3d training.steps=5", "optimizer=rmsprop optimizer.alpha=0.9 training.steps=5")
 
 
-@pytest.mark.parametrize("overrides", table(EXAMPLES, QUICK))
+@pytest.mark.parametrize("overrides", select_cases(EXAMPLES, QUICK))
 def test_an_example_trains(overrides: str, mine: Path) -> None:
     run = trained(overrides, *SMALL)
     own = (type(run.model), type(run.optimizer), type(run.schedule), type(run.dataset))
@@ -69,7 +69,7 @@ def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
     assert "_target_: mine.cycles.Cycles\ncycles: 2\n" in capsys.readouterr().out
     assert run_command([*SMALL, "schedule=cycles", "schedule.cycles=0", "name=x"], lambda run: 0) == 2
     assert "schedule.cycles=0: must be at least 1." in capsys.readouterr().err
-    runs = [composed([*SMALL, "schedule=cycles", f"schedule.cycles={n}", "name=x"]) for n in (2, 3)]
+    runs = [compose_test_run([*SMALL, "schedule=cycles", f"schedule.cycles={n}", "name=x"]) for n in (2, 3)]
     two, three = (identity.select_settings(run, science=True) for run in runs)
     assert two["schedule"] == "mine.cycles.Cycles" and "schedule.cycles" not in two
     assert three == {**two, "schedule.cycles": 3}
@@ -77,20 +77,20 @@ def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
 
 @pytest.mark.parametrize(
     "overrides",
-    [full(o) if "sharp" in o or o == "model=small training.steps=5" else o for o in examples.trainings(TERMS)],
+    [full(o) if "sharp" in o or o == "model=small training.steps=5" else o for o in examples.read_trainings(TERMS)],
 )
 def test_terms_of_the_loss_are_measured(overrides: str, mine: Path) -> None:
     run = trained(overrides, *(o for o in TINY if not o.startswith("training.steps")))
     wanted = set(run.training.terms) | ({"small"} if "model=small" in overrides else set())
     assert wanted
     if run.layout.devices == 1:
-        found = steps(run)
+        found = read_step_records(run)
         assert len(found) == 5
         assert all({key for key in line if key.startswith("loss/")} == {f"loss/{n}" for n in wanted} for line in found)
 
 
 def test_a_hook_measures(mine: Path) -> None:
-    trained(examples.trainings(HOOKS)[0], *_hooked())
+    trained(examples.read_trainings(HOOKS)[0], *_hooked())
     found = [line for line in read_records(mine / "runs/norms/metrics.jsonl") if "loss" in line]
     assert len(found) == 5
     for line in found:
@@ -99,7 +99,7 @@ def test_a_hook_measures(mine: Path) -> None:
 
 
 def test_a_hook_ends_a_run(mine: Path) -> None:
-    trained(examples.trainings(HOOKS)[1], *_hooked())
+    trained(examples.read_trainings(HOOKS)[1], *_hooked())
     result = json.loads((mine / "runs/pruned/result.json").read_text())
     assert not result["finished"] and 2 < result["step"] <= 5
     assert result["ended_by"]["hook"] == "prune" and "is above 0.5" in result["ended_by"]["reason"]
@@ -119,11 +119,11 @@ def test_the_tables_name_every_moment_and_every_public_name() -> None:
 
 def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((train, measure),) = re.findall(r"```sh\npython -m titan.train (.*?)\npython -m titan.evaluate (.*?)\n```", TASK)
-    texts = [{"sentence_good": a[1], "sentence_bad": a[2]} for a in task_files.lines(4)]
+    texts = [{"sentence_good": a[1], "sentence_bad": a[2]} for a in task_files.read_texts(4)]
     (mine / "pairs.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     small = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "evaluation"))]
     sizes = ["training.seq_len=64", "model.vocab=4096", "metrics.sample_tokens=0"]
-    given = [*small, *task_files.corpus(mine), *sizes, *shlex.split(train)]
+    given = [*small, *task_files.write_corpus(mine), *sizes, *shlex.split(train)]
     assert run_command(given, start.run_local) == 0
     last = [line for line in read_records(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
     assert last["step"] == 5 and set(re.findall(r"evaluation/pairs/\w+", TASK)) <= last.keys()
@@ -136,15 +136,15 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.full
 def test_a_strategy_of_ones_own(mine: Path) -> None:
-    runs_ = [trained(overrides, *SMALL, "model.layers=2") for overrides in examples.trainings(STRATEGY)]
+    runs_ = [trained(overrides, *SMALL, "model.layers=2") for overrides in examples.read_trainings(STRATEGY)]
     assert {type(run.parallelism.groups["ffn"]).__module__ for run in runs_ if run.parallelism.groups} == {
         "mine.columns"
     }
-    seen = train(runs_[0], lambda trainer: [p.placements for p in trainer.train_step.parameters()])
+    seen = train_run(runs_[0], lambda trainer: [p.placements for p in trainer.train_step.parameters()])
     assert all(rank.code == 0 and (Shard(1),) in rank.extra for rank in seen)
 
 
 def test_every_example_is_trained() -> None:
-    sections = [*map(examples.section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK]
-    assert [len(examples.files(text)) for text in sections] == [2, 2, 2, 2, 4, 1, 4, 2]
-    assert sum(len(examples.trainings(text)) for text in sections) == len(examples.trainings()) == 16
+    sections = [*map(examples.read_section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK]
+    assert [len(examples.read_files(text)) for text in sections] == [2, 2, 2, 2, 4, 1, 4, 2]
+    assert sum(len(examples.read_trainings(text)) for text in sections) == len(examples.read_trainings()) == 16

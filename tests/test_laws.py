@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import Seen, difference, same, steps, tiny, train, weights
-from tests.support.tiers import full, table
+from tests.support.runs import (
+    RankOutcome,
+    are_identical,
+    compose_tiny_run,
+    compute_difference,
+    read_step_records,
+    select_weights,
+    train_run,
+)
+from tests.support.tiers import full, select_cases
 from titan.dataset.loader import hash_row
 from titan.dataset.permutation import Permutation
 from titan.dataset.preprocess.prepare import prepare
@@ -56,7 +64,7 @@ LATER = {"single-microbatches3", "fsdp2-microbatches2", "single-checkpointing", 
 STARTS = [case for case in CASES if case.id not in LATER]
 ONE = pytest.param("single", (), id="single")
 
-Trained = tuple[Run, list[Seen]]
+Trained = tuple[Run, list[RankOutcome]]
 
 
 class Runs:
@@ -67,8 +75,8 @@ class Runs:
 
     def __call__(self, layout: str, changes: tuple[str, ...] = ()) -> Trained:
         if (layout, changes) not in self.known:
-            run = tiny(self.folder / str(len(self.known)), *SGD, *changes, layout=layout)
-            self.known[layout, changes] = run, train(run)
+            run = compose_tiny_run(self.folder / str(len(self.known)), *SGD, *changes, layout=layout)
+            self.known[layout, changes] = run, train_run(run)
         return self.known[layout, changes]
 
     def reference(self, changes: tuple[str, ...]) -> Trained:
@@ -81,10 +89,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("laws"))
 
 
-@pytest.mark.parametrize(("layout", "changes"), table(STARTS, QUICK))
+@pytest.mark.parametrize(("layout", "changes"), select_cases(STARTS, QUICK))
 def test_law_1_a_seed_gives_the_same_start(layout: str, changes: tuple[str, ...], runs: Runs) -> None:
     for rank in runs(layout, changes)[1]:
-        assert same(rank.first, runs.reference(changes)[1][0].first)
+        assert are_identical(rank.first, runs.reference(changes)[1][0].first)
 
 
 def test_law_1_another_seed_gives_another_start(runs: Runs) -> None:
@@ -94,12 +102,12 @@ def test_law_1_another_seed_gives_another_start(runs: Runs) -> None:
     assert all((first[name] == other[name]).float().mean() < 0.01 for name in names)
 
 
-@pytest.mark.parametrize(("layout", "changes"), table([ONE, *STARTS], ("single", *LEARNING)))
+@pytest.mark.parametrize(("layout", "changes"), select_cases([ONE, *STARTS], ("single", *LEARNING)))
 def test_law_2_every_step_reads_the_rows_that_the_seed_says(layout: str, changes: tuple[str, ...], runs: Runs) -> None:
     run, _ = runs(layout, changes)
     corpus, length, rows = open_corpus(prepare(run.dataset)), run.training.seq_len, run.training.rows
     order = Permutation(corpus.train.count_rows(length), run.training.seed)
-    for number, line in enumerate(steps(run)):
+    for number, line in enumerate(read_step_records(run)):
         first = number * rows
         indices = range(first, first + rows)
         hashes = (hash_row(i, corpus.train.read_row(int(order.rows_at(i)), length)) for i in indices)
@@ -108,17 +116,17 @@ def test_law_2_every_step_reads_the_rows_that_the_seed_says(layout: str, changes
         assert (line["step"], line["tokens"]) == (number + 1, (first + rows) * length)
 
 
-@pytest.mark.parametrize(("layout", "changes"), table(CASES, LEARNING))
+@pytest.mark.parametrize(("layout", "changes"), select_cases(CASES, LEARNING))
 def test_law_3_one_device_and_many_learn_the_same(layout: str, changes: tuple[str, ...], runs: Runs) -> None:
     run, ranks = runs(layout, changes)
     reference, (expected,) = runs.reference(changes)
-    for line, wanted in zip(steps(run), steps(reference), strict=True):
+    for line, wanted in zip(read_step_records(run), read_step_records(reference), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=EXACT)
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=EXACT)
     for rank in ranks:
-        assert difference(rank.gradients, expected.gradients) <= EXACT
-        assert difference(rank.last, expected.last) <= EXACT
-        assert same(rank.last, ranks[0].last)
+        assert compute_difference(rank.gradients, expected.gradients) <= EXACT
+        assert compute_difference(rank.last, expected.last) <= EXACT
+        assert are_identical(rank.last, ranks[0].last)
 
 
 def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None:
@@ -136,8 +144,8 @@ def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {n: p.grad for n, p in model.named_parameters()}
-    line = steps(run)[0]
-    assert difference(seen.gradients, gradients) <= EXACT
+    line = read_step_records(run)[0]
+    assert compute_difference(seen.gradients, gradients) <= EXACT
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)
     norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-6)
@@ -147,9 +155,9 @@ def test_an_update_uses_the_rate_of_its_own_step(runs: Runs) -> None:
     """The rate falls from its peak in the first step to zero in the second, which is not done."""
     run, (seen,) = runs("single", ("training.steps=1", "schedule.warmup=0", "schedule.decay=1"))
     expected = {f"model.{n}": seen.first[f"model.{n}"] - run.optimizer.lr * g for n, g in seen.gradients.items()}
-    assert difference(weights(seen.last), expected) <= 1e-6
+    assert compute_difference(select_weights(seen.last), expected) <= 1e-6
     warm, _ = runs("single", ("schedule.warmup=2",))
-    assert [line["lr"] for line in steps(warm)] == pytest.approx([0.05, 0.1, 0.1])
+    assert [line["lr"] for line in read_step_records(warm)] == pytest.approx([0.05, 0.1, 0.1])
 
 
 def test_clipping_scales_what_is_applied_and_reports_the_norm_before(runs: Runs) -> None:
@@ -157,9 +165,11 @@ def test_clipping_scales_what_is_applied_and_reports_the_norm_before(runs: Runs)
     run, (clipped,) = runs("single", (CLIPPED,))
     norm = math.sqrt(sum(g.double().square().sum().item() for g in clipped.gradients.values()))
     assert norm == pytest.approx(0.05, rel=1e-4)
-    assert steps(run)[0]["grad_norm"] == pytest.approx(steps(runs("single")[0])[0]["grad_norm"], rel=1e-6)
-    factor = 0.05 / steps(run)[0]["grad_norm"]
-    assert difference(clipped.gradients, {n: g * factor for n, g in free.gradients.items()}) <= EXACT
+    assert read_step_records(run)[0]["grad_norm"] == pytest.approx(
+        read_step_records(runs("single")[0])[0]["grad_norm"], rel=1e-6
+    )
+    factor = 0.05 / read_step_records(run)[0]["grad_norm"]
+    assert compute_difference(clipped.gradients, {n: g * factor for n, g in free.gradients.items()}) <= EXACT
 
 
 @pytest.mark.parametrize(
@@ -180,8 +190,8 @@ def test_clipping_scales_what_is_applied_and_reports_the_norm_before(runs: Runs)
 )
 def test_bitwise_the_same(one: Any, other: Any, runs: Runs) -> None:
     (_, ranks), (_, expected) = runs(*one), runs(*other)
-    assert same(ranks[0].gradients, expected[0].gradients)
-    assert same(ranks[0].last, expected[0].last)
+    assert are_identical(ranks[0].gradients, expected[0].gradients)
+    assert are_identical(ranks[0].last, expected[0].last)
 
 
 BF16_LOSS, BF16_NORM, BF16_GRADIENTS, BF16_WEIGHTS = 1e-4, 1e-3, 2e-2, 4e-3
@@ -192,24 +202,24 @@ BF16_LOSS, BF16_NORM, BF16_GRADIENTS, BF16_WEIGHTS = 1e-4, 1e-3, 2e-2, 4e-3
 def test_layouts_in_bf16_differ_only_by_the_order_of_sums(layout: str, runs: Runs) -> None:
     run, ranks = runs(layout, (BF16,))
     reference, (expected,) = runs.reference((BF16,))
-    for line, wanted in zip(steps(run), steps(reference), strict=True):
+    for line, wanted in zip(read_step_records(run), read_step_records(reference), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=BF16_LOSS)
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=BF16_NORM)
     for rank in ranks:
-        assert same(rank.first, expected.first)
-        assert difference(rank.gradients, expected.gradients) <= BF16_GRADIENTS
-        assert difference(rank.last, expected.last) <= BF16_WEIGHTS
+        assert are_identical(rank.first, expected.first)
+        assert compute_difference(rank.gradients, expected.gradients) <= BF16_GRADIENTS
+        assert compute_difference(rank.last, expected.last) <= BF16_WEIGHTS
 
 
 def test_law_2_holds_across_a_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
     from tests.checkpoint.test_manager import in_two_attempts
 
     settings = ["training.steps=6", "optimizer=sgd"]
-    whole = tiny(tmp_path / "whole", *settings)
-    train(whole)
-    before, after = (tiny(tmp_path / "parts", *settings, layout=layout) for layout in ("fsdp2", "ddp3"))
+    whole = compose_tiny_run(tmp_path / "whole", *settings)
+    train_run(whole)
+    before, after = (compose_tiny_run(tmp_path / "parts", *settings, layout=layout) for layout in ("fsdp2", "ddp3"))
     in_two_attempts(before, after)
-    for line, wanted in zip(steps(after), steps(whole), strict=True):
+    for line, wanted in zip(read_step_records(after), read_step_records(whole), strict=True):
         assert [line[k] for k in ("rows", "batch_hash", "tokens")] == [
             wanted[k] for k in ("rows", "batch_hash", "tokens")
         ]

@@ -29,7 +29,7 @@ def test_every_fault_has_its_place() -> None:
     lost = []
     for fault in planted.FAULTS:
         try:
-            planted.place(fault, planted.ROOT)
+            planted.find_file(fault, planted.ROOT)
         except LookupError as error:
             lost.append(f"{fault.name}: {error}")
         lost += [
@@ -49,15 +49,15 @@ def test_every_fault_has_its_place() -> None:
     ],
 )
 def test_what_comes_of_a_fault(old: str, new: str, caught: bool, by: str, root: Path) -> None:
-    found = planted.judged(a_fault(old, new), root)
+    found = planted.judge_fault(a_fault(old, new), root)
     assert found.caught == caught and by in found.by, found
     assert (root / "code_.py").read_text() == SUM
-    assert ("NOT CAUGHT" in found.line()) == (not caught)
+    assert ("NOT CAUGHT" in found.format_row()) == (not caught)
 
 
 @pytest.mark.full
 def test_a_test_that_fails_without_a_fault_is_named(root: Path) -> None:
     fault = a_fault("a + b", "a - b")
-    assert planted.broken_without([fault], root) == []
+    assert planted.list_broken([fault], root) == []
     (root / "code_.py").write_text(SUM.replace("+", "-"))
-    assert planted.broken_without([fault], root) == ["test_code.py::test_sum"]
+    assert planted.list_broken([fault], root) == ["test_code.py::test_sum"]

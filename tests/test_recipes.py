@@ -13,10 +13,10 @@ import yaml
 
 from launchers import start
 from launchers.command import run_command
-from tests.support.composing import composed
-from tests.support.machines import detector
-from tests.support.runs import TINY, tiny, train
-from tests.support.tiers import table
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, compose_tiny_run, train_run
+from tests.support.tiers import select_cases
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
@@ -39,7 +39,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -132,7 +132,7 @@ IDLE = {"bench_405b_512": 0.47, "bench_405b_512_interleaved": 0.30, "bench_405b_
 
 
 def recipe(name: str, *overrides: str) -> Run:
-    return composed([f"recipe={name}", *overrides], elsewhere=True)
+    return compose_test_run([f"recipe={name}", *overrides], remote=True)
 
 
 QUICK = (
@@ -141,7 +141,7 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", table(PUBLISHED, QUICK))
+@pytest.mark.parametrize("name", select_cases(PUBLISHED, QUICK))
 def test_a_published_recipe_is_what_was_published(name: str) -> None:
     run, said = recipe(name), PUBLISHED[name]
     assert run.layout == said.layout
@@ -236,7 +236,9 @@ GRIDS = {
 """What is varied in each sweep, and how."""
 
 
-@pytest.mark.parametrize("name", table([name for name in FILES["sweep"] if name != "branches"], ("learning_rate",)))
+@pytest.mark.parametrize(
+    "name", select_cases([name for name in FILES["sweep"] if name != "branches"], ("learning_rate",))
+)
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
@@ -252,7 +254,11 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.full
 def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    train(tiny(tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"))
+    train_run(
+        compose_tiny_run(
+            tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"
+        )
+    )
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     monkeypatch.chdir(tmp_path)
     steps = ",".join(f"{tmp_path}/trunk/checkpoints/step-{step}" for step in (1, 2))
@@ -283,11 +289,11 @@ def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_dense_twin_of_experts_differs_by_the_routers_only() -> None:
     point = yaml.safe_load((CONF / "sweep/experts.yaml").read_text())["model"]
     shape = [f"model.{name}={value}" for name, value in point.items()]
-    dense, moe = (composed([f"model={name}", *shape]).model for name in GRIDS["experts"][1])
+    dense, moe = (compose_test_run([f"model={name}", *shape]).model for name in GRIDS["experts"][1])
     routers = moe.layers * moe.dim * moe.experts
     assert moe.parameters() > 2 * dense.parameters()
     assert moe.active_parameters() - routers == dense.parameters() == dense.active_parameters()
-    assert moe == composed(["model=qwen3_moe_debug"]).model
+    assert moe == compose_test_run(["model=qwen3_moe_debug"]).model
 
 
 def test_no_sweep_is_left_out() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from launchers import start
 from launchers.command import run_command
-from tests.support.machines import detector
-from tests.support.runs import TINY, begin, save_of
-from tests.support.tiers import full, table
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, begin_run, write_run_checkpoint
+from tests.support.tiers import full, select_cases
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.run.compose import compose_run
@@ -396,19 +396,21 @@ QUICK = (
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
     yield
 
 
 @pytest.mark.parametrize(
     ("kind", "line", "expected"),
-    table([pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')[:80]}") for case in CASES], QUICK, one_in=2),
+    select_cases(
+        [pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')[:80]}") for case in CASES], QUICK, one_in=2
+    ),
 )
 def test_refused_before_anything_is_written(
     kind: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", make_detector(kind))
     called: list[Run] = []
     code = run_command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
     error = capfd.readouterr().err
@@ -512,7 +514,7 @@ def begun(*overrides: str) -> Run:
     """A run whose first attempt has begun, as far as its directory knows."""
     run = tiny(*overrides)
     Path(run.directory).mkdir(parents=True)
-    begin(run)
+    begin_run(run)
     return run
 
 
@@ -546,17 +548,17 @@ def test_fork_of_nothing() -> None:
 
 
 def test_fork_of_an_incomplete_checkpoint() -> None:
-    folder = save_of(begun(), 2)
+    folder = write_run_checkpoint(begun(), 2)
     (folder / "weights").write_bytes(b"w")
     expected = "checkpoint.resume=runs/x|no complete checkpoint|give a run's or a checkpoint's folder"
     refused(tiny("checkpoint.resume=runs/x", name="y"), expected)
 
 
 def test_fork_of_a_run_on_other_data() -> None:
-    save_of(begun(), 2)
+    write_run_checkpoint(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "dataset.tokens=30000", name="y"), "the same dataset, tokenizer")
 
 
 def test_fork_with_too_few_steps() -> None:
-    save_of(begun(), 2)
+    write_run_checkpoint(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "training.steps=2", name="y"), "training.steps=2|2 steps already|more")

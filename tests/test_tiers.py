@@ -37,13 +37,13 @@ each_tier = pytest.mark.parametrize("tier", tiers.TIERS, indirect=True)
 
 def test_the_quick_tier_is_chosen_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tiers.VARIABLE, raising=False)
-    assert tiers.chosen() == "quick"
+    assert tiers.choose_tier() == "quick"
 
 
 def test_an_unknown_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tiers.VARIABLE, "ful")
     with pytest.raises(pytest.UsageError, match="TITAN_TESTS=ful: no such tier; choose one of quick, rest, all"):
-        tiers.chosen()
+        tiers.choose_tier()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_case_that_is_named_runs_in_whichever_tier(
     if named is None:
         monkeypatch.delenv(tiers.VARIABLE)
     tiers.choose_by_arguments(["tests/test_z.py", argument])
-    assert tiers.chosen() == tier
+    assert tiers.choose_tier() == tier
 
 
 @each_tier
@@ -78,7 +78,7 @@ def test_a_further_case_has_its_mark_beside_others() -> None:
 
 @each_tier
 def test_further_cases_are_generated_where_they_run(tier: str) -> None:
-    found = tiers.further(lambda: CASES, one_in=4)
+    found = tiers.list_further(lambda: CASES, one_in=4)
     assert {"quick": found == [], "rest": 70 < len(found) < 130, "all": len(found) == len(CASES)}[tier]
     counts = {name: marks_of(found).count(name) for name in ("full", "thorough")}
     assert counts["thorough"] == (len(CASES) - counts["full"] if tier == "all" else 0)
@@ -87,7 +87,7 @@ def test_further_cases_are_generated_where_they_run(tier: str) -> None:
 
 @each_tier
 def test_a_table_has_the_named_cases_first(tier: str) -> None:
-    found = tiers.table([*CASES, "a-text"], ("case-7", "a-text"), one_in=4)
+    found = tiers.select_cases([*CASES, "a-text"], ("case-7", "a-text"), one_in=4)
     assert [(case.id, case.values) for case in found[:2]] == [("case-7", (7,)), ("a-text", ("a-text",))]
     assert marks_of(found[:2]) == [] and len({case.id for case in found}) == len(found)
     assert (len(found) == 2) == (tier == "quick") and (len(found) == 401) == (tier == "all")
@@ -96,7 +96,7 @@ def test_a_table_has_the_named_cases_first(tier: str) -> None:
 @each_tier
 def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str) -> None:
     names = [f"case-{number}" for number in range(20)]
-    found = tiers.table(CASES, ("case-30",), one_in=10**6, rest=names)
+    found = tiers.select_cases(CASES, ("case-30",), one_in=10**6, rest=names)
     further = [case.id for case in found if "full" in marks_of([case])]
     assert set(names) <= set(further) if tier != "quick" else further == []
 
@@ -104,7 +104,7 @@ def test_the_rest_tier_has_the_cases_that_are_named_for_it(tier: str) -> None:
 def test_a_table_without_a_named_case_is_refused() -> None:
     for named in ({"quick": ("case-7", "case-x")}, {"quick": (), "rest": ("case-x",)}):
         with pytest.raises(LookupError, match="no such cases: case-x"):
-            tiers.table(CASES, **named)
+            tiers.select_cases(CASES, **named)
 
 
 PLUGIN = """
@@ -112,7 +112,7 @@ from tests.support import cpu_time
 from tests.support.cpu_time import add_options as pytest_addoption
 from tests.support.cpu_time import register as pytest_configure
 
-cpu_time.slowness = lambda: 1.0
+cpu_time.measure_slowness = lambda: 1.0
 """
 BURNING = """
 import subprocess, sys, time

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny
+from tests.support.runs import compose_tiny_run
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.model import init_weights
@@ -35,12 +35,12 @@ from titan.parallelism.tensor_norms import count_replicas
 def test_weights_stay_gathered_between_two_backward_passes(schedule: str, tmp_path: Path) -> None:
     """With weights freed in between gradients come out wrong, without a word."""
     settings = ["model.layers=4", f"parallelism.schedule={schedule}", "parallelism.pipeline=2", "parallelism.shard=2"]
-    run = tiny(tmp_path, *settings, "parallelism.microbatches=4")
+    run = compose_tiny_run(tmp_path, *settings, "parallelism.microbatches=4")
     assert run.staging.splits_backward
     assert run.parallelism.resolve_reshard(run.layout) is False
     for reshard in ("always", "2"):
         with pytest.raises(ConfigError, match="reshard"):
-            tiny(tmp_path, *settings, "parallelism.microbatches=4", f"parallelism.reshard={reshard}")
+            compose_tiny_run(tmp_path, *settings, "parallelism.microbatches=4", f"parallelism.reshard={reshard}")
 
 
 def start(rank: int, world: int) -> tuple[Tensor, bool]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.machines import detector
-from tests.support.tiers import table
+from tests.support.machines import make_detector
+from tests.support.tiers import select_cases
 from titan.bench import activation_modes, command, speed
 from titan.bench.speed import SideResult
 from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
@@ -51,7 +51,7 @@ def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with the packages that compiling and float8 need."""
-    monkeypatch.setattr(devices, "detect_machine", detector("h200"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("h200"))
     for module in (checks, compile_scope):
         monkeypatch.setattr(module, "find_missing_compiler", lambda *rest: None)
     find = importlib.util.find_spec
@@ -69,7 +69,7 @@ QUICK = (
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", table([pytest.param(case, id=case.title) for case in list_gpu_cases()], QUICK))
+@pytest.mark.parametrize("case", select_cases([pytest.param(case, id=case.title) for case in list_gpu_cases()], QUICK))
 def test_an_h200_has_room_for_each_of_its_cases(case: SpeedCase) -> None:
     run = command.compose.compose_run([*command.LONG, *command._choose_overrides("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
@@ -171,7 +171,7 @@ def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
 
 
 def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr(speed, "measure_separately", one_fails)
     overrides = [*command.LONG, *command._choose_overrides("gpu")]
     assert "compile=off" in list_gpu_cases()[0].overrides  # so that no compiler is looked for

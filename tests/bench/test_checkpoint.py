@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.runs import train
+from tests.support.composing import compose_test_run
+from tests.support.runs import train_run
 from titan.bench import command
 from titan.bench.checkpoint import EVERY, summarise_run, write_plain_file
 
@@ -21,7 +21,9 @@ SMALL = [
 @pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs forked from here: their start would take most of the time."""
-    monkeypatch.setattr(command, "_run_training", lambda overrides, folder: train(composed(overrides))[0].code)
+    monkeypatch.setattr(
+        command, "_run_training", lambda overrides, folder: train_run(compose_test_run(overrides))[0].code
+    )
     out = tmp_path / "figures.json"
     assert command.main(["suite=checkpoint", "rounds=1", f"to={out}", *SMALL]) == 0
     found = json.loads(out.read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from titan.bench import command, experts
 from titan.model import grouped
 
@@ -23,7 +23,9 @@ def test_a_loop_computes_what_a_grouped_matmul_does(product: experts.GroupedMatm
 
 
 def test_sides_of_steps_differ_in_the_experts() -> None:
-    dense, moe = (composed([*side, "name=x"]) for side in experts.list_step_pairs().pop("step, experts / dense"))
+    dense, moe = (
+        compose_test_run([*side, "name=x"]) for side in experts.list_step_pairs().pop("step, experts / dense")
+    )
     routers = moe.model.layers * moe.model.dim * moe.model.experts
     assert moe.model.active_parameters() - routers == dense.model.parameters()
     assert (moe.training, moe.layout) == (dense.training, dense.layout)
@@ -33,7 +35,7 @@ def test_sides_of_steps_differ_in_the_experts() -> None:
 def test_sides_of_expert_parallelism_differ_in_its_degree() -> None:
     found = {title: sides for title, sides in experts.list_step_pairs().items() if "ranks" in title}
     for (ranks, degree), sides in zip(experts.DEGREES, found.values(), strict=True):
-        first, second = (composed([*side, "name=x"]) for side in sides)
+        first, second = (compose_test_run([*side, "name=x"]) for side in sides)
         assert (first.layout.expert, second.layout.expert) == (1, degree)
         assert first.layout.shard == second.layout.shard == ranks == second.layout.devices
         assert first.model == second.model

@@ -9,17 +9,17 @@ from threading import Thread
 import pytest
 
 from tests.bench.test_bench import SMALL
-from tests.support.composing import composed
-from tests.support.tiers import table
+from tests.support.composing import compose_test_run
+from tests.support.tiers import select_cases
 from titan.bench import command, features
 
 
 @pytest.mark.parametrize(
-    "title", table(features.FEATURES, ("layers, every 10 steps", "profile with memory of every step"))
+    "title", select_cases(features.FEATURES, ("layers, every 10 steps", "profile with memory of every step"))
 )
 def test_settings_of_a_feature_change_the_run(title: str) -> None:
     settings = [each.format(steps=5) for each in features.FEATURES[title]]
-    off, on = (composed([*SMALL, "name=x", *features.OFF, *more]) for more in ([], settings))
+    off, on = (compose_test_run([*SMALL, "name=x", *features.OFF, *more]) for more in ([], settings))
     assert (off == on) == (not settings)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.support.process_groups import fake_rank
+from tests.support.process_groups import simulate_rank
 from titan.bench import command, scale
 from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
@@ -53,7 +53,7 @@ def test_growth_is_that_of_the_largest(times: tuple[float, ...], growth: float |
 def test_the_tensors_of_a_simulated_rank_are_its_items() -> None:
     run = scale.compose_scale_run(16)
     save, last = SimulatedSave(run, compute_parameter_sizes(run)), run.layout.sharded * run.layout.tensor - 1
-    with fake_rank(last, 16):
+    with simulate_rank(last, 16):
         items = create_write_items(save.make_tensors())
     names = [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in items]
     assert names == [(item.index.fqn, item.tensor_data and item.tensor_data.size) for item in save.templates[-1][0]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiers import table
+from tests.support.tiers import select_cases
 from titan.bench import step_figures
 from titan.bench.step_figures import SHAPES, TimedRun, _compose_run, _predict_seconds
 from titan.estimate.fit import estimate_memory
@@ -54,7 +54,7 @@ def _slowed(run: Run, figures: dict[str, float]) -> float:
 DIMENSIONS = [pytest.param(*names, id="-".join(names)) for names in step_figures.DIMENSIONS.items()]
 
 
-@pytest.mark.parametrize(("layout", "dimension"), table(DIMENSIONS, ("ddp-replicate",)))
+@pytest.mark.parametrize(("layout", "dimension"), select_cases(DIMENSIONS, ("ddp-replicate",)))
 def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> None:
     unit = "action" if dimension == "pipeline" else "block"
     added = {f"{dimension}_{unit}_microseconds": 700.0, f"{dimension}_step_microseconds": 3000.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manager import SaveOutcome
@@ -79,7 +79,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
         )
         return heard(trainer)
 
-    seen = train(tiny(tmp_path, *EVERY, layout="fsdp2"), add)
+    seen = train_run(compose_tiny_run(tmp_path, *EVERY, layout="fsdp2"), add)
     expected = "rank 0: Permission denied: old; x=1: no.; I/O error"
     for rank in seen:
         assert rank.code == 0
@@ -90,7 +90,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
 def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = tiny(tmp_path / "run", *EVERY, f"checkpoint.path={tmp_path}/there", "checkpoint.export=hf")
+    run = compose_tiny_run(tmp_path / "run", *EVERY, f"checkpoint.path={tmp_path}/there", "checkpoint.export=hf")
 
     def block(trainer: Trainer) -> list[SaveOutcome]:
         manager = trainer.saving.manager
@@ -106,7 +106,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
         manager.post_save_hooks = (copied, write)
         return heard(trainer)
 
-    (seen,) = train(run, block)
+    (seen,) = train_run(run, block)
     assert words(seen.extra) == [(2, None, "No space left on device"), (3, None, None)]
     assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / select.EXPORT_MARKERS["hf"]).is_file()
     assert (tmp_path / "there" / "run" / "step-3" / manifest.NAME).is_file()
@@ -124,7 +124,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
         return heard(trainer)
 
     what = f"the export to {manifest.folder_of(tmp_path, 2)}/hf"
-    for rank in train(tiny(tmp_path, *EVERY, "checkpoint.export=hf", layout="fsdp2"), refuse):
+    for rank in train_run(compose_tiny_run(tmp_path, *EVERY, "checkpoint.export=hf", layout="fsdp2"), refuse):
         assert rank.code == 0
         told = f"{what}: rank 1: checkpoint.weights=x: can't be read."
         assert words(rank.extra) == [(2, None, told), (3, None, None)]
@@ -154,7 +154,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
         trainer._update = waited  # type: ignore[method-assign]
         return heard(trainer)
 
-    for rank in train(tiny(tmp_path, *EVERY, "checkpoint=async", layout="fsdp2"), full):
+    for rank in train_run(compose_tiny_run(tmp_path, *EVERY, "checkpoint=async", layout="fsdp2"), full):
         assert rank.code == 0
         assert words(rank.extra) == [(2, "rank 1: RuntimeError: no pinned memory", None), (3, None, None)]
 
@@ -171,7 +171,7 @@ def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
             trainer.saving.manager.directory = tmp_path / "other"
         return heard(trainer)
 
-    seen = train(tiny(tmp_path / "run", "checkpoint.every=0", layout="fsdp2"), apart)
+    seen = train_run(compose_tiny_run(tmp_path / "run", "checkpoint.every=0", layout="fsdp2"), apart)
     said = "rank 0: __1_0.distcp can't be read (No such file or directory): all ranks must see the run's directory"
     for rank in seen:
         assert "could not be saved in 3 attempts" in str(rank.failure)

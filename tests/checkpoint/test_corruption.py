@@ -12,9 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system
-from tests.support.corruption import table as damages
-from tests.support.tiers import table
+from tests.support.corruption import (
+    Damage,
+    DamageScene,
+    OriginalRun,
+    Trap,
+    apply_damage,
+    make_load_trap,
+    make_open_trap,
+    make_original_run,
+    make_shell_trap,
+)
+from tests.support.corruption import list_damages as damages
+from tests.support.tiers import select_cases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")
 CASES = damages()
@@ -25,20 +35,20 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return made(tmp_path_factory.mktemp("made"))
+def origin(tmp_path_factory: pytest.TempPathFactory) -> OriginalRun:
+    return make_original_run(tmp_path_factory.mktemp("made"))
 
 
-@pytest.mark.parametrize("damage", table([pytest.param(case, id=case.id) for case in CASES], QUICK, one_in=3))
-def test_a_damage_is_named_and_costs_no_more_than_it_must(damage: Damage, origin: Made) -> None:
+@pytest.mark.parametrize("damage", select_cases([pytest.param(case, id=case.id) for case in CASES], QUICK, one_in=3))
+def test_a_damage_is_named_and_costs_no_more_than_it_must(damage: Damage, origin: OriginalRun) -> None:
     if damage.root and os.geteuid():
         pytest.skip("becomes another user, as only root can")
-    found = outcome(damage, origin)
-    assert re.search(damage.said, found.said), found.said
-    assert found.code == damage.code, found.said
+    found = apply_damage(damage, origin)
+    assert re.search(damage.message_pattern, found.output), found.output
+    assert found.code == damage.code, found.output
     assert not found.ran_code
     if damage.used is not None:
-        assert found.began == damage.used
+        assert found.start_step == damage.used
     if damage.code == 0:
         assert found.same, "the run ends as if nothing had been damaged"
 
@@ -47,16 +57,16 @@ def test_each_way_is_there_once() -> None:
     assert len({damage.id for damage in CASES}) == len(CASES) >= 20
 
 
-@pytest.mark.parametrize("trap", [system, opened, loaded])
-def test_a_trap_leaves_its_mark_where_nothing_guards(trap: Callable[[Scene], Trap], tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+@pytest.mark.parametrize("trap", [make_shell_trap, make_open_trap, make_load_trap])
+def test_a_trap_leaves_its_mark_where_nothing_guards(trap: Callable[[DamageScene], Trap], tmp_path: Path) -> None:
+    scene = DamageScene(tmp_path)
     scene.last.mkdir(parents=True)
     pickle.loads(pickle.dumps(trap(scene)))
     assert scene.mark.exists()
 
 
 def test_a_trap_that_torch_saved_leaves_its_mark_where_nothing_guards(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    torch.save(system(scene), tmp_path / "file")
+    scene = DamageScene(tmp_path)
+    torch.save(make_shell_trap(scene), tmp_path / "file")
     torch.load(tmp_path / "file", weights_only=False)
     assert scene.mark.exists()

@@ -15,8 +15,8 @@ import yaml
 from launchers import start
 from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
-from tests.support.ranks import RankFailed
-from tests.support.runs import begin, same, saved, steps, tiny, train
+from tests.support.ranks import RankFailedError
+from tests.support.runs import are_identical, begin_run, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, open_remote
@@ -29,15 +29,17 @@ from titan.weights.formats import open_weights
 
 @pytest.mark.parametrize("layout", ["single", full("fsdp2")])
 def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=6", layout=layout)
-    train(run, stop_at(2))
+    run = compose_tiny_run(tmp_path, "training.steps=6", layout=layout)
+    train_run(run, stop_at(2))
     (folder,) = manifest.list_complete(tmp_path)
     flip(folder / "__0_0.distcp")
-    with pytest.raises(RankFailed, match=r"ConfigError: hydra.run.dir=.*step-3 is damaged .*and there is no other"):
-        train(run)
+    with pytest.raises(
+        RankFailedError, match=r"ConfigError: hydra.run.dir=.*step-3 is damaged .*and there is no other"
+    ):
+        train_run(run)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"step-3 was found damaged, and is not used; and there is no other"):
-            begin(run)
+            begin_run(run)
 
 
 class TestErrorsThatPass:
@@ -46,28 +48,28 @@ class TestErrorsThatPass:
     @pytest.mark.full
     def test_while_copies_are_fetched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"checkpoint.path=file://{tmp_path}/copies"
-        run = tiny(tmp_path / "runs" / "x", "checkpoint.every=2", "training.steps=6", url, layout="fsdp2")
-        train(run, stop_at(3))
+        run = compose_tiny_run(tmp_path / "runs" / "x", "checkpoint.every=2", "training.steps=6", url, layout="fsdp2")
+        train_run(run, stop_at(3))
         shutil.rmtree(tmp_path / "runs")
         with monkeypatch.context() as broken:
             broken.setattr(
                 Remote, "_copy_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
             )
-            seen = train(run)
+            seen = train_run(run)
         assert all("step-4 could not be fetched (rank 0: No space left on device); fix" in str(r.failure) for r in seen)
         assert Remote(f"file://{tmp_path}/copies/x").list_steps().keys() == {2, 4}
-        assert train(run)[0].code == 0
-        assert [line["step"] for line in steps(run)] == [5, 6]
+        assert train_run(run)[0].code == 0
+        assert [line["step"] for line in read_step_records(run)] == [5, 6]
 
     @pytest.mark.full
     def test_while_checksums_are_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        run = tiny(tmp_path, "training.steps=6", layout="fsdp2")
-        train(run, stop_at(2))
+        run = compose_tiny_run(tmp_path, "training.steps=6", layout="fsdp2")
+        train_run(run, stop_at(2))
         with monkeypatch.context() as broken:
             broken.setattr(
                 manifest, "checksum_stream", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
             )
-            seen = train(run)
+            seen = train_run(run)
         assert all("can't be read by rank 0 (" in str(rank.failure) for rank in seen)
         assert all("Nothing was changed" in str(rank.failure) for rank in seen)
         assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-3"]
@@ -75,13 +77,13 @@ class TestErrorsThatPass:
     def test_a_damaged_checkpoint_that_can_not_be_set_aside_is_no_endless_loop(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run = tiny(tmp_path, "training.steps=6")
-        train(run, stop_at(2))
+        run = compose_tiny_run(tmp_path, "training.steps=6")
+        train_run(run, stop_at(2))
         (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
         monkeypatch.setattr(manifest, "mark_damaged", lambda folder: None)
-        with pytest.raises(RankFailed, match="and can't be set aside; remove it or move it away"):
-            train(run)
+        with pytest.raises(RankFailedError, match="and can't be set aside; remove it or move it away"):
+            train_run(run)
 
 
 class TestRunsOfTheSameName:
@@ -98,88 +100,88 @@ class TestRunsOfTheSameName:
     ) -> None:
         """Both have begun before either has copied anything."""
         path = f"checkpoint.path={tmp_path}/copies"
-        first = tiny(tmp_path / "a" / "x", path, "checkpoint.every=0", "training.steps=6")
-        second = tiny(tmp_path / "b" / "x", path, "optimizer.lr=5e-2", "training.steps=6")
-        train(first, stop_at(2))
+        first = compose_tiny_run(tmp_path / "a" / "x", path, "checkpoint.every=0", "training.steps=6")
+        second = compose_tiny_run(tmp_path / "b" / "x", path, "optimizer.lr=5e-2", "training.steps=6")
+        train_run(first, stop_at(2))
         capfd.readouterr()
         Path(second.directory).mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"checkpoint.path=.*: holds another experiment"):
-            begin(second)
+            begin_run(second)
         assert not (tmp_path / "b" / "x" / "run.yaml").exists()
         index = tmp_path / "copies" / "x" / "index.json"
         kept = index.read_text()
         index.unlink()
         (tmp_path / "copies" / "x" / "run.yaml").unlink()
-        begin(second)
+        begin_run(second)
         index.write_text(kept)
         with pytest.raises(
             ConfigError, match=r"has checkpoints of another run of the same name, at .*copies/x; give another"
         ):
-            begin(second)
+            begin_run(second)
 
 
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
-    plain = tiny(tmp_path / "runs" / "x", "evaluation.tokens=64")
-    train(plain)
-    assert isinstance(begin(plain), FinishedRun)
+    plain = compose_tiny_run(tmp_path / "runs" / "x", "evaluation.tokens=64")
+    train_run(plain)
+    assert isinstance(begin_run(plain), FinishedRun)
     owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "evaluation.tokens=64"]
-    run = tiny(tmp_path / "runs" / "x", *owing)
-    assert train(run)[0].code == 0
+    run = compose_tiny_run(tmp_path / "runs" / "x", *owing)
+    assert train_run(run)[0].code == 0
     assert Remote(f"{tmp_path}/copies/x").list_steps().keys() == {3}
     assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
-    assert isinstance(begin(run), FinishedRun)
-    assert [line["step"] for line in steps(run)] == [1, 2, 3]
+    assert isinstance(begin_run(run), FinishedRun)
+    assert [line["step"] for line in read_step_records(run)] == [1, 2, 3]
 
 
 class TestParentsThatGoOn:
     def weights(self, run: Any, step: int) -> dict[str, torch.Tensor]:
-        return {name: t for name, t in saved(run, step).items() if name.startswith("model.")}
+        return {name: t for name, t in read_checkpoint(run, step).items() if name.startswith("model.")}
 
     @pytest.mark.full
     def test_given_weights_are_those_of_the_first_life(self, tmp_path: Path) -> None:
-        parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
-        train(parent)
-        run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
+        parent = compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9")
+        train_run(parent)
+        run = compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        begin(run)  # and is killed before it saves
-        train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
+        begin_run(run)  # and is killed before it saves
+        train_run(compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
         with pytest.raises(
             ConfigError, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
         ):
-            begin(run)
-        named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
-        first = {n: t for n, t in train(named)[0].first.items() if n.startswith("model.")}
-        assert same(first, self.weights(parent, 3))
+            begin_run(run)
+        named = compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
+        first = {n: t for n, t in train_run(named)[0].first.items() if n.startswith("model.")}
+        assert are_identical(first, self.weights(parent, 3))
 
     def test_every_rank_opens_the_folder_that_was_settled(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
-        run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
+        train_run(compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9"))
+        run = compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        attempt = begin(run)
+        attempt = begin_run(run)
         assert isinstance(attempt, attempts.Attempt)
         assert attempt.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path / "parent"))
+        train_run(compose_tiny_run(tmp_path / "parent"))
         (folder,) = manifest.list_complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
         with pytest.raises(
-            RankFailed, match=r"ConfigError: checkpoint.weights=.*: is corrupt: __0_0.distcp has the check"
+            RankFailedError, match=r"ConfigError: checkpoint.weights=.*: is corrupt: __0_0.distcp has the check"
         ):
-            train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
+            train_run(compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
 
     @pytest.mark.full
     def test_another_parent_than_the_first_lifes_is_refused(self, tmp_path: Path) -> None:
         for name, seed in (("a", 0), ("b", 1)):
-            train(tiny(tmp_path / name, f"training.seed={seed}"))
-        train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
+            train_run(compose_tiny_run(tmp_path / name, f"training.seed={seed}"))
+        train_run(compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
         with pytest.raises(ConfigError, match="are not the weights that the run in"):
-            begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
+            begin_run(compose_tiny_run(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
-        parent = tiny(tmp_path / "parent")
-        last = train(parent)[0].last
-        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
+        parent = compose_tiny_run(tmp_path / "parent")
+        last = train_run(parent)[0].last
+        fork = compose_tiny_run(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
         begin_attempt = attempts.begin_attempt
 
         def late(*args: Any) -> Any:
@@ -189,21 +191,21 @@ class TestParentsThatGoOn:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attempts, "begin_attempt", late)
-            assert same(train(fork)[0].first, last)
+            assert are_identical(train_run(fork)[0].first, last)
 
 
 def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=6")
-    train(run, stop_at(2))
+    run = compose_tiny_run(tmp_path, "training.steps=6")
+    train_run(run, stop_at(2))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(ConfigError, match=r"holds checkpoints, and no run.yaml that says of which run"):
-        begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
+        begin_run(compose_tiny_run(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
 def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=6")
-    train(run, stop_at(2))
-    train(run)
+    run = compose_tiny_run(tmp_path, "training.steps=6")
+    train_run(run, stop_at(2))
+    train_run(run)
     documents = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
     assert [document["from_step"] for document in documents if document] == [0, 3]
     assert not (tmp_path / ".run.yaml").exists()
@@ -212,19 +214,19 @@ def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None
 class TestWhatAUserDoes:
     def test_a_finished_run_comes_back_from_its_copies_with_its_checkpoint(self, tmp_path: Path) -> None:
         path = f"checkpoint.path={tmp_path}/copies"
-        run = tiny(tmp_path / "runs" / "x", path)
-        train(run)
+        run = compose_tiny_run(tmp_path / "runs" / "x", path)
+        train_run(run)
         shutil.rmtree(tmp_path / "runs")
-        assert train(run)[0].code == 0
+        assert train_run(run)[0].code == 0
         assert [f.name for f in manifest.list_complete(tmp_path / "runs" / "x")] == ["step-3"]
 
     @pytest.mark.parametrize("setting", ["resume", full("weights")])
     def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
-        parent = tiny(tmp_path / "runs" / "x", f"checkpoint.path={tmp_path}/copies")
-        last = train(parent)[0].last
+        parent = compose_tiny_run(tmp_path / "runs" / "x", f"checkpoint.path={tmp_path}/copies")
+        last = train_run(parent)[0].last
         shutil.rmtree(tmp_path / "runs")
-        run = tiny(tmp_path / "other", f"checkpoint.{setting}={tmp_path}/copies/x", "training.steps=5")
-        first = train(run)[0].first
+        run = compose_tiny_run(tmp_path / "other", f"checkpoint.{setting}={tmp_path}/copies/x", "training.steps=5")
+        first = train_run(run)[0].first
         names = [n for n in last if setting == "resume" or n.startswith("model.")]
         assert all(torch.equal(first[name], last[name]) for name in names)
 
@@ -232,9 +234,9 @@ class TestWhatAUserDoes:
     def test_a_fork_that_is_refused_leaves_its_name_free(
         self, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        train(tiny(tmp_path / "parent"))
+        train_run(compose_tiny_run(tmp_path / "parent"))
         fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5"]
-        refused = tiny(tmp_path / "fork", *fork, "optimizer=sgd", layout=layout)
+        refused = compose_tiny_run(tmp_path / "fork", *fork, "optimizer=sgd", layout=layout)
         if layout == "single":
             with pytest.raises(ConfigError, match="with another model or optimizer"):
                 start.run_local(refused)
@@ -244,17 +246,17 @@ class TestWhatAUserDoes:
         assert not (tmp_path / "fork").exists()
 
     def test_a_life_that_is_refused_is_not_recorded(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path))
+        train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
         with pytest.raises(ConfigError, match="and there is no other"):
-            start.run_local(tiny(tmp_path, "training.steps=5"))
+            start.run_local(compose_tiny_run(tmp_path, "training.steps=5"))
         assert [document["config"]["training"]["steps"] for document in read_attempts(tmp_path)] == [3]
 
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
-        run = tiny(tmp_path)
+        run = compose_tiny_run(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)
-        attempt = begin(run)
+        attempt = begin_run(run)
         assert isinstance(attempt, attempts.Attempt)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "attempt": 1}) + "\n")
         attempts.withdraw_attempt(run, attempt)
@@ -264,7 +266,7 @@ class TestWhatAUserDoes:
         assert read_attempts(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        train(tiny(tmp_path, "checkpoint.every=2"))
+        train_run(compose_tiny_run(tmp_path, "checkpoint.every=2"))
         (manifest.folder_of(tmp_path, 3) / "__0_0.distcp").write_bytes(b"")
         assert open_weights(tmp_path).path.endswith("step-2")
         assert "checkpoint step-3 is damaged and not used: __0_0.distcp has 0 bytes" in capsys.readouterr().err

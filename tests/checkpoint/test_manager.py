@@ -13,9 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.support.process_groups import fake_rank
-from tests.support.ranks import RankFailed
-from tests.support.runs import Seen, begin, learned, same, saved, steps, tiny, train
+from tests.support.process_groups import simulate_rank
+from tests.support.ranks import RankFailedError
+from tests.support.runs import (
+    RankOutcome,
+    are_identical,
+    begin_run,
+    compose_tiny_run,
+    read_checkpoint,
+    read_learned_values,
+    read_step_records,
+    train_run,
+)
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.checkpoint.state import init_optimizer_state
@@ -45,7 +54,7 @@ class Killed(Exception):
 
 
 def stop_at(step: int) -> Any:
-    """For `train`: behave as if a signal had come in that step."""
+    """For `train_run`: behave as if a signal had come in that step."""
 
     class Stop:
         requeue = False
@@ -60,9 +69,9 @@ def stop_at(step: int) -> Any:
     return lambda trainer: setattr(trainer, "stop", Stop(trainer))
 
 
-def in_two_attempts(before: Run, after: Run) -> list[list[Seen]]:
+def in_two_attempts(before: Run, after: Run) -> list[list[RankOutcome]]:
     """Stop `before` at step 3, and let `after` go on in the same directory."""
-    attempts = [train(before, stop_at(2)), train(after)]
+    attempts = [train_run(before, stop_at(2)), train_run(after)]
     assert [attempt[0].code for attempt in attempts] == [130, 0]
     return attempts
 
@@ -73,14 +82,14 @@ def in_two_attempts(before: Run, after: Run) -> list[list[Seen]]:
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, tmp_path: Path) -> None:
     settings = [*OPTIMIZERS[optimizer], "training.steps=6"]
-    whole = tiny(tmp_path / "whole", *settings, layout=layout)
-    parts = tiny(tmp_path / "parts", *settings, layout=layout)
-    expected = train(whole)[0].last
+    whole = compose_tiny_run(tmp_path / "whole", *settings, layout=layout)
+    parts = compose_tiny_run(tmp_path / "parts", *settings, layout=layout)
+    expected = train_run(whole)[0].last
     first, second = in_two_attempts(parts, parts)
-    assert same(second[0].first, first[0].last)
-    assert same(second[0].last, expected)
-    assert learned(parts) == learned(whole)
-    assert [line["attempt"] for line in steps(parts)] == [1, 1, 1, 2, 2, 2]
+    assert are_identical(second[0].first, first[0].last)
+    assert are_identical(second[0].last, expected)
+    assert read_learned_values(parts) == read_learned_values(whole)
+    assert [line["attempt"] for line in read_step_records(parts)] == [1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.full
@@ -96,36 +105,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, 
 )
 def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_path: Path) -> None:
     settings = [f"model.tied={str(tied).lower()}", "training.steps=5"]
-    runs = [tiny(tmp_path, *settings, layout=layout) for layout in (before, after)]
+    runs = [compose_tiny_run(tmp_path, *settings, layout=layout) for layout in (before, after)]
     first, second = in_two_attempts(*runs)
-    assert same(saved(runs[0], 3), first[0].last)
-    assert all(same(rank.first, first[0].last) for rank in second)
-    assert [line["rows"][0] for line in steps(runs[0])] == [0, 8, 16, 24, 32]
+    assert are_identical(read_checkpoint(runs[0], 3), first[0].last)
+    assert all(are_identical(rank.first, first[0].last) for rank in second)
+    assert [line["rows"][0] for line in read_step_records(runs[0])] == [0, 8, 16, 24, 32]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
 def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: str, tmp_path: Path) -> None:
     often = ["evaluation.every=2", "evaluation.tokens=64", "checkpoint.every=2", "training.steps=4"]
-    run = tiny(tmp_path, *often, f"model.tied={tied}", layout=layout)
-    last = train(run)[0].last
-    assert saved(run, 2).keys() == last.keys()
-    assert same(saved(run, 4), last)
+    run = compose_tiny_run(tmp_path, *often, f"model.tied={tied}", layout=layout)
+    last = train_run(run)[0].last
+    assert read_checkpoint(run, 2).keys() == last.keys()
+    assert are_identical(read_checkpoint(run, 4), last)
 
 
 def test_a_kill_costs_what_came_after_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    whole = tiny(tmp_path / "whole", "training.steps=6", "checkpoint.every=2")
-    run = tiny(tmp_path / "killed", "training.steps=6", "checkpoint.every=2", "evaluation.every=5")
-    expected = train(whole)[0].last
+    whole = compose_tiny_run(tmp_path / "whole", "training.steps=6", "checkpoint.every=2")
+    run = compose_tiny_run(tmp_path / "killed", "training.steps=6", "checkpoint.every=2", "evaluation.every=5")
+    expected = train_run(whole)[0].last
     with pytest.raises(Exception, match="Killed"):
-        train(run, lambda trainer: setattr(trainer, "save", _dies_at(trainer, 4)))
+        train_run(run, lambda trainer: setattr(trainer, "save", _dies_at(trainer, 4)))
     (manifest.folder_of(tmp_path / "killed", 4)).mkdir()  # what a killed save leaves
     (manifest.folder_of(tmp_path / "killed", 4) / "__0_0.distcp").write_text("half")
     assert [f.name for f in manifest.list_complete(tmp_path / "killed")] == ["step-2"]
-    seen = train(run)[0]
-    assert same(seen.last, expected)
-    assert learned(run) == learned(whole)
-    assert [line["attempt"] for line in steps(run)] == [1, 1, 2, 2, 2, 2]
+    seen = train_run(run)[0]
+    assert are_identical(seen.last, expected)
+    assert read_learned_values(run) == read_learned_values(whole)
+    assert [line["attempt"] for line in read_step_records(run)] == [1, 1, 2, 2, 2, 2]
     assert [f.name for f in manifest.list_complete(tmp_path / "killed")] == ["step-4", "step-6"]
 
 
@@ -151,7 +160,7 @@ def _dies_at(trainer: Trainer, step: int) -> Any:
     ],
 )
 def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], folders: Any, tmp_path: Path) -> None:
-    train(tiny(tmp_path, *settings, "training.steps=5", "checkpoint.grace=0"))
+    train_run(compose_tiny_run(tmp_path, *settings, "training.steps=5", "checkpoint.grace=0"))
     found = sorted(f.name for f in (tmp_path / "checkpoints").glob("*"))
     if folders == "all":  # asked for in the first step, saved after the second at the latest
         assert "step-5" in found
@@ -162,8 +171,8 @@ def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], fold
 
 
 def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "checkpoint.on_stop=false", "training.steps=9")
-    assert train(run, stop_at(2))[0].code == 130
+    run = compose_tiny_run(tmp_path, "checkpoint.on_stop=false", "training.steps=9")
+    assert train_run(run, stop_at(2))[0].code == 130
     assert manifest.list_complete(tmp_path) == []
     assert not json.loads((tmp_path / "result.json").read_text())["finished"]
 
@@ -176,30 +185,34 @@ def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
     ],
 )
 def test_a_fork_with_another_optimizer_is_refused(before: str, after: str, said: str, tmp_path: Path) -> None:
-    train(tiny(tmp_path / "parent", f"optimizer={before}"))
+    train_run(compose_tiny_run(tmp_path / "parent", f"optimizer={before}"))
     fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5", f"optimizer={after}"]
-    with pytest.raises(RankFailed, match=said) as failed:
-        train(tiny(tmp_path / "fork", *fork, layout="fsdp2"))
+    with pytest.raises(RankFailedError, match=said) as failed:
+        train_run(compose_tiny_run(tmp_path / "fork", *fork, layout="fsdp2"))
     assert "titan.errors.ConfigError: checkpoint.resume=" in str(failed.value)
     assert "take its weights alone with checkpoint.weights=" in str(failed.value)
 
 
 def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    train(tiny(tmp_path / "parent"))
-    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "model.ffn=40")
+    train_run(compose_tiny_run(tmp_path / "parent"))
+    fork = compose_tiny_run(
+        tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "model.ffn=40"
+    )
     with pytest.raises(
         ConfigError, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"
     ):
-        begin(fork)
+        begin_run(fork)
 
 
 @pytest.mark.full
 def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:
-    parent = tiny(tmp_path / "parent")
-    last = train(parent)[0].last
-    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", layout="fsdp2")
-    assert same(train(fork)[0].first, last)
-    assert [(line["step"], line["rows"][0]) for line in steps(fork)] == [(4, 24), (5, 32)]
+    parent = compose_tiny_run(tmp_path / "parent")
+    last = train_run(parent)[0].last
+    fork = compose_tiny_run(
+        tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", layout="fsdp2"
+    )
+    assert are_identical(train_run(fork)[0].first, last)
+    assert [(line["step"], line["rows"][0]) for line in read_step_records(fork)] == [(4, 24), (5, 32)]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +262,7 @@ class KeepsState(torch.optim.SGD):
     ],
 )
 def test_state_that_no_checkpoint_would_hold_is_refused(kept: Any, problem: str | None) -> None:
-    with fake_rank(0, 2):
+    with simulate_rank(0, 2):
         mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
         part = DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)
         optimizer = KeepsState(nn.Parameter(part), kept)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.made_weights import FILES, about, checkpoint
+from tests.support.made_weights import FILES, make_manifest, write_checkpoint
 from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.errors import ConfigError
@@ -23,10 +23,10 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 1)
+    folder = write_checkpoint(tmp_path, 1)
     read = manifest.read(folder)
     assert read is not None
-    assert {**vars(read), "files": {}} == vars(about(1))
+    assert {**vars(read), "files": {}} == vars(make_manifest(1))
     assert read.files["a.distcp"] == manifest.ManifestFile(9, "cbf43926")  # CRC-32's published check value
     assert read.files[".metadata"].bytes == 10
     assert not list(folder.glob(".manifest*")), "nothing temporary is left"
@@ -81,7 +81,7 @@ HARMS = [
 
 @pytest.mark.parametrize(("harm", "said"), HARMS)
 def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, tmp_path: Path) -> None:
-    good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    good, bad = write_checkpoint(tmp_path, 9), write_checkpoint(tmp_path, 10)
     assert manifest.list_complete(tmp_path) == [good, bad]
     harm(bad)
     with pytest.raises(CorruptCheckpointError, match=said):
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, 
     ids=["save-not-ended", "retired", "set-aside", "gone"],
 )
 def test_what_does_not_count_is_passed_over(undo: Any, tmp_path: Path) -> None:
-    good, other = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    good, other = write_checkpoint(tmp_path, 9), write_checkpoint(tmp_path, 10)
     undo(other)
     assert manifest.list_complete(tmp_path) == [good]
     notes = ("checkpoint step-10 was found damaged, and is not used",) if undo is manifest.mark_damaged else ()
@@ -112,7 +112,7 @@ def test_what_does_not_count_is_passed_over(undo: Any, tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(tmp_path: Path) -> None:
-    folders = [checkpoint(tmp_path, step) for step in (2, 10, 100)]
+    folders = [write_checkpoint(tmp_path, step) for step in (2, 10, 100)]
     (tmp_path / "checkpoints/step-7.tmp").mkdir()
     (tmp_path / "checkpoints/step-").mkdir()
     assert manifest.list_complete(tmp_path) == folders
@@ -121,7 +121,7 @@ def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(
 
 
 def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 1)
+    folder = write_checkpoint(tmp_path, 1)
     read = manifest.read(folder)
     assert read is not None
     manifest.verify_checksums(folder, read.files)
@@ -153,7 +153,7 @@ class TestRetention:
         assert {step for step, _ in there} == last | set(firsts.values())
 
     def test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace(self, tmp_path: Path) -> None:
-        folders = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
+        folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=3600)
         assert manifest.list_complete(tmp_path) == folders[2:]
         assert all((folders[0] / name).read_bytes() == content for name, content in FILES.items())
@@ -161,7 +161,7 @@ class TestRetention:
         assert list((tmp_path / "checkpoints").iterdir()) == folders[2:]
 
     def test_the_last_complete_one_stays(self, tmp_path: Path) -> None:
-        _, second, third = (checkpoint(tmp_path, step) for step in (1, 2, 3))
+        _, second, third = (write_checkpoint(tmp_path, step) for step in (1, 2, 3))
         (third / "a.distcp").unlink()
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
         assert manifest.list_complete(tmp_path) == [second]
@@ -171,14 +171,14 @@ class TestRetention:
     def test_damaged_ones_go_once_they_are_older_than_all_that_stay(
         self, keep: int, left: list[int], tmp_path: Path
     ) -> None:
-        folders = [checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+        folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
         for folder in (folders[0], folders[2]):
             (folder / "a.distcp").unlink()
         retention.prune(tmp_path, keep=keep, keep_tokens=0, grace=0)
         assert [int(folder.name[5:]) for folder in manifest.list_folders(tmp_path)] == left
 
     def test_a_sweep_takes_what_killed_saves_left_and_nothing_else(self, tmp_path: Path) -> None:
-        _, retired, broken, half = (checkpoint(tmp_path, step) for step in (1, 2, 3, 4))
+        _, retired, broken, half = (write_checkpoint(tmp_path, step) for step in (1, 2, 3, 4))
         manifest.retire(retired)
         manifest.mark_damaged(broken)
         (half / manifest.NAME).unlink()

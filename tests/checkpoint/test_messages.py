@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import save_messages
 from tests.support.ranks import run_ranks
-from tests.support.runs import same, saved, tiny, train
+from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, restore, save_planner
 from titan.checkpoint.assignment import Holdings, describe_items
@@ -71,8 +71,8 @@ def counted(trainer: Trainer) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", [full("sync"), "async"])
 def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) -> None:
     how = (f"checkpoint={mode}", "checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
-    run = tiny(tmp_path, *how, layout="fsdp2")
-    seen = [rank.extra for rank in train(run, counted)]
+    run = compose_tiny_run(tmp_path, *how, layout="fsdp2")
+    seen = [rank.extra for rank in train_run(run, counted)]
     for rank, found in enumerate(seen):
         assert found["calls"] == []
         assert [[kind for kind, _ in save] for save in found["saves"]] == [ROUNDS] * 3
@@ -87,14 +87,14 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_is_simulated_is_what_is_sent(first: bool) -> None:
     kinds = []
-    for mine, answer in save_messages.rounds(4, first):
+    for mine, answer in save_messages.make_rounds(4, first):
         kinds += ["gather"] * (mine is not None) + ["broadcast" if isinstance(answer, bytes) else "scatter"]
     assert kinds == ROUNDS
 
 
 @pytest.mark.parametrize("ranks", [64, full(256)])
 def test_messages_grow_with_the_ranks_and_no_faster(ranks: int) -> None:
-    first, later = (save_messages.sent(ranks, save_messages.rounds(ranks, new)) for new in (True, False))
+    first, later = (save_messages.send_rounds(ranks, save_messages.make_rounds(ranks, new)) for new in (True, False))
     assert (first.operations, later.operations) == (5, 5)
     assert first.messages == later.messages <= 11 * ranks
     assert first.bytes <= 20_000 * ranks
@@ -106,8 +106,8 @@ def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
     def groups(trainer: Trainer) -> list[str]:
         return [dist.get_process_group_ranks(group).__repr__() for group in dist.distributed_c10d._world.pg_map]
 
-    with_saves = train(tiny(tmp_path / "a", layout="fsdp2"), groups)
-    without = train(tiny(tmp_path / "b", "checkpoint=off", layout="fsdp2"), groups)
+    with_saves = train_run(compose_tiny_run(tmp_path / "a", layout="fsdp2"), groups)
+    without = train_run(compose_tiny_run(tmp_path / "b", "checkpoint=off", layout="fsdp2"), groups)
     assert [rank.extra for rank in with_saves] == [rank.extra for rank in without]
 
 
@@ -125,14 +125,16 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
         return counted(trainer)
 
     how = ("checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
-    first, second = train(tiny(tmp_path / "run", *how, layout="fsdp2"), broken)
+    first, second = train_run(compose_tiny_run(tmp_path / "run", *how, layout="fsdp2"), broken)
     for rank, found in enumerate((first.extra, second.extra)):
         names = [name for name, _ in found["planned"]]
         assert names == ["create_write_items", *(["assign_boxes"] if rank == 0 else [])] * 2
     assert [f.name for f in manifest.list_complete(tmp_path / "run")] == ["step-2", "step-6"]
-    whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
-    train(whole)
-    assert same(saved(tiny(tmp_path / "run", *how, layout="fsdp2"), 6), saved(whole, 6))
+    whole = compose_tiny_run(tmp_path / "whole", *how, layout="fsdp2")
+    train_run(whole)
+    assert are_identical(
+        read_checkpoint(compose_tiny_run(tmp_path / "run", *how, layout="fsdp2"), 6), read_checkpoint(whole, 6)
+    )
 
 
 class TestPlans:
@@ -151,7 +153,7 @@ class TestPlans:
         assert sorted(info.name for info in found.global_plan.assignment.tensors) == ["a8", "b8", "c8"]
 
     def test_tensors_of_which_no_rank_has_a_part_are_no_plan(self) -> None:
-        holdings = describe_items(save_messages.items(0))
+        holdings = describe_items(save_messages.make_items(0))
         with pytest.raises(ValueError, match="don't make up the tensor"):
             CachingSavePlanner(0).create_global_plan([holdings, holdings])
 
@@ -200,8 +202,8 @@ def looked_at() -> Iterator[list[str]]:
 
 
 def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path) -> None:
-    run = tiny(tmp_path)
-    train(run)
+    run = compose_tiny_run(tmp_path)
+    train_run(run)
     (folder,) = manifest.list_complete(tmp_path)
     about = manifest.read(folder)
     assert about is not None

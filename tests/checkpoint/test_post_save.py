@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_manager import stop_at
-from tests.support.made_weights import about, complete
-from tests.support.ranks import RankFailed
-from tests.support.runs import steps, tiny, train
+from tests.support.made_weights import make_manifest, write_complete
+from tests.support.ranks import RankFailedError
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, transfer
 from titan.checkpoint.coordinator import Coordinator
@@ -28,12 +28,12 @@ def files(place: Path) -> set[str]:
 
 
 def test_half_a_checkpoint_goes_when_the_next_life_begins(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=5", "checkpoint.every=0")
-    train(run, stop_at(1))
+    run = compose_tiny_run(tmp_path, "training.steps=5", "checkpoint.every=0")
+    train_run(run, stop_at(1))
     half = manifest.folder_of(tmp_path, 4)
     half.mkdir()
     (half / "__0_0.distcp").write_text("half")
-    train(run)
+    train_run(run)
     assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-5"]
 
 
@@ -47,7 +47,7 @@ class TestCopiesThatWereKilled:
             "checkpoint.grace=0",
             f"checkpoint.path=file://{folder}/copies",
         ]
-        return tiny(folder / "run", *every, *more, layout=layout)
+        return compose_tiny_run(folder / "run", *every, *more, layout=layout)
 
     @pytest.mark.parametrize(("step", "layout"), [full(2, "fsdp2"), (4, "single")])
     def test_they_are_made_up_for(self, step: int, layout: str, tmp_path: Path) -> None:
@@ -64,20 +64,20 @@ class TestCopiesThatWereKilled:
 
             Remote.upload_files = late  # type: ignore[method-assign]
 
-        with pytest.raises(RankFailed, match="died"):
-            train(run, dying)
+        with pytest.raises(RankFailedError, match="died"):
+            train_run(run, dying)
         place = tmp_path / "copies" / "run"
         assert f"step-{step}" in files(place)
         assert step not in Remote(str(place)).list_steps()
         assert [f.name for f in manifest.list_complete(tmp_path / "run")][-1] == f"step-{step}"
-        assert train(run)[0].code == 0
+        assert train_run(run)[0].code == 0
         assert set(Remote(str(place)).list_steps()) == {2, 4}
         assert files(place) == {"step-2", "step-4"}
-        assert [line["step"] for line in steps(run)] == [1, 2, 3, 4]
+        assert [line["step"] for line in read_step_records(run)] == [1, 2, 3, 4]
 
     def test_files_of_a_copy_that_was_never_complete_go(self, tmp_path: Path) -> None:
         place, coordinator = Remote(str(tmp_path / "copies" / "run")), Coordinator(0, 1)
-        first, second = (complete(tmp_path / f"run/checkpoints/step-{s}", about(s)) for s in (1, 2))
+        first, second = (write_complete(tmp_path / f"run/checkpoints/step-{s}", make_manifest(s)) for s in (1, 2))
         known = manifest.read(first)
         assert known is not None
         place.begin_upload(known)
@@ -92,9 +92,9 @@ class TestCopiesThatWereKilled:
 
 @pytest.mark.parametrize("end", ['{"step": 9, "lo', '{"step": 9, "loss": 1.0}\n'], ids=["cut", "whole"])
 def test_a_line_of_metrics_that_was_cut_costs_no_other(end: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=3")
-    train(run, stop_at(1))
+    run = compose_tiny_run(tmp_path, "training.steps=3")
+    train_run(run, stop_at(1))
     with (tmp_path / "metrics.jsonl").open("a") as out:
         out.write(end)
-    train(run)
-    assert [line["step"] for line in steps(run)][:3] == [1, 2, 3]
+    train_run(run)
+    assert [line["step"] for line in read_step_records(run)][:3] == [1, 2, 3]

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from tests.dataset.test_tokenizer import byte_level_json
-from tests.support.made_weights import LLAMA, complete, native, tensors
-from tests.support.made_weights import about as said
+from tests.support.made_weights import LLAMA, build_tensors, write_complete, write_native
+from tests.support.made_weights import make_manifest as said
 from tests.support.ranks import run_ranks
-from tests.support.runs import begin, tiny, train
+from tests.support.runs import begin_run, compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, restore, save
 from titan.checkpoint.coordinator import Coordinator
@@ -33,7 +33,7 @@ from titan.weights.load import load_weights
 
 class TestMetadata:
     def test_name_no_path(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path))
+        train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
         assert b"pathlib" not in (folder / ".metadata").read_bytes()
 
@@ -65,10 +65,10 @@ class TestMetadata:
             count.append(reader.path)
             return parsed(reader)
 
-        run = tiny(tmp_path, layout=layout)
-        train(run)
+        run = compose_tiny_run(tmp_path, layout=layout)
+        train_run(run)
         monkeypatch.setattr(CheckpointReader, "_parse_file", counted)
-        seen = train(tiny(tmp_path, "training.steps=4", layout=layout), lambda trainer: count)
+        seen = train_run(compose_tiny_run(tmp_path, "training.steps=4", layout=layout), lambda trainer: count)
         assert [len(rank.extra) for rank in seen] == [1] * run.layout.devices
 
 
@@ -120,13 +120,13 @@ def copying(tokenizer: str | None) -> Callable[[Path], save.TokenizerFiles]:
 
 @pytest.mark.full
 def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> None:
-    train(tiny(tmp_path, layout="fsdp2"))
+    train_run(compose_tiny_run(tmp_path, layout="fsdp2"))
 
     def broken(trainer: Trainer) -> None:
         if trainer.world.rank_info.rank == 1:
             CheckpointReader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
 
-    for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):
+    for rank in train_run(compose_tiny_run(tmp_path, "training.steps=4", layout="fsdp2"), broken):
         assert "can't be read: rank 1: UnknownContentError: its metadata are none; remove it" in str(rank.failure)
 
 
@@ -137,7 +137,7 @@ def _fails(reader: CheckpointReader) -> Metadata:
 def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native(tmp_path, LLAMA)
+    write_native(tmp_path, LLAMA)
     weights: Any = open_weights(tmp_path)
 
     def read(*where: Any) -> Any:
@@ -145,7 +145,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 
     monkeypatch.setattr(weights, "read", read)
     with pytest.raises(RunError, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; fix this"):
-        load_weights(tensors(LLAMA), weights, no_dist=True)
+        load_weights(build_tensors(LLAMA), weights, no_dist=True)
 
 
 @pytest.mark.parametrize("config", [None, {"eos_token": "<s>", "bos_token": None}], ids=["alone", "config"])
@@ -177,7 +177,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
     files, _ = save._create_folder(folder, copying(str(tmp_path / "tokenizer.json")))
     assert synced == [(name, False) for name in files]
     synced.clear()
-    complete(folder, said(1), {"weights": b"w"})
+    write_complete(folder, said(1), {"weights": b"w"})
     assert synced == [
         ("checkpoints", False),
         ("run", False),
@@ -187,9 +187,9 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
 
 def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
-    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
-    complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
+    fork = compose_tiny_run(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+    write_complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
     with pytest.raises(
         ConfigError, match=r"parent: has weights only; initialise a run from it: checkpoint.weights=\S+parent\."
     ):
-        begin(fork)
+        begin_run(fork)

@@ -17,8 +17,15 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from tests.checkpoint.test_saving import flip
-from tests.support.made_weights import checkpoint
-from tests.support.runs import begin, learned, same, steps, tiny, train
+from tests.support.made_weights import write_checkpoint
+from tests.support.runs import (
+    are_identical,
+    begin_run,
+    compose_tiny_run,
+    read_learned_values,
+    read_step_records,
+    train_run,
+)
 from tests.support.tiers import full
 from titan.checkpoint import manifest, select, transfer
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
@@ -62,7 +69,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
     """A checkpoint of the run in `directory`, copied to `url`."""
-    folder = checkpoint(directory, step)
+    folder = write_checkpoint(directory, step)
     said = manifest.read(folder)
     assert said is not None
     transfer.make_copy_hook(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
@@ -162,7 +169,7 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
         with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
             select.find_latest(tmp_path / "run", nobody)
-        checkpoint(tmp_path / "run", 3)
+        write_checkpoint(tmp_path / "run", 3)
         found, (note,) = select.find_latest(tmp_path / "run", nobody)
     assert found is not None
     assert found.manifest.step == 3
@@ -177,44 +184,48 @@ class TestRuns:
     def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
         self, layout: str, bucket: str, tmp_path: Path
     ) -> None:
-        whole = tiny(tmp_path / "whole", "training.steps=8", layout=layout)
-        last = train(whole)[0].last
+        whole = compose_tiny_run(tmp_path / "whole", "training.steps=8", layout=layout)
+        last = train_run(whole)[0].last
         path = f"checkpoint.path={bucket}"
-        first = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=5", path, "checkpoint=async", layout=layout)
-        train(first)
+        first = compose_tiny_run(
+            tmp_path / "run", *self.SETTINGS, "training.steps=5", path, "checkpoint=async", layout=layout
+        )
+        train_run(first)
         assert Remote(f"{bucket}/run").list_steps().keys() == {4, 5}
         shutil.rmtree(tmp_path / "run")
-        again = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=8", path, layout=layout)
-        seen = train(again)[0]
-        assert same(seen.last, last)
-        assert learned(again) == learned(whole)[5:]
+        again = compose_tiny_run(tmp_path / "run", *self.SETTINGS, "training.steps=8", path, layout=layout)
+        seen = train_run(again)[0]
+        assert are_identical(seen.last, last)
+        assert read_learned_values(again) == read_learned_values(whole)[5:]
         assert [document["attempt"] for document in read_attempts(tmp_path / "run")] == [1, 2]
         assert Remote(f"{bucket}/run").list_steps().keys() == {6, 8}
 
     @pytest.mark.full
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:
-        parent = tiny(tmp_path / "parent", f"checkpoint.path={bucket}")
-        last = train(parent)[0].last
+        parent = compose_tiny_run(tmp_path / "parent", f"checkpoint.path={bucket}")
+        last = train_run(parent)[0].last
         shutil.rmtree(tmp_path / "parent")
-        fork = tiny(tmp_path / "fork", f"checkpoint.resume={bucket}/parent", "training.steps=5", layout="fsdp2")
-        assert same(train(fork)[0].first, last)
-        assert [line["step"] for line in steps(fork)] == [4, 5]
+        fork = compose_tiny_run(
+            tmp_path / "fork", f"checkpoint.resume={bucket}/parent", "training.steps=5", layout="fsdp2"
+        )
+        assert are_identical(train_run(fork)[0].first, last)
+        assert [line["step"] for line in read_step_records(fork)] == [4, 5]
 
     @pytest.mark.full
     def test_a_damaged_copy_is_passed_over(
         self, bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         path = f"checkpoint.path={bucket}"
-        run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4")
-        train(run)
+        run = compose_tiny_run(tmp_path / "run", *self.SETTINGS, path, "training.steps=4")
+        train_run(run)
         (folder,) = (f for f in manifest.list_complete(tmp_path / "run") if f.name == "step-4")
         flip(folder / "__0_0.distcp")
         Remote(f"{bucket}/run").write_file("step-4/__0_0.distcp", (folder / "__0_0.distcp").read_bytes())
         shutil.rmtree(tmp_path / "run")
         capfd.readouterr()
-        train(tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=5"))
+        train_run(compose_tiny_run(tmp_path / "run", *self.SETTINGS, path, "training.steps=5"))
         assert "checkpoint step-4 is damaged and not used: " in capfd.readouterr().out
-        assert [line["step"] for line in steps(run)] == [3, 4, 5]
+        assert [line["step"] for line in read_step_records(run)] == [3, 4, 5]
 
     @pytest.mark.full
     def test_a_copy_that_fails_is_told_and_the_run_goes_on(
@@ -229,8 +240,8 @@ class TestRuns:
 
         monkeypatch.setattr(Remote, "upload_files", failing)
         path = f"checkpoint.path={tmp_path}/elsewhere"
-        run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4", layout="fsdp2")
-        assert train(run)[0].code == 0
+        run = compose_tiny_run(tmp_path / "run", *self.SETTINGS, path, "training.steps=4", layout="fsdp2")
+        assert train_run(run)[0].code == 0
         said = capfd.readouterr().out
         assert (
             f"step 2: the checkpoint is complete, but: the copy to {tmp_path}/elsewhere/run: rank 0: Input/output"
@@ -254,8 +265,8 @@ class TestRuns:
             upload(self, folder, files, *more)
 
         monkeypatch.setattr(Remote, "upload_files", failing)
-        run = tiny(tmp_path / "run", f"checkpoint.path={tmp_path}/elsewhere", layout="fsdp2")
-        seen = train(run)
+        run = compose_tiny_run(tmp_path / "run", f"checkpoint.path={tmp_path}/elsewhere", layout="fsdp2")
+        seen = train_run(run)
         if times < 3:
             assert [rank.code for rank in seen] == [0, 0]
             assert Remote(f"{tmp_path}/elsewhere/run").list_steps().keys() == {3}
@@ -269,11 +280,11 @@ def test_a_run_that_comes_back_from_its_copies_with_nothing_left_to_do_ends_well
 ) -> None:
     """Its metrics did not come back: there is no loss to tell and no curve to draw."""
     settings = [f"checkpoint.path={tmp_path}/elsewhere", "metrics.plot=true"]
-    last = train(tiny(tmp_path / "run", *settings))[0].last
+    last = train_run(compose_tiny_run(tmp_path / "run", *settings))[0].last
     shutil.rmtree(tmp_path / "run")
-    seen = train(tiny(tmp_path / "run", *settings))[0]
+    seen = train_run(compose_tiny_run(tmp_path / "run", *settings))[0]
     assert seen.code == 0
-    assert same(seen.last, last)
+    assert are_identical(seen.last, last)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["finished"], result["step"], result["last_loss"], result["plot"]) == (True, 3, None, None)
     assert "Done after step 3 of 3." in capfd.readouterr().out
@@ -343,12 +354,12 @@ def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> 
     with socket.socket() as closed:  # a port where nobody listens
         closed.bind(("127.0.0.1", 0))
         place = url.format(closed.getsockname()[1])
-        run = tiny(tmp_path / "run", f"checkpoint.path={place}")
+        run = compose_tiny_run(tmp_path / "run", f"checkpoint.path={place}")
         with pytest.raises(
             ConfigError, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"
         ):
-            begin(run)
-        checkpoint(tmp_path / "old", 1)
+            begin_run(run)
+        write_checkpoint(tmp_path / "old", 1)
         if "sftp" not in url or find_spec("paramiko"):
             found, notes = select.find_latest(tmp_path / "old", place)
             assert found is not None

@@ -18,12 +18,12 @@ def test_any_pickle_is_read_or_refused_and_changes_nothing(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # its files are compared: other tests write to the repository's folder
-    outcome = pickle_fuzz.fuzz(count, seed=count)
+    outcome = pickle_fuzz.fuzz_reader(count, seed=count)
     assert outcome["read"] > count / 200 and outcome["refused"] > count / 2 and outcome.total() == count
 
 
 def test_what_was_written_is_read() -> None:
-    saved = pickle_fuzz.metadata()
+    saved = pickle_fuzz.make_metadata()
     found = reader.parse_metadata(pickle.dumps(saved))
     assert found.state_dict_metadata == saved.state_dict_metadata
     assert (found.storage_data, found.planner_data) == (saved.storage_data, saved.planner_data)
@@ -31,7 +31,7 @@ def test_what_was_written_is_read() -> None:
 
 def test_long_names_and_large_files_are_read() -> None:
     name, far = "model." + "x" * 300, 2**40
-    saved = pickle_fuzz.metadata(1)
+    saved = pickle_fuzz.make_metadata(1)
     ((index, place), *_), (tensor,) = saved.storage_data.items(), saved.state_dict_metadata.values()
     saved.state_dict_metadata = {name: tensor}
     saved.storage_data = {
@@ -44,17 +44,17 @@ def test_long_names_and_large_files_are_read() -> None:
 
 def harm(name: tuple[str, str], state: Any) -> bytes:
     """A true file that sets attributes of what a name stands for, in the way that a class with slots asks for."""
-    first = pickle_fuzz.named(name) + pickle_fuzz.dumped((None, state)) + pickle.BUILD + pickle.POP
-    return pickle.PROTO + b"\4" + first + pickle.dumps(pickle_fuzz.metadata(1), 4)[2:]
+    first = pickle_fuzz.push_name(name) + pickle_fuzz.push_value((None, state)) + pickle.BUILD + pickle.POP
+    return pickle.PROTO + b"\4" + first + pickle.dumps(pickle_fuzz.make_metadata(1), 4)[2:]
 
 
 @pytest.mark.parametrize("name", sorted(reader.ALLOWED_NAMES - {("pathlib._local", "PosixPath")})[-12:], ids="-".join)
 def test_no_attribute_of_a_class_is_set(name: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    before = pickle_fuzz.reachable()
+    before = pickle_fuzz.list_reachable()
     with pytest.raises(reader.UnknownContentError, match="can't be read"):
         reader.parse_metadata(harm(name, {"name": "/etc/passwd"}))
-    assert pickle_fuzz.reachable() == before
+    assert pickle_fuzz.list_reachable() == before
     assert PosixPath("a/b").name == "b"
 
 

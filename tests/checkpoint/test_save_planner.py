@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.process_groups import fake_rank
+from tests.support.process_groups import simulate_rank
 from titan.checkpoint import save_planner
 from titan.checkpoint.save_planner import create_write_items
 
@@ -29,7 +29,7 @@ PLACEMENTS: dict[str, tuple[Placement, Placement]] = {
 
 @pytest.fixture(params=range(RANKS))
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    with fake_rank(request.param, RANKS):
+    with simulate_rank(request.param, RANKS):
         yield DeviceMesh("cpu", torch.arange(RANKS).view(3, 2), _init_backend=False)
 
 
@@ -49,7 +49,7 @@ def test_items_are_those_of_torch(mesh: DeviceMesh) -> None:
 
 
 def test_tensors_of_a_mesh_without_this_rank_are_not_its() -> None:
-    with fake_rank(4, RANKS):
+    with simulate_rank(4, RANKS):
         others = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
         tensor = DTensor.from_local(
             torch.zeros(0), others, [Shard(0), Shard(0)], run_check=False, shape=(8,), stride=(1,)
@@ -58,7 +58,7 @@ def test_tensors_of_a_mesh_without_this_rank_are_not_its() -> None:
 
 
 def test_boxes_are_computed_once_for_each_sharding() -> None:
-    with fake_rank(0, RANKS):
+    with simulate_rank(0, RANKS):
         mesh = DeviceMesh("cpu", torch.arange(RANKS).view(3, 2), _init_backend=False)
         state = {f"{name}{n}": made(mesh, cut) for n in range(4) for name, cut in PLACEMENTS.items()}
         with mock.patch.object(

@@ -13,8 +13,15 @@ import pytest
 import torch
 import yaml
 
-from tests.support.ranks import RankFailed
-from tests.support.runs import learned, same, saved, steps, tiny, train
+from tests.support.ranks import RankFailedError
+from tests.support.runs import (
+    are_identical,
+    compose_tiny_run,
+    read_checkpoint,
+    read_learned_values,
+    read_step_records,
+    train_run,
+)
 from tests.support.tiers import full
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.coordinator import Coordinator
@@ -44,20 +51,20 @@ class TestAsync:
     @pytest.mark.parametrize("layout", ["single", "fsdp2"])
     def test_saves_what_a_save_that_waits_saves(self, layout: str, tmp_path: Path) -> None:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
-        waits = tiny(tmp_path / "sync", *how, layout=layout)
-        beside = tiny(tmp_path / "async", *how, "checkpoint=async", layout=layout)
-        train(waits)
-        last = train(beside)[0].last
+        waits = compose_tiny_run(tmp_path / "sync", *how, layout=layout)
+        beside = compose_tiny_run(tmp_path / "async", *how, "checkpoint=async", layout=layout)
+        train_run(waits)
+        last = train_run(beside)[0].last
         assert [f.name for f in manifest.list_complete(tmp_path / "async")] == ["step-2", "step-4", "step-5"]
         for step in (2, 4, 5):
-            assert same(saved(beside, step), saved(waits, step))
-        assert same(saved(beside, 5), last)
+            assert are_identical(read_checkpoint(beside, step), read_checkpoint(waits, step))
+        assert are_identical(read_checkpoint(beside, 5), last)
         for folder in manifest.list_complete(tmp_path / "async"):
             said = manifest.read(folder)
             assert said is not None
             assert said.files.keys() == {f.name for f in folder.iterdir()} - {manifest.NAME}
             manifest.verify_checksums(folder, said.files)
-        assert learned(beside) == learned(waits)
+        assert read_learned_values(beside) == read_learned_values(waits)
         for record in records(beside, "checkpoint_step"):
             assert record["checkpoint_stall_seconds"] >= 0
             assert record["checkpoint_seconds"] > 0
@@ -79,18 +86,18 @@ class TestAsync:
             manager._run_save = late  # type: ignore[method-assign]
 
         how = ["training.steps=6", "checkpoint.every=3"]
-        beside = tiny(tmp_path / "async", *how, "checkpoint=async")
-        waits = tiny(tmp_path / "sync", *how)
-        train(waits)
-        train(beside, held)
-        assert same(saved(beside, 3), saved(waits, 3))
+        beside = compose_tiny_run(tmp_path / "async", *how, "checkpoint=async")
+        waits = compose_tiny_run(tmp_path / "sync", *how)
+        train_run(waits)
+        train_run(beside, held)
+        assert are_identical(read_checkpoint(beside, 3), read_checkpoint(waits, 3))
 
     def test_the_weights_do_not_change_before_they_are_copied(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
-        waits = tiny(tmp_path / "sync", *how)
-        train(waits)
+        waits = compose_tiny_run(tmp_path / "sync", *how)
+        train_run(waits)
         copy = staging._copy_tensors
 
         def slow(pairs: Any) -> None:
@@ -98,9 +105,9 @@ class TestAsync:
             copy(pairs)
 
         monkeypatch.setattr(staging, "_copy_tensors", slow)
-        beside = tiny(tmp_path / "async", *how, "checkpoint=async")
-        train(beside)
-        assert all(same(saved(beside, step), saved(waits, step)) for step in (2, 4, 5))
+        beside = compose_tiny_run(tmp_path / "async", *how, "checkpoint=async")
+        train_run(beside)
+        assert all(are_identical(read_checkpoint(beside, step), read_checkpoint(waits, step)) for step in (2, 4, 5))
 
     def test_a_copy_waits_for_nothing_but_itself(self) -> None:
         copies_of = Staging(torch.device("cpu"))
@@ -138,8 +145,8 @@ class TestFailedSaves:
             raise OSError("connection reset by peer")
 
         monkeypatch.setattr(manifest, "write", lost)
-        run = tiny(tmp_path / "run", "training.steps=2", "checkpoint.every=0")
-        train(run)
+        run = compose_tiny_run(tmp_path / "run", "training.steps=2", "checkpoint.every=0")
+        train_run(run)
         left = manifest.list_complete(tmp_path / "run")
         assert [f.name for f in left] == (["step-2"] if when == "after" else [])
         assert when == "before" or manifest.verify_checksums(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
@@ -164,21 +171,21 @@ class TestFailedSaves:
 
             trainer._update = freed  # type: ignore[method-assign]
 
-        run = tiny(tmp_path, "training.steps=9", "checkpoint.every=3", f"checkpoint={mode}", layout=layout)
-        last = train(run, full)[0].last
+        run = compose_tiny_run(tmp_path, "training.steps=9", "checkpoint.every=3", f"checkpoint={mode}", layout=layout)
+        last = train_run(run, full)[0].last
         said = capfd.readouterr().out
         assert "step 3: saving the checkpoint failed (" in said
         assert "File too large" in said
         assert "training continues, retrying in 0 s. The last complete checkpoint is of step 0." in said
         found = [int(f.name[5:]) for f in manifest.list_complete(tmp_path)]
         assert found[-1] == 9
-        assert same(saved(run, 9), last)
+        assert are_identical(read_checkpoint(run, 9), last)
         assert not manifest.folder_of(tmp_path, 3).exists(), "half a checkpoint takes no room"
         assert {record["checkpoint_step"] for record in records(run, "checkpoint_step")} & {4, 5, 6, 7}, "tried again"
 
     def test_the_last_save_has_to_succeed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)
-        run = tiny(tmp_path, "training.steps=4", "checkpoint.every=2", layout="fsdp2")
+        run = compose_tiny_run(tmp_path, "training.steps=4", "checkpoint.every=2", layout="fsdp2")
 
         def full(trainer: Trainer) -> None:
             update = trainer._update
@@ -190,11 +197,11 @@ class TestFailedSaves:
 
             trainer._update = limit  # type: ignore[method-assign]
 
-        seen = train(run, full)
+        seen = train_run(run, full)
         assert all("the last checkpoint, of step 4, could not be saved in 3 attempts" in str(r.failure) for r in seen)
         assert all("resumes from step 2" in str(r.failure) for r in seen)
-        assert train(run)[0].code == 0
-        assert [line["attempt"] for line in steps(run)] == [1, 1, 2, 2]
+        assert train_run(run)[0].code == 0
+        assert [line["attempt"] for line in read_step_records(run)] == [1, 1, 2, 2]
 
     def test_a_directory_that_vanishes_is_made_again(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         def gone(trainer: Trainer) -> None:
@@ -207,12 +214,12 @@ class TestFailedSaves:
 
             trainer._update = remove  # type: ignore[method-assign]
 
-        run = tiny(tmp_path / "run", "training.steps=5", "checkpoint.every=2")
-        seen = train(run, gone)[0]
+        run = compose_tiny_run(tmp_path / "run", "training.steps=5", "checkpoint.every=2")
+        seen = train_run(run, gone)[0]
         assert seen.code == 0
-        assert same(saved(run, 5), seen.last)
+        assert are_identical(read_checkpoint(run, 5), seen.last)
         assert "metrics.jsonl" in capfd.readouterr().out
-        assert [line["step"] for line in steps(run)] == [3, 4, 5]
+        assert [line["step"] for line in read_step_records(run)] == [3, 4, 5]
 
     def test_metrics_that_can_not_be_written_are_written_later(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -229,9 +236,9 @@ class TestFailedSaves:
 
             trainer._update = limit  # type: ignore[method-assign]
 
-        run = tiny(tmp_path, "training.steps=8", "checkpoint.every=0")
-        assert train(run, full)[0].code == 0
-        assert [line["step"] for line in steps(run)] == list(range(1, 9))
+        run = compose_tiny_run(tmp_path, "training.steps=8", "checkpoint.every=0")
+        assert train_run(run, full)[0].code == 0
+        assert [line["step"] for line in read_step_records(run)] == list(range(1, 9))
         assert capfd.readouterr().out.count("metrics.jsonl can't be written (File too large)") == 1
 
 
@@ -251,8 +258,8 @@ class TestOnDemand:
 
             trainer._update = touch  # type: ignore[method-assign]
 
-        run = tiny(tmp_path, "training.steps=9", "checkpoint.every=0", layout="fsdp2")
-        train(run, ask)
+        run = compose_tiny_run(tmp_path, "training.steps=9", "checkpoint.every=0", layout="fsdp2")
+        train_run(run, ask)
         first, last = (int(f.name[5:]) for f in manifest.list_complete(tmp_path))
         assert 3 < first <= 5
         assert last == 9
@@ -267,17 +274,17 @@ class TestDamage:
         self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         settings = ["checkpoint.every=2", "training.steps=4"]
-        run = tiny(tmp_path / "run", *settings, layout=layout)
-        whole = tiny(tmp_path / "whole", "training.steps=6", layout=layout)
-        train(run)
+        run = compose_tiny_run(tmp_path / "run", *settings, layout=layout)
+        whole = compose_tiny_run(tmp_path / "whole", "training.steps=6", layout=layout)
+        train_run(run)
         flip(manifest.folder_of(tmp_path / "run", 4) / file)
         capfd.readouterr()
-        more = tiny(tmp_path / "run", "checkpoint.every=2", "training.steps=6", layout=layout)
-        last = train(more)[0].last
+        more = compose_tiny_run(tmp_path / "run", "checkpoint.every=2", "training.steps=6", layout=layout)
+        last = train_run(more)[0].last
         said = capfd.readouterr().out
         assert f"note        checkpoint step-4 is damaged and not used: {file} has the checksum" in said
-        assert same(last, train(whole)[0].last)
-        assert learned(more) == learned(whole)
+        assert are_identical(last, train_run(whole)[0].last)
+        assert read_learned_values(more) == read_learned_values(whole)
         document = list(yaml.safe_load_all((tmp_path / "run" / "run.yaml").read_text()))[-1]
         assert document["from_step"] == 2
         assert "step-4 is damaged" in document["notes"][0]
@@ -286,7 +293,7 @@ class TestDamage:
         )
 
     def test_ranks_share_the_files_that_they_verify(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path, "training.steps=1"))
+        train_run(compose_tiny_run(tmp_path, "training.steps=1"))
         (folder,) = manifest.list_complete(tmp_path)
         name = sorted(json.loads((folder / manifest.NAME).read_text())["files"])[1]
         flip(folder / name)
@@ -297,33 +304,35 @@ class TestDamage:
 
     @pytest.mark.full
     def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path, "checkpoint.every=2", "training.steps=3"))
+        train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=3"))
         for folder in manifest.list_complete(tmp_path):
             flip(folder / "__0_0.distcp")
         with pytest.raises(
-            RankFailed, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
+            RankFailedError, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
         ) as failed:
-            train(tiny(tmp_path, "training.steps=5", layout="fsdp2"))
+            train_run(compose_tiny_run(tmp_path, "training.steps=5", layout="fsdp2"))
         assert "titan.errors.ConfigError: hydra.run.dir=" in str(failed.value)
 
     def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path / "parent"))
+        train_run(compose_tiny_run(tmp_path / "parent"))
         (folder,) = manifest.list_complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
-        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
-        with pytest.raises(RankFailed, match=r"ConfigError: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"):
-            train(fork)
+        fork = compose_tiny_run(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+        with pytest.raises(
+            RankFailedError, match=r"ConfigError: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"
+        ):
+            train_run(fork)
         assert manifest.list_complete(tmp_path / "parent") == [folder], "another's is left alone"
 
     @pytest.mark.full
     def test_sizes_only_when_asked(self, tmp_path: Path) -> None:
-        train(tiny(tmp_path))
+        train_run(compose_tiny_run(tmp_path))
         (folder,) = manifest.list_complete(tmp_path)
         flip(folder / "__0_0.distcp")
-        unchecked = tiny(tmp_path, "training.steps=4", "checkpoint.verify=false")
+        unchecked = compose_tiny_run(tmp_path, "training.steps=4", "checkpoint.verify=false")
         try:
-            train(unchecked)
-        except RankFailed as failed:  # the bit may be one that torch's own reader stumbles over
+            train_run(unchecked)
+        except RankFailedError as failed:  # the bit may be one that torch's own reader stumbles over
             assert "can't be read" in str(failed)
         assert manifest.read(folder) is not None
 
@@ -331,14 +340,16 @@ class TestDamage:
 class TestForkThatIsStopped:
     @pytest.mark.full
     def test_before_its_first_checkpoint_it_begins_from_its_parent_again(self, tmp_path: Path) -> None:
-        parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
-        last = train(parent)[0].last
-        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
-        with pytest.raises(RankFailed, match="killed"):
-            train(fork, _dies)
-        train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))  # the parent has gone on
-        assert same(train(fork)[0].first, last)
-        assert [line["step"] for line in steps(fork)] == [4, 5]
+        parent = compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9")
+        last = train_run(parent)[0].last
+        fork = compose_tiny_run(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+        with pytest.raises(RankFailedError, match="killed"):
+            train_run(fork, _dies)
+        train_run(
+            compose_tiny_run(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4")
+        )  # the parent has gone on
+        assert are_identical(train_run(fork)[0].first, last)
+        assert [line["step"] for line in read_step_records(fork)] == [4, 5]
 
 
 def _dies(trainer: Trainer) -> None:
@@ -348,7 +359,7 @@ def _dies(trainer: Trainer) -> None:
 def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = tiny(tmp_path, "checkpoint.every=2", "training.steps=3")
+    run = compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=3")
 
     def broken(folder: Path, said: Manifest) -> None:
         if said.step == 2:
@@ -359,6 +370,6 @@ def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
         assert manager is not None
         manager.post_save_hooks = (broken,)
 
-    assert train(run, add)[0].code == 0
+    assert train_run(run, add)[0].code == 0
     assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-3"]
     assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out

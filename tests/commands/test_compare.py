@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import shown_report
-from tests.support.made_runs import Attempt, Story, made
+from tests.support.made_runs import Story, StoryAttempt, make_run
 from titan import compare
 from titan.report import comparison
 from titan.report.findings import Comparison
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("runs/grid", "runs/other", "lr=0.1", "out"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "compare", lambda directories, options: shown_report.mixed())
+    monkeypatch.setattr(comparison, "compare", lambda directories, options: shown_report.make_mixed())
     return tmp_path
 
 
@@ -47,9 +47,9 @@ def test_a_table_and_a_page_in_the_first_directory(place: Path, capsys: pytest.C
 
 def test_runs_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 1):
-        made(tmp_path / f"runs/single-{seed}", Story(seed=seed), "parallelism=single")
-        made(tmp_path / f"runs/fsdp-{seed}", Story(seed=seed, seconds=0.2), "parallelism=fsdp")
-    made(tmp_path / "runs/open", Story(seed=2, attempts=(Attempt(0, 10),)), "parallelism=fsdp")
+        make_run(tmp_path / f"runs/single-{seed}", Story(seed=seed), "parallelism=single")
+        make_run(tmp_path / f"runs/fsdp-{seed}", Story(seed=seed, seconds=0.2), "parallelism=fsdp")
+    make_run(tmp_path / "runs/open", Story(seed=2, attempts=(StoryAttempt(0, 10),)), "parallelism=fsdp")
     assert compare.main([f"{tmp_path}/runs", "baseline=parallelism=single", f"to={tmp_path}/x.csv"]) == 0
     screen = capsys.readouterr().out
     assert "parallelism=fsdp learns the same as the baseline." in " ".join(screen.split())
@@ -83,7 +83,7 @@ def test_options_reach_the_comparison(place: Path, monkeypatch: pytest.MonkeyPat
 
     def compared(directories: Sequence[str], options: comparison.Options) -> Comparison:
         asked.extend([list(directories), options])
-        return shown_report.two()
+        return shown_report.make_two_variants()
 
     monkeypatch.setattr(comparison, "compare", compared)
     given = ["runs/grid", "lr=0.1", "baseline=parallelism=ddp,lr=1e-3", "margin=0.05", "target=3", "to=[]"]
@@ -166,7 +166,7 @@ import sys
 from tests.support import shown_report as shown
 from titan import compare
 from titan.report import comparison
-comparison.compare = lambda directories, options: shown.two()
+comparison.compare = lambda directories, options: shown.make_two_variants()
 code = compare.main(["runs/grid", "to=[x.html,x.csv,x.json,x.md]"])
 sys.exit(code or ('torch' in sys.modules and 'torch is loaded'))
 """

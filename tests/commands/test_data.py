@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.runs import begin
+from tests.support.composing import compose_test_run
+from tests.support.runs import begin_run
 from titan import data
 
 pytestmark = pytest.mark.usefixtures("without_progress")  # whole outputs are compared here
@@ -44,9 +44,9 @@ def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixtu
 
 @pytest.mark.full
 def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
+    run = compose_test_run([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
     Path(run.directory).mkdir()
-    begin(run)
+    begin_run(run)
     lines = shown(capsys, run.directory, "step=1", "rows=4")
     assert lines[0] == "step 1: rows 0 to 5"
     assert next(line for line in lines if line.startswith("row")).startswith("row 4: row ")

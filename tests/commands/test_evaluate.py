@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.support import task_files
-from tests.support.composing import composed
-from tests.support.runs import saved, train, weights
+from tests.support.composing import compose_test_run
+from tests.support.runs import read_checkpoint, select_weights, train_run
 from tests.support.tiers import full
 from tests.training.test_evaluation import BASE, difference
 from titan import convert, evaluate
@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     """A finished run with two checkpoints and tasks, whose model has learned a little."""
-    paths = task_files.write(folder)
+    paths = task_files.write_tasks(folder)
     more = ["checkpoint=sync", "checkpoint.every=2", "training.steps=4", "optimizer=adamw", "optimizer.lr=1e-2"]
-    given = [*BASE, *task_files.corpus(folder), *task_files.settings(paths), *more, "evaluation.ema=0.5"]
-    made = composed([*given, f"hydra.run.dir={folder}/run"])
-    train(made)
+    given = [*BASE, *task_files.write_corpus(folder), *task_files.build_settings(paths), *more, "evaluation.ema=0.5"]
+    made = compose_test_run([*given, f"hydra.run.dir={folder}/run"])
+    train_run(made)
     return made
 
 
@@ -80,8 +80,12 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
     """As measured of a checkpoint whose weights are replaced by the mean."""
     found = evaluated(run, tmp_path / "out.json", "average=2", "tasks=[]")
     assert found["steps"] == [2, 4]
-    mean = {name: (a + saved(run, 4)[name]) / 2 for name, a in weights(saved(run, 2)).items()}
-    reference = composed([*run.overrides, "evaluation.tasks=null", "checkpoint=off", f"hydra.run.dir={tmp_path}/x"])
+    mean = {
+        name: (a + read_checkpoint(run, 4)[name]) / 2 for name, a in select_weights(read_checkpoint(run, 2)).items()
+    }
+    reference = compose_test_run(
+        [*run.overrides, "evaluation.tasks=null", "checkpoint=off", f"hydra.run.dir={tmp_path}/x"]
+    )
 
     def replace_weights(trainer: Any) -> None:
         restore = trainer._restore_state
@@ -94,7 +98,7 @@ def test_an_average_is_that_of_the_checkpoints(run: Run, folder: Path, tmp_path:
 
         trainer._restore_state = restored
 
-    train(reference, replace_weights)
+    train_run(reference, replace_weights)
     last = read_records(tmp_path / "x" / "metrics.jsonl")[-1]
     assert found["results"]["average of 2"]["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert found["results"]["weights"]["validation_loss"] != found["results"]["average of 2"]["validation_loss"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.support import made_weights
-from tests.support.composing import composed
-from tests.support.runs import TINY, train
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY, train_run
 from tests.support.tiers import full
 from titan import generate
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -31,7 +31,7 @@ SPEED = re.compile(r"titan: [\d,]+ tokens in [\d.]+ s, [\d,.]+ tokens/s; first t
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights with the built-in tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "step-3"
-    made_weights.native(folder, MODEL)
+    made_weights.write_native(folder, MODEL)
     return folder
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face's format, without a tokenizer."""
     folder = tmp_path_factory.mktemp("bare")
-    made_weights.hf(folder, made_weights.LLAMA)
+    made_weights.write_hf(folder, made_weights.LLAMA)
     return folder
 
 
@@ -185,8 +185,8 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "book.txt").write_text(text)
     model = [setting for setting in TINY if not setting.startswith("dataset")]
     data = ["dataset=text", f"dataset.path={tmp_path / 'book.txt'}", "model.vocab=4096"]
-    run = composed([*model, *data, f"hydra.run.dir={tmp_path / 'run'}"])
-    train(run)
+    run = compose_test_run([*model, *data, f"hydra.run.dir={tmp_path / 'run'}"])
+    train_run(run)
     capsys.readouterr()
     assert generate.main([str(tmp_path / "run"), "prompt=10 is", "max_tokens=4", "device=cpu"]) == 0
     screen = capsys.readouterr()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.runs import begin
+from tests.support.composing import compose_test_run
+from tests.support.runs import begin_run
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status, train
 from titan.bench import command as bench
 from titan.bench import predicted
@@ -68,9 +68,11 @@ every_command = pytest.mark.parametrize("case", CASES, ids=lambda case: case.nam
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that has begun, runs/x."""
     folder = tmp_path_factory.mktemp("grammar")
-    run = composed(["dataset=synthetic", "dataset.tokens=65536", "cluster=cpu", f"hydra.run.dir={folder}/runs/x"])
+    run = compose_test_run(
+        ["dataset=synthetic", "dataset.tokens=65536", "cluster=cpu", f"hydra.run.dir={folder}/runs/x"]
+    )
     Path(run.directory).mkdir(parents=True)
-    begin(run)
+    begin_run(run)
     return folder
 
 

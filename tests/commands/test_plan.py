@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import full, table
+from tests.support.tiers import full, select_cases
 from titan import plan
 from titan.console.numbers import format_rounded
 
@@ -127,7 +127,7 @@ def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None
 EXAMPLES = list(plan.COMMAND.examples)
 
 
-@pytest.mark.parametrize("example", table(EXAMPLES, ("model=llama8b parallelism=fsdp cluster=h100",)))
+@pytest.mark.parametrize("example", select_cases(EXAMPLES, ("model=llama8b parallelism=fsdp cluster=h100",)))
 def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert plan.main(shlex.split(example)) == 0

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.corruption import flip
+from tests.support.corruption import flip_bit
 from tests.support.matrix import EXACT, MODEL
-from tests.support.runs import steps, tiny, train
-from tests.support.tiers import full, table
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
+from tests.support.tiers import full, select_cases
 from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
@@ -30,8 +30,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def trained(directory: Path, *settings: str, layout: str = "single") -> Run:
     """A finished run, which records the command line that a user would have given."""
-    made = tiny(directory, *settings, "checkpoint.keep=9", layout=layout)
-    train(made)
+    made = compose_tiny_run(directory, *settings, "checkpoint.keep=9", layout=layout)
+    train_run(made)
     return made
 
 
@@ -49,7 +49,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.parametrize("step", [full(1), 5, full(4), full(7)])
 def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
     before = files(run)
-    seen, own = replayed(run, tmp_path, f"step={step}"), steps(run)[step - 1]
+    seen, own = replayed(run, tmp_path, f"step={step}"), read_step_records(run)[step - 1]
     keys = ("loss", "grad_norm", "lr", "rows", "batch_hash", "tokens")
     assert {key: seen["record"][key] for key in keys} == {key: own[key] for key in keys}
     assert files(run) == before
@@ -60,8 +60,8 @@ def test_a_copy_of_a_checkpoint_serves_too(tmp_path: Path) -> None:
     made = trained(tmp_path / "runs" / "first", *SETTINGS, f"checkpoint.path=file://{tmp_path}/elsewhere")
     shutil.rmtree(tmp_path / "runs" / "first" / "checkpoints")
     seen = replayed(made, tmp_path, "step=5")
-    assert seen["record"]["loss"] == steps(made)[4]["loss"]
-    flip(tmp_path / "elsewhere" / "first" / "step-3" / "__0_0.distcp")
+    assert seen["record"]["loss"] == read_step_records(made)[4]["loss"]
+    flip_bit(tmp_path / "elsewhere" / "first" / "step-3" / "__0_0.distcp")
     assert replay.main([made.directory, "step=5"]) == 1
 
 
@@ -83,7 +83,7 @@ def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> N
 @pytest.mark.full
 def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
     made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
-    seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), steps(made)[4]
+    seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), read_step_records(made)[4]
     assert (seen["record"]["rows"], seen["record"]["batch_hash"]) == (own["rows"], own["batch_hash"])
     assert all(abs(seen["record"][key] / own[key] - 1) <= EXACT for key in ("loss", "grad_norm"))
 
@@ -133,7 +133,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     "words, sentence",
-    table(
+    select_cases(
         [pytest.param(*case, id=name) for name, case in REFUSED.items()],
         ("no run", "two runs", "no step", "no checkpoint before", "against nothing"),
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import Attempt, Story, made, read_lines, write_lines
+from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
 from titan import status
 
 
@@ -24,21 +24,21 @@ def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, st
     ("attempts", "measured"),
     [
         pytest.param(None, "0.5 s", id="finished"),
-        pytest.param((Attempt(0, 20),), "0.5 s", id="unfinished"),
-        pytest.param((Attempt(0, 3),), "", id="warm-up-only"),
-        pytest.param((Attempt(0, 20), Attempt(10, 10)), "", id="resumed-without-a-step"),
+        pytest.param((StoryAttempt(0, 20),), "0.5 s", id="unfinished"),
+        pytest.param((StoryAttempt(0, 3),), "", id="warm-up-only"),
+        pytest.param((StoryAttempt(0, 20), StoryAttempt(10, 10)), "", id="resumed-without-a-step"),
     ],
 )
 def test_step_time_beside_its_prediction(
-    attempts: tuple[Attempt, ...] | None, measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    attempts: tuple[StoryAttempt, ...] | None, measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made(tmp_path / "run", Story(predicted=0.42, jitter=0.0, attempts=attempts))
+    make_run(tmp_path / "run", Story(predicted=0.42, jitter=0.0, attempts=attempts))
     found = columns(tmp_path / "run", capsys)
     assert (found["step time"], found["predicted"]) == (measured, "0.42 s")
 
 
 def test_warm_up_steps_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path / "run", Story(predicted=0.42, jitter=0.0, steps=6))
+    make_run(tmp_path / "run", Story(predicted=0.42, jitter=0.0, steps=6))
     lines = read_lines(tmp_path / "run")
     for line in lines[:3]:
         line["step_seconds"] = 9.0
@@ -47,7 +47,7 @@ def test_warm_up_steps_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_without_a_prediction_the_columns_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path / "run", Story())
+    make_run(tmp_path / "run", Story())
     found = columns(tmp_path / "run", capsys)
     assert "predicted" not in found and "step time" not in found and found["attempts"] == "1"
 
@@ -55,7 +55,7 @@ def test_without_a_prediction_the_columns_are_left_out(tmp_path: Path, capsys: p
 def test_slow_ranks_of_a_running_run_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
+    make_run(tmp_path / "run", Story(attempts=(StoryAttempt(0, 20),)))
     lines = read_lines(tmp_path / "run")
     next(line for line in reversed(lines) if "loss" in line)["ranks"] = {"slow": [3, 5]}
     write_lines(tmp_path / "run", lines)

@@ -17,7 +17,7 @@ from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd import graph_compile
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import Tensors, difference, tiny
+from tests.support.runs import Tensors, compose_tiny_run, compute_difference
 from tests.support.tiers import full
 from titan.compile.backend import ConfiguredBackend, compile_stage
 from titan.compile.schema import Compile
@@ -97,7 +97,7 @@ SCOPES = [
 @pytest.mark.full
 def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: Memory, count: int) -> None:
     one, seen = stage(Compile(scope, "aot_eager"), kept, fullgraph=True), []
-    assert difference(trained(one), trained(stage())) <= EXACT
+    assert compute_difference(trained(one), trained(stage())) <= EXACT
     seen.append(graphs())
     with torch.no_grad():
         assert one(X, Y).item() == pytest.approx(stage()(X, Y).item(), rel=1e-6)
@@ -115,7 +115,7 @@ def test_bf16(scope: Any) -> None:
     plain, one = stage(), stage(Compile(scope, "aot_eager"), Memory("selective"), fullgraph=True)
     for each in (plain, one):
         each.model.tok_embeddings.dtype = torch.bfloat16
-    assert difference(trained(one), trained(plain)) <= ROUNDED
+    assert compute_difference(trained(one), trained(plain)) <= ROUNDED
 
 
 def test_off_compiles_nothing() -> None:
@@ -182,7 +182,7 @@ def twice(one: ModelStage) -> list[Tensors]:
 @pytest.mark.parametrize("scope", ["block", "model"])
 def test_backward_can_be_run_twice_where_buffers_are_kept(scope: Any) -> None:
     how, wanted = Compile(scope, "aot_eager"), trained(stage())
-    assert max(difference(found, wanted) for found in twice(stage(how, keep_buffers=True))) <= EXACT
+    assert max(compute_difference(found, wanted) for found in twice(stage(how, keep_buffers=True))) <= EXACT
     with pytest.raises(RuntimeError, match="donated buffers"):
         twice(stage(how))
 
@@ -266,7 +266,7 @@ def test_gradients_are_right_where_weights_are_cut(kind: str, kept: Memory, scop
     wanted = trained(stage())
     wanted.pop("loss")
     for found in run_ranks(parallel, 2, kind, kept, Compile(scope, "aot_eager"), timeout=300):
-        assert difference(found, wanted) <= EXACT
+        assert compute_difference(found, wanted) <= EXACT
 
 
 SMALL = replace(SHAPE, layers=1)  # compiling C++ takes long
@@ -290,8 +290,8 @@ def compiled(rank: int, size: int) -> Tensors:
 @pytest.mark.full
 def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> None:
     wanted = trained(stage(shape=SMALL))
-    assert difference(trained(stage(Compile("block"), Memory("selective"), SMALL)), wanted) <= EXACT
-    assert difference(run_ranks(compiled, 1, timeout=300)[0], wanted) <= EXACT
+    assert compute_difference(trained(stage(Compile("block"), Memory("selective"), SMALL)), wanted) <= EXACT
+    assert compute_difference(run_ranks(compiled, 1, timeout=300)[0], wanted) <= EXACT
 
 
 @pytest.mark.full
@@ -299,7 +299,7 @@ def test_inductors_cache_tells_apart_whether_buffers_are_kept(inductor: None) ->
     trained(stage(Compile("block"), shape=SMALL))
     torch._dynamo.reset()
     kept, wanted = twice(stage(Compile("block"), shape=SMALL, keep_buffers=True)), trained(stage(shape=SMALL))
-    assert max(difference(found, wanted) for found in kept) <= EXACT
+    assert max(compute_difference(found, wanted) for found in kept) <= EXACT
 
 
 CHOICES = [
@@ -311,4 +311,4 @@ CHOICES = [
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
 def test_choices(choice: str, expected: Compile, tmp_path: Path) -> None:
-    assert tiny(tmp_path, f"compile={choice}", "compile.backend=eager").compile == expected
+    assert compose_tiny_run(tmp_path, f"compile={choice}", "compile.backend=eager").compile == expected

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 import tests.slurm.faults  # noqa: F401 -- before classes move: it derives from one
-from tests.support.machines import detector
-from tests.support.runs import steps, train
-from tests.support.tiers import table
+from tests.support.machines import make_detector
+from tests.support.runs import read_step_records, train_run
+from tests.support.tiers import select_cases
 from titan import compare, status
 from titan.checkpoint import manifest
 from titan.cluster import devices
@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that were trained with all classes in their present places."""
     root = tmp_path_factory.mktemp("trained")
     for name, overrides in RUNS.items():
-        (seen,) = train(compose_run([*SHAPE, *overrides, "training.steps=3", f"hydra.run.dir={root / name}"]))
+        (seen,) = train_run(compose_run([*SHAPE, *overrides, "training.steps=3", f"hydra.run.dir={root / name}"]))
         assert seen.code == 0, seen.failure
     return root
 
@@ -117,9 +117,9 @@ def rows() -> list[Any]:
     return [pytest.param(*names[id], id=id) for id in names if id.startswith("here") or id in QUICK]
 
 
-@pytest.mark.parametrize(("where", "row"), table(rows(), QUICK, one_in=2), indirect=["where"])
+@pytest.mark.parametrize(("where", "row"), select_cases(rows(), QUICK, one_in=2), indirect=["where"])
 def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector(row["machine"]))
+    monkeypatch.setattr(devices, "detect_machine", make_detector(row["machine"]))
     run = compose_run(["name=x", *row["line"].split()])
     ids = identity.compute_ids(run, identity.collect_science(run, "d", None))
     assert {"science": ids.science, "group": ids.group, "execution": ids.execution} == {
@@ -132,10 +132,10 @@ def test_a_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
     before = manifest.inspect(directory / "checkpoints" / "step-3")
     run = compose_run([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
-    (seen,) = train(run)
+    (seen,) = train_run(run)
     documents = read_attempts(directory)
     assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]
-    assert documents[1]["from_step"] == 3 and [line["step"] for line in steps(run)] == [1, 2, 3, 4]
+    assert documents[1]["from_step"] == 3 and [line["step"] for line in read_step_records(run)] == [1, 2, 3, 4]
     first, second = (d["science"] for d in documents)
     assert first | {"training.steps": 4} == second
     saved = manifest.inspect(directory / "checkpoints" / "step-4")

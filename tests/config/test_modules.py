@@ -10,9 +10,9 @@ import yaml
 
 from launchers import start
 from launchers.command import run_command
-from tests.support.machines import detector
-from tests.support.runs import TINY, begin
-from tests.support.tiers import full, table
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, begin_run
+from tests.support.tiers import full, select_cases
 from titan.cluster import devices
 from titan.config import modules
 from titan.errors import ConfigError
@@ -34,7 +34,7 @@ RECIPE = {"modules": ["theirs_pack"], "optimizer": {"_target_": "theirs_pack.The
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder with a package of others, and a recipe that lists it, which $TITAN_CONF names."""
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TITAN_CONF", str(tmp_path / "conf"))
@@ -128,7 +128,8 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), table([pytest.param(*case, id=name) for name, case in GRIDS.items()], ("logger", "stream"))
+    ("content", "said"),
+    select_cases([pytest.param(*case, id=name) for name, case in GRIDS.items()], ("logger", "stream")),
 )
 def test_a_grids_file_imports_nothing(
     content: object, said: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -152,7 +153,7 @@ def test_a_recorded_command_line_is_not_the_users() -> None:
     run = compose_run([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
     assert "modules=[theirs_pack]" in summary.build_next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
-    begin(run)
+    begin_run(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(ConfigError, match="modules="):
         compose.compose_recipe(["resume=runs/one"])

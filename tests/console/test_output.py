@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, ended, program, until
+from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, list_stop_signals
@@ -86,15 +86,15 @@ def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(t
         "metrics.console_every=1",
         f"hydra.run.dir={tmp_path}/run",
     ]
-    with program("-m", "titan.train", *line, env={"TITAN_CACHE": str(tmp_path / "cache")}) as train:
+    with run_program("-m", "titan.train", *line, env={"TITAN_CACHE": str(tmp_path / "cache")}) as train:
         train.stdout.readline()
         train.stdout.close()
         steps = tmp_path / "run" / "metrics.jsonl"
-        until(lambda: steps.exists() and len(list(read_records(steps))) > 20, "steps without a reader")
+        wait_until(lambda: steps.exists() and len(list(read_records(steps))) > 20, "steps without a reader")
         for _ in range(2):  # as a terminal and its shell send it
             train.send_signal(signal.SIGHUP)
         train.stdout = None
-        assert ended(train)[0] == 130
+        assert wait_for_end(train)[0] == 130
     assert manifest.list_complete(tmp_path / "run")
 
 

@@ -10,10 +10,10 @@ import yaml
 
 from launchers import start, trials
 from launchers.command import run_command
-from tests.support.composing import composed
-from tests.support.machines import detector
-from tests.support.runs import TINY, begin
-from tests.support.tiers import full, table
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, begin_run
+from tests.support.tiers import full, select_cases
 from titan import status
 from titan.cluster import devices
 from titan.console.text import escape, is_redacted, redact, redact_nested
@@ -46,7 +46,7 @@ PLAIN = (
 
 
 @pytest.mark.parametrize(
-    ("text", "due"), table([pytest.param(*case, id=name) for name, case in REDACTED.items()], ("list",))
+    ("text", "due"), select_cases([pytest.param(*case, id=name) for name, case in REDACTED.items()], ("list",))
 )
 def test_secrets_are_redacted(text: str, due: str) -> None:
     assert redact(text) == redact(due) == due
@@ -82,9 +82,9 @@ def test_control_characters_are_refused(overrides: list[str], laptop: Path, caps
 
 def test_texts_that_may_have_lines_keep_them(laptop: Path) -> None:
     (laptop / "a.txt").write_text("x")
-    run = composed(["dataset=text", f"dataset.path={laptop}/a.txt", "dataset.separator='\n\n'", "name=x"])
+    run = compose_test_run(["dataset=text", f"dataset.path={laptop}/a.txt", "dataset.separator='\n\n'", "name=x"])
     assert run.dataset.separator == "\n\n"  # type: ignore[attr-defined]
-    assert composed(["cluster.setup=['a\nb']", "name=x"]).cluster.setup == ("a\nb",)
+    assert compose_test_run(["cluster.setup=['a\nb']", "name=x"]).cluster.setup == ("a\nb",)
 
 
 def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_control_characters_are_escaped() -> None:
 
 @pytest.fixture
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -126,7 +126,7 @@ def address(secret: str, path: Path) -> str:
 
 
 def run_of(secret: str, folder: Path, *more: str) -> Run:
-    return composed([*TINY, "name=x", f"checkpoint.resume='{address(secret, folder)}'", *more])
+    return compose_test_run([*TINY, "name=x", f"checkpoint.resume='{address(secret, folder)}'", *more])
 
 
 def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,9 +158,9 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
 def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     kinds = []
     for secret in (SECRET, OTHER):
-        run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
+        run = compose_test_run([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
-        attempt = begin(run)
+        attempt = begin_run(run)
         assert isinstance(attempt, attempts.Attempt)
         kinds.append((attempt.kind, attempt.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
@@ -169,12 +169,12 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
 
 def test_a_redacted_url_is_refused_as_it_is(laptop: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.resume=.*\*\*\* stands for a secret"):
-        composed([f"checkpoint.resume='{redact(address(SECRET, laptop))}'"])
+        compose_test_run([f"checkpoint.resume='{redact(address(SECRET, laptop))}'"])
 
 
 def test_a_url_from_the_environment_is_written_down_as_typed(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA_URL", address(SECRET, laptop))
-    run = composed([*TINY, "checkpoint.resume=${oc.env:DATA_URL}"])
+    run = compose_test_run([*TINY, "checkpoint.resume=${oc.env:DATA_URL}"])
     assert run.checkpoint.resume == address(SECRET, laptop)
     assert "checkpoint.resume=${oc.env:DATA_URL}" in run.overrides
 
@@ -196,8 +196,8 @@ def test_a_secret_of_the_environment_is_warned_of(
     compose.warn_once.cache_clear()
     monkeypatch.setenv("MY_TOKEN", SECRET)
     monkeypatch.setenv("MY_PLACE", "somewhere")
-    composed([*TINY, override])
-    composed([*TINY, override])
+    compose_test_run([*TINY, override])
+    compose_test_run([*TINY, override])
     said = capsys.readouterr().err
     assert said.count("the value of MY_TOKEN goes into run.yaml") == warned and SECRET not in said
 
@@ -224,7 +224,7 @@ def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: py
 
 
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
-    point = trials.Trial("a", (), composed([*TINY]))
+    point = trials.Trial("a", (), compose_test_run([*TINY]))
     assert trials.pickle_run(point, laptop).stat().st_mode & 0o777 == 0o600
 
 

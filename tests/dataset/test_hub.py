@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hub_server import COMMIT, Repositories, serving
+from tests.support.hub_server import COMMIT, Repositories, serve_repositories
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import hub as module
 from titan.dataset.sources.hub import build_hub_source
@@ -233,7 +233,7 @@ def server() -> Iterator[Repositories]:
         "some/wrong": files | {"tokenizer_config.json": b'{"eos_token": "<none>"}'},
         "some/gated": files,
     }
-    with serving(Repositories(repositories, {"datasets/some/gated", "some/gated"})) as hub:
+    with serve_repositories(Repositories(repositories, {"datasets/some/gated", "some/gated"})) as hub:
         yield hub
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.prepared_folders import counting, finish, publish, write
-from tests.support.tiers import table
+from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
+from tests.support.tiers import select_cases
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
     DOCUMENTS,
@@ -39,31 +39,31 @@ from titan.training.schema import Training
 SEQ_LEN = 4
 ROWS = 37
 LENGTHS = (15, 1, 3, 40, 2, 2, 20, 4, 4, 59)
-UNITS = [counting(*LENGTHS[:4]), counting(*LENGTHS[4:7], start=59), counting(*LENGTHS[7:], start=83)]
+UNITS = [make_documents(*LENGTHS[:4]), make_documents(*LENGTHS[4:7], start=59), make_documents(*LENGTHS[7:], start=83)]
 BEGINS = np.cumsum((0, *LENGTHS[:-1])).tolist()
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """37 rows of four tokens, every token different, in three shards and ten documents."""
-    return write(tmp_path_factory.mktemp("corpus") / "c", UNITS)
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "c", UNITS)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """Another one of 8 rows, whose tokens are from 500 on."""
-    return write(tmp_path_factory.mktemp("small") / "c", [counting(33, start=500)], digest="e")
+    return write_corpus(tmp_path_factory.mktemp("small") / "c", [make_documents(33, start=500)], digest="e")
 
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
     """The same corpus, seen when none, one, two and all of its units were there; it is complete by now."""
     folder = tmp_path_factory.mktemp("live") / "c"
-    seen, entries = [write(folder, UNITS, done=0)], []
+    seen, entries = [write_corpus(folder, UNITS, num_units=0)], []
     for number, unit in enumerate(UNITS):
-        entries.append(publish(folder, number, unit))
+        entries.append(publish_unit(folder, number, unit))
         seen.append(open_corpus(folder, partial=True))
-    finish(folder, entries)
+    write_manifest(folder, entries)
     return [*seen, open_corpus(folder)]
 
 
@@ -114,7 +114,7 @@ KINDS: dict[str, Callable[[Corpus, Corpus], RowMixture]] = {
 }
 
 
-@pytest.mark.parametrize("kind", table(KINDS, ("mixture",)))
+@pytest.mark.parametrize("kind", select_cases(KINDS, ("mixture",)))
 @given(n=st.integers(1, 20), grow=GROW, attempts=LIVES)
 def test_every_row_once_in_order_under_any_layout(
     corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], attempts: list[tuple[int, int, int]]
@@ -246,7 +246,7 @@ def test_documents_are_kept_apart(corpus: Corpus) -> None:
 
 
 def test_tokens_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS, masked=True)
+    corpus = write_corpus(tmp_path / "c", UNITS, masked=True)
     batch = read(alone(corpus), plan(6), DataShard(0, 1), 1)[0]
     assert (batch.targets == np.where((batch.tokens + 1) % 2 == 0, batch.tokens + 1, IGNORED)).all()
     assert batch.valid == 12
@@ -271,17 +271,17 @@ def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeyp
     """It says so, and the batches are those of data that were there from the start."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(loader_module, "_LOG_SECONDS", 0.01)
-    whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), DataShard(0, 1), 12)
+    whole = read(alone(write_corpus(tmp_path / "whole", UNITS), window=6), plan(5), DataShard(0, 1), 12)
     folder, lines, entries = tmp_path / "live", list[str](), list[Any]()
 
     def tell(line: str) -> None:
         lines.append(line)
         if len(entries) < len(UNITS):
-            entries.append(publish(folder, len(entries), UNITS[len(entries)]))
+            entries.append(publish_unit(folder, len(entries), UNITS[len(entries)]))
             if len(entries) == len(UNITS):
-                finish(folder, entries)
+                write_manifest(folder, entries)
 
-    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), DataShard(0, 1), 12, log=tell)
+    live = read(alone(write_corpus(folder, UNITS, num_units=0), window=6), plan(5), DataShard(0, 1), 12, log=tell)
     assert [batch.hash for batch in live] == [batch.hash for batch in whole]
     assert len(lines) >= 3
     assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 shards, 0 tokens, are done"
@@ -298,7 +298,7 @@ def test_waiting_in_vain_fails(
     tmp_path: Path, failed: Any, patience: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
-    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus = write_corpus(tmp_path / "c", UNITS, num_units=1)
     if failed:
         (tmp_path / "c" / "failed.json").write_text(json.dumps(failed))
     with pytest.raises(RunError, match=words):
@@ -308,12 +308,14 @@ def test_waiting_in_vain_fails(
 def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that come after a void step must not be taken for those of the step after it."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
-    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus = write_corpus(tmp_path / "c", UNITS, num_units=1)
     with Loader(
         alone(corpus, window=6), plan(5), DataShard(0, 1), BatchShape(1, 5, SEQ_LEN), is_stopped=lambda: True
     ) as loader:
         batches = [next(loader) for _ in range(4)]
-        finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(UNITS)])
+        write_manifest(
+            tmp_path / "c", [publish_unit(tmp_path / "c", number, unit) for number, unit in enumerate(UNITS)]
+        )
         loader._thread.join(0.2)
         batches += [next(loader) for _ in range(3)]
     void = [batch.void for batch in batches]
@@ -323,14 +325,14 @@ def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypat
 
 
 def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus = write_corpus(tmp_path / "c", UNITS, num_units=1)
     loader = Loader(alone(corpus, window=6), plan(5), DataShard(0, 1), BatchShape(1, 5, SEQ_LEN))
     loader.close()
     assert not loader._thread.is_alive()
 
 
 def test_an_error_in_the_background_reaches_next_each_time(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS)
+    corpus = write_corpus(tmp_path / "c", UNITS)
     (tmp_path / "c" / "train-00001.tokens").unlink()
     with Loader(alone(corpus), plan(20), DataShard(0, 1), BatchShape(1, 20, SEQ_LEN)) as loader:
         for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.prepared_folders import counting, finish, publish, write
+from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
 from titan.dataset import mixture as module
 from titan.dataset import proportions
 from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, compute_block_pattern
@@ -28,7 +28,7 @@ QUOTAS = st.tuples(*[st.integers(0, 100)] * 3).filter(any)
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
     """Three corpora of 13, 40 and 7 rows."""
     folder = tmp_path_factory.mktemp("c")
-    return [write(folder / str(n), [counting(n * SEQ_LEN + 1)], digest=f"d{n}") for n in SIZES]
+    return [write_corpus(folder / str(n), [make_documents(n * SEQ_LEN + 1)], digest=f"d{n}") for n in SIZES]
 
 
 def shares(weights: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,18 +193,18 @@ def test_a_window_that_was_just_filled_is_as_it_stays() -> None:
 
 def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
     """Windows of four rows: a row is there as soon as its window is, and is the same row as at the end."""
-    units = [counting(20, start=20 * i) for i in range(5)]
-    whole = TokenSequences("x", write(tmp_path / "whole", units), SEQ_LEN, 5, window=4)
-    rows = TokenSequences("x", write(tmp_path / "live", units, done=0), SEQ_LEN, 5, window=4)
+    units = [make_documents(20, start=20 * i) for i in range(5)]
+    whole = TokenSequences("x", write_corpus(tmp_path / "whole", units), SEQ_LEN, 5, window=4)
+    rows = TokenSequences("x", write_corpus(tmp_path / "live", units, num_units=0), SEQ_LEN, 5, window=4)
     done: list[int] = []
     told: list[str] = []
 
     def wait(line: str) -> None:
         told.append(line)
         done.append(len(done))
-        entries = [publish(tmp_path / "live", n, units[n]) for n in done]
+        entries = [publish_unit(tmp_path / "live", n, units[n]) for n in done]
         if len(done) == len(units):
-            finish(tmp_path / "live", entries)
+            write_manifest(tmp_path / "live", entries)
 
     for index in range(70):
         expected = whole.rows_at(np.array([index]))
@@ -224,14 +224,16 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
 )
 def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words: str, tmp_path: Path) -> None:
     """What is checked beforehand, of data that are complete."""
-    units = [counting(50), counting(50, start=50)]
-    rows = TokenSequences("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
-    finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
+    units = [make_documents(50), make_documents(50, start=50)]
+    rows = TokenSequences("x", write_corpus(tmp_path / "c", units, num_units=1), seq_len, 5, window=2, epochs=epochs)
+    write_manifest(tmp_path / "c", [publish_unit(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
     with pytest.raises(RunError, match=words):
         rows.rows_at(np.array([31]), lambda line: None)
 
 
 def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
-    rows = TokenSequences("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
+    rows = TokenSequences(
+        "x", write_corpus(tmp_path / "c", [make_documents(50), make_documents(50)], num_units=1), SEQ_LEN, 5, window=2
+    )
     with pytest.raises(ConfigError, match="1 of 2 shards, 50 tokens, are done; wait"):
         rows.rows_at(np.array([16]))

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.made_source import Made, files, words
-from tests.support.processes import LIMIT, until
+from tests.support.made_source import Made, make_documents, read_files
+from tests.support.processes import LIMIT, wait_until
 from tests.support.tiers import full
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
@@ -56,7 +56,7 @@ def dataset(file: Path, **changes: object) -> Jsonl:
 
 def made(place: Path, **changes: object) -> Made:
     """240 documents in six parts."""
-    usual = {"content": words(), "cache": str(place / "cache"), "validation": 0.2, "workers": 1}
+    usual = {"content": make_documents(), "cache": str(place / "cache"), "validation": 0.2, "workers": 1}
     return Made(**usual | changes)  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def test_masks_mark_what_counts(tmp_path: Path) -> None:
 
 def test_the_report_counts(tmp_path: Path, small_units: None) -> None:
     content = (
-        *words(3),
+        *make_documents(3),
         (Skip("empty", "line 7"), Skip("empty", "line 9"), "x" * 990),
         (Skip("broken file", "f"), "y"),
     )
@@ -225,7 +225,7 @@ def test_a_plan_is_there_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
         folder = ensure_plan(made(tmp_path))
     content = json.loads((folder / "plan.json").read_text())
     assert sorted(f.name for f in folder.iterdir()) == ["plan.json", "token_bytes.npy"]
-    assert content["units"] == [[i, i + 1, sum(map(len, part))] for i, part in enumerate(words())]
+    assert content["units"] == [[i, i + 1, sum(map(len, part))] for i, part in enumerate(make_documents())]
     assert (content["format"], content["dtype"], content["masked"]) == (2, "uint16", False)
     assert prepare(made(tmp_path)) == folder
     assert all(manifest(folder)[key] == content[key] for key in content if key != "units")
@@ -240,9 +240,9 @@ def test_a_survey_does_nothing(tmp_path: Path, small_units: None) -> None:
 
 
 def test_any_number_of_processes_writes_the_same(tmp_path: Path, small_units: None) -> None:
-    one = files(prepare(made(tmp_path)))
+    one = read_files(prepare(made(tmp_path)))
     folder = prepare(made(tmp_path, cache=str(tmp_path / "other"), workers=2))
-    assert files(folder) == one
+    assert read_files(folder) == one
     assert leftovers(folder) == []
     assert multiprocessing.active_children() == []
 
@@ -264,7 +264,7 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
         job.join()
     assert len(found) == 2 and found[0] == found[1]
     assert sorted(makes) == list(range(6))
-    assert files(found[0]) == files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
+    assert read_files(found[0]) == read_files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
     assert leftovers(found[0]) == []
 
 
@@ -295,7 +295,7 @@ def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None, processes: int) -> None:
-    broken = made(tmp_path, content=(*words(2), ("x", "refuse")), workers=processes)
+    broken = made(tmp_path, content=(*make_documents(2), ("x", "refuse")), workers=processes)
     with pytest.raises(ConfigError, match=r"^part 2: no good; mend it\.$"):
         prepare(broken)
     folder = ensure_plan(broken)
@@ -307,23 +307,24 @@ def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None
 
 def test_a_source_that_breaks_is_no_fault_of_the_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="part 1: can't be read"):
-        prepare(made(tmp_path, content=(*words(1), ("break",))))
+        prepare(made(tmp_path, content=(*make_documents(1), ("break",))))
 
 
 def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> None:
     with pytest.raises(RunError, match=r"SIGKILL.*out of memory.*dataset\.workers"):
-        prepare(made(tmp_path, content=(*words(3), ("die",)), workers=2))
+        prepare(made(tmp_path, content=(*make_documents(3), ("die",)), workers=2))
     assert multiprocessing.active_children() == []
 
 
 UNGUARDED = """
 import sys
-from tests.support.made_source import Made, words
+from tests.support.made_source import Made, make_documents
 from titan import errors
 from titan.dataset.preprocess import plan, prepare
 
 plan.MIN_SHARD_BYTES = 1000
-sys.exit(errors.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), cache=sys.argv[1], workers=2)) and 0))
+source = Made(content=make_documents(99, 99), cache=sys.argv[1], workers=2)
+sys.exit(errors.exit_code(lambda: prepare.prepare(source) and 0))
 """
 
 
@@ -349,7 +350,7 @@ def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.support.made_source import Made, words
+from tests.support.made_source import Made, make_documents
 from titan.dataset.preprocess import plan, prepare, shard_job, writer
 
 def killing(function, calls):
@@ -364,7 +365,7 @@ def killing(function, calls):
 plan.MIN_SHARD_BYTES = 1000
 where, name = {place}
 setattr(where, name, killing(getattr(where, name), {calls}))
-prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.2, workers=1))
+prepare.prepare(Made(content=make_documents(), cache=sys.argv[1], validation=0.2, workers=1))
 """
 
 
@@ -392,7 +393,7 @@ def test_a_killed_preparation_goes_on(
     assert prepare(made(tmp_path)) == folder
     assert makes == list(range(done, 6))
     assert leftovers(folder) == []
-    assert files(folder) == files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
+    assert read_files(folder) == read_files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
 
 
 SLOW = """
@@ -436,7 +437,7 @@ def test_nothing_outlives_a_preparation(tmp_path: Path, number: signal.Signals, 
         finally:
             job.kill()
     assert len(children) == 2
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the children to end")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the children to end")
     (folder,) = (tmp_path / "cache" / "datasets").iterdir()
     assert number is signal.SIGKILL or set(leftovers(folder)) <= {".hashes"}
 
@@ -478,11 +479,11 @@ def test_what_is_damaged_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folder = prepare(made(tmp_path))
-    before, report, lines, makes = files(folder), manifest(folder)["report"], list[str](), list[int]()
+    before, report, lines, makes = read_files(folder), manifest(folder)["report"], list[str](), list[int]()
     corruption(folder)
     monkeypatch.setattr(workers, "write_shard", lambda *a: (makes.append(a[2]), units.write_shard(*a)))
     assert prepare(made(tmp_path), lines.append, verify=verify) == folder
-    assert files(folder) == before
+    assert read_files(folder) == before
     assert any(told in line for line in lines) or not told
     assert len(makes) == again
     assert manifest(folder)["report"]["duplicates"] == report["duplicates"]  # type: ignore[index]
@@ -492,9 +493,9 @@ def test_what_is_damaged_is_made_again(
 def test_a_flipped_bit_is_found_only_by_looking(tmp_path: Path) -> None:
     folder = prepare(made(tmp_path))
     _flip(folder / "train-00000.tokens")
-    damaged = files(folder)
+    damaged = read_files(folder)
     prepare(made(tmp_path))
-    assert files(folder) == damaged
+    assert read_files(folder) == damaged
 
 
 @pytest.mark.parametrize("receipt", [pytest.param(True, id="by-receipt"), pytest.param(False, id="by-manifest")])
@@ -513,7 +514,10 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units: None) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = made(tmp_path, content=(*words(1), tuple(f"{i} is a number" for i in range(3000)), *words(1, same=40)))
+    big = made(
+        tmp_path,
+        content=(*make_documents(1), tuple(f"{i} is a number" for i in range(3000)), *make_documents(1, same=40)),
+    )
     ensure_plan(big)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
@@ -525,7 +529,7 @@ def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units:
     assert [f.name for f in sorted(folder.glob("unit-*"))] == ["unit-00000.json"]
     assert not list(folder.glob("*-00001.*")) and not list(folder.glob(".unit*"))
     prepare(big)
-    assert files(folder) == files(prepare(made(tmp_path, content=big.content, cache=str(tmp_path / "other"))))
+    assert read_files(folder) == read_files(prepare(made(tmp_path, content=big.content, cache=str(tmp_path / "other"))))
 
 
 def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

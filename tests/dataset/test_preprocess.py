@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.made_source import Made, MadeSource, words
+from tests.support.made_source import Made, MadeSource, make_documents
 from tests.support.tiers import full
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, report, shard_job
@@ -301,7 +301,7 @@ def test_sizes_in_words() -> None:
     "dataset",
     [
         pytest.param(Stdlib(), id="stdlib"),
-        full(Made(content=words(300, 50), validation=0.01, workers=1), id="many-units"),
+        full(Made(content=make_documents(300, 50), validation=0.01, workers=1), id="many-units"),
     ],
 )
 def test_sizes_on_paper_are_those_on_disk(

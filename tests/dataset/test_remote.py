@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.prepared_folders import counting, write
+from tests.support.prepared_folders import make_documents, write_corpus
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
@@ -21,13 +21,13 @@ from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.training.schema import Training
 
-UNITS = [counting(100_000 // 2, start=i * 50_000, vocab_size=2**16) for i in range(4)]
+UNITS = [make_documents(100_000 // 2, start=i * 50_000, vocab_size=2**16) for i in range(4)]
 
 
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
     """Prepared data of four shards of 100 kB, on a file system of fsspec's."""
-    return write(tmp_path / "there", UNITS, vocab_size=2**16).folder
+    return write_corpus(tmp_path / "there", UNITS, vocab_size=2**16).folder
 
 
 def shards_here(folder: Path) -> list[str]:
@@ -126,7 +126,7 @@ def test_another_corpus_at_the_same_place_is_another_one(there: Path) -> None:
     first = open_corpora(prepare_corpora(dataset(there)))["data"]
     assert first.train.read(5, 1) == [5]
     shutil.rmtree(there)
-    write(there, [counting(1000, start=7)], vocab_size=2**16, digest="e")
+    write_corpus(there, [make_documents(1000, start=7)], vocab_size=2**16, digest="e")
     second = open_corpora(prepare_corpora(dataset(there)))["data"]
     assert (second.digest, second.train.read(5, 1)) == ("e", [12])
     assert second.folder != first.folder

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.prepared_folders import counting, finish, publish, write
+from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
 from titan.dataset import shards
 from titan.dataset.shards import Split, open_corpus
 from titan.errors import ConfigError, RunError
 from titan.files import leases
 
-UNITS = [counting(20, 40), counting(10, 90, start=60), [], counting(50, 60, start=160)]
+UNITS = [make_documents(20, 40), make_documents(10, 90, start=60), [], make_documents(50, 60, start=160)]
 TOKENS, BEGINS = 270, [0, 20, 60, 70, 160, 210]
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     """270 tokens, 0 to 269, in six documents and three shards."""
-    return write(tmp_path_factory.mktemp("c"), UNITS).train
+    return write_corpus(tmp_path_factory.mktemp("c"), UNITS).train
 
 
 @given(start=st.integers(0, 300), count=st.integers(0, 300))
@@ -50,7 +50,7 @@ def test_the_parts_count(split: Split) -> None:
 
 
 def test_masks_are_read_like_tokens(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS, masked=True)
+    corpus = write_corpus(tmp_path / "c", UNITS, masked=True)
     assert corpus.masked
     assert corpus.train.read_loss_mask(55, 10).tolist() == [i % 2 == 0 for i in range(55, 65)]
 
@@ -70,13 +70,13 @@ def test_rows_overlap_by_one_token(split: Split, seq_len: int) -> None:
     [pytest.param(65536, "uint16", id="fits"), pytest.param(65537, "uint32", id="one-too-many")],
 )
 def test_the_dtype_follows_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    corpus = write(tmp_path / "c", [counting(70_000, vocab_size=vocab_size)], vocab_size=vocab_size)
+    corpus = write_corpus(tmp_path / "c", [make_documents(70_000, vocab_size=vocab_size)], vocab_size=vocab_size)
     assert corpus.train.read(0, 5).dtype == dtype
     assert np.array_equal(corpus.train.read(65530, 10), np.arange(65530, 65540) % vocab_size)
 
 
 def test_a_pickle_carries_no_data(tmp_path: Path) -> None:
-    split = write(tmp_path / "c", [counting(20_000)]).train
+    split = write_corpus(tmp_path / "c", [make_documents(20_000)]).train
     expected = split.read(5, 10).tolist()
     dump = pickle.dumps(split)
     assert len(dump) < 2000
@@ -85,7 +85,7 @@ def test_a_pickle_carries_no_data(tmp_path: Path) -> None:
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "MAX_OPEN_FILES", 3)
-    split = write(tmp_path / "c", [counting(10, start=10 * i) for i in range(12)]).train
+    split = write_corpus(tmp_path / "c", [make_documents(10, start=10 * i) for i in range(12)]).train
     before = len(os.listdir("/proc/self/fd"))
     for start in [*range(0, 115, 7), *range(100, 0, -9)]:
         assert split.read(start, 5)[0] == start
@@ -100,22 +100,22 @@ def test_tokens_can_not_be_written_by_accident(split: Split) -> None:
 
 def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    corpus = write(folder, UNITS, done=1)
+    corpus = write_corpus(folder, UNITS, num_units=1)
     assert (corpus.complete, corpus.shard_jobs, corpus.train.tokens) == (False, (1, 4), 60)
-    entries = [publish(folder, number, UNITS[number]) for number in (1, 3)]
+    entries = [publish_unit(folder, number, UNITS[number]) for number in (1, 3)]
     more = corpus.reopen()
     assert (more.shard_jobs, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
-    entries = [publish(folder, number, unit) for number, unit in enumerate(UNITS)]
-    finish(folder, entries)
+    entries = [publish_unit(folder, number, unit) for number, unit in enumerate(UNITS)]
+    write_manifest(folder, entries)
     whole = more.reopen()
     assert (whole.complete, whole.train.tokens) == (True, TOKENS)
     assert whole.reopen() is whole
     with pytest.raises(ConfigError):
-        open_corpus(write(tmp_path / "other", UNITS, done=1).folder)
+        open_corpus(write_corpus(tmp_path / "other", UNITS, num_units=1).folder)
 
 
 def test_a_preparation_that_failed_is_known(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus = write_corpus(tmp_path / "c", UNITS, num_units=1)
     corpus.check_alive()
     (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x.jsonl, line 7: not JSON"}))
     with pytest.raises(RunError, match="line 7: not JSON"):
@@ -126,12 +126,12 @@ def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "c"
-    write(folder, UNITS, done=1)
+    write_corpus(folder, UNITS, num_units=1)
     original = shards._build_partial_manifest
 
     def slow(folder: Path) -> dict[str, object]:
         content = original(folder)
-        finish(folder, [publish(folder, number, unit) for number, unit in enumerate(UNITS)])
+        write_manifest(folder, [publish_unit(folder, number, unit) for number, unit in enumerate(UNITS)])
         return content
 
     monkeypatch.setattr(shards, "_build_partial_manifest", slow)
@@ -141,7 +141,7 @@ def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete
 
 
 def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus = write_corpus(tmp_path / "c", UNITS, num_units=1)
     (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x"}))
     assert leases.acquire(tmp_path / "c" / "unit-00002.claim")
     corpus.check_alive()
@@ -187,7 +187,7 @@ DAMAGE = [
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_with_the_way_out(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     folder = tmp_path / "c"
-    write(folder, UNITS)
+    write_corpus(folder, UNITS)
     damage(folder)
     with pytest.raises(ConfigError, match=r"titan\.prepare") as refusal:
         open_corpus(folder, check_sizes=True)
@@ -204,7 +204,7 @@ def test_damage_is_refused_with_the_way_out(tmp_path: Path, damage: Callable[[Pa
 def test_damage_that_comes_later_fails_with_the_file(
     tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:
-    split = write(tmp_path / "c", UNITS).train
+    split = write_corpus(tmp_path / "c", UNITS).train
     damage(tmp_path / "c")
     assert split.read(0, 60).size == 60
     with pytest.raises(RunError, match=words) as failure:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
@@ -37,21 +37,21 @@ def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.full
 def test_a_source_of_ones_own(poems: Path) -> None:
-    run = composed(["dataset=poems", "+dataset.count=40", "modules=[poems_of_mine]"])
+    run = compose_test_run(["dataset=poems", "+dataset.count=40", "modules=[poems_of_mine]"])
     corpus = open_corpus(prepare(run.dataset))
     tokenizer = load_tokenizer("titan4k")
     documents = [f"Volume {i}: roses are red." for i in range(40)]
     expected = sum(len(tokenizer.encode_document(document)) for document in documents)
     assert corpus.train.tokens + corpus.validation.tokens == expected
-    other = composed(["dataset=poems", "+dataset.count=2", "modules=[poems_of_mine]"])
+    other = compose_test_run(["dataset=poems", "+dataset.count=2", "modules=[poems_of_mine]"])
     assert prepare(other.dataset) != prepare(run.dataset)
 
 
 def test_a_source_of_ones_own_must_be_trusted(poems: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
-        composed(["dataset=poems"])
+        compose_test_run(["dataset=poems"])
     with pytest.raises(ConfigError, match=r"dataset\.count=0: must be at least 1"):
-        composed(["dataset=poems", "+dataset.count=0", "modules=[poems_of_mine]"])
+        compose_test_run(["dataset=poems", "+dataset.count=0", "modules=[poems_of_mine]"])
 
 
 def rows(path: Path, name: str, row: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def test_kinds_give_tokens(tmp_path: Path, kind: str) -> None:
     else:
         rows(tmp_path, "x.jsonl", {"text": "one two"})
     place = "name" if kind == "hub" else "path"
-    dataset = composed([f"dataset={kind}", f"dataset.{place}={tmp_path}", "dataset.validation=0"]).dataset
+    dataset = compose_test_run([f"dataset={kind}", f"dataset.{place}={tmp_path}", "dataset.validation=0"]).dataset
     source = dataset.build()
     assert isinstance(dataset, KINDS[kind])  # type: ignore[arg-type]
     assert (source.masked, source.vocab_size) == (False, None)
@@ -85,14 +85,14 @@ def test_kinds_give_tokens(tmp_path: Path, kind: str) -> None:
     ],
 )
 def test_presets(choice: str, expected: tuple[str, ...]) -> None:
-    dataset: Any = composed([f"dataset={choice}"]).dataset
+    dataset: Any = compose_test_run([f"dataset={choice}"]).dataset
     assert (dataset.name, dataset.subset, dataset.split, dataset.field) == expected
-    assert composed([f"dataset={choice}", "dataset.revision=x"]).dataset.revision == "x"  # type: ignore[attr-defined]
+    assert compose_test_run([f"dataset={choice}", "dataset.revision=x"]).dataset.revision == "x"  # type: ignore[attr-defined]
 
 
 def test_where_the_data_are_is_no_science() -> None:
     def science(*overrides: str) -> dict[str, Any]:
-        return select_settings(composed(list(overrides)), science=True)
+        return select_settings(compose_test_run(list(overrides)), science=True)
 
     assert science("dataset=chat", "dataset.path=a") == science("dataset=chat", "dataset.path=b")
     assert science("dataset=hub", "dataset.name=a") == science("dataset=hub", "dataset.name=b")

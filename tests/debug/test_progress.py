@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan.checkpoint import manifest, remote
 from titan.checkpoint.remote import Remote
@@ -38,8 +38,8 @@ def count(trainer: Trainer) -> list[int]:
     ],
 )
 def test_each_micro_batch_is_progress(settings: tuple[str, ...], least: int, tmp_path: Path) -> None:
-    run = tiny(tmp_path, *settings, f"training.steps={STEPS}", "checkpoint=off", "metrics.sample_tokens=0")
-    for rank in train(run, count):
+    run = compose_tiny_run(tmp_path, *settings, f"training.steps={STEPS}", "checkpoint=off", "metrics.sample_tokens=0")
+    for rank in train_run(run, count):
         first, second = rank.extra
         assert second - first >= least
 

@@ -104,8 +104,8 @@ def run(tmp_path: Path) -> SimulatedRun:
 
 
 def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
-    run.enter(EVALUATING)
-    list(run.rates(60))
+    run.enter_phase(EVALUATING)
+    list(run.measure_rates(60))
     first = run.nodes[0].states
     assert [node.states.is_reporter() for node in run.nodes] == [True, False, False, False]
     world = first.build_run_state()
@@ -114,20 +114,20 @@ def test_the_lowest_rank_knows_what_all_do(run: SimulatedRun) -> None:
 
 
 def test_a_node_that_ends_is_silent_and_another_one_reports(run: SimulatedRun) -> None:
-    run.enter(EVALUATING)
-    list(run.rates(60))
+    run.enter_phase(EVALUATING)
+    list(run.measure_rates(60))
     run.nodes[0].alive = False
-    list(run.rates(2 * run.nodes[1].clock.node_silence_timeout()))
+    list(run.measure_rates(2 * run.nodes[1].clock.node_silence_timeout()))
     assert [node.states.is_reporter() for node in run.nodes[1:]] == [True, False, False]
     assert run.nodes[1].states.build_run_state().silent_ranks == set(range(4))
 
 
 def test_a_verdict_reaches_all_nodes(run: SimulatedRun) -> None:
-    run.enter(EVALUATING)
-    list(run.rates(60))
+    run.enter_phase(EVALUATING)
+    list(run.measure_rates(60))
     found = Verdict(1, "rank 3 hangs", (3,), "", 1)
     run.nodes[0].states.publish_verdict(found)
-    list(run.rates(2 * run.nodes[0].clock.node_interval(is_late=True)))
+    list(run.measure_rates(2 * run.nodes[0].clock.node_interval(is_late=True)))
     assert [node.states.verdict for node in run.nodes] == [found] * 4
 
 
@@ -145,10 +145,10 @@ def test_a_rank_that_was_stopped_learns_what_others_have_found(tmp_path: Path) -
 
 def test_a_rank_that_does_not_beat_is_silent_and_the_next_one_writes(tmp_path: Path) -> None:
     run = SimulatedRun(4, 4, tmp_path)
-    states, now = run.nodes[0].states, run.now
+    states, now = run.nodes[0].states, run.clock_time
     other = RankState(1, pid=os.getpid(), attempt=1)
     for beat in range(60):
-        run.now = now + beat
+        run.clock_time = now + beat
         states._record_beat(replace(other, beat=min(beat, 3)))
         states._record_beat(RankState(0, pid=os.getpid(), attempt=1, beat=beat))
     assert states.find_silent_ranks() == {1} and states.is_writer() and not states.is_undecided()
@@ -199,12 +199,12 @@ def test_a_node_writes_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(16, id="16"), full(128, id="128"), full(2048, id="2,048")])
 def test_the_file_system_is_asked_little_in_every_phase(ranks: int, tmp_path: Path) -> None:
     run = SimulatedRun(ranks, 8, tmp_path)
-    assert max(run.rates(25)) <= MOST
-    run.enter(SAVING)
-    for operations in run.rates(60):
+    assert max(run.measure_rates(25)) <= MOST
+    run.enter_phase(SAVING)
+    for operations in run.measure_rates(60):
         assert operations <= MOST and sum(node.states.is_reporter() for node in run.nodes) <= 1
     run.nodes[0].alive = run.nodes[1].alive = False
-    assert max(run.rates(60)) <= MOST
+    assert max(run.measure_rates(60)) <= MOST
 
 
 @given(nodes=st.integers(1, 4096), per_node=st.integers(1, 8), age=st.floats(0, 1800))

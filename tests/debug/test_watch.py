@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, alive, descendants, ended, program, until
+from tests.support.processes import LIMIT, is_alive, list_descendants, run_program, wait_for_end, wait_until
 from tests.support.runs import TINY
 from tests.support.tiers import full
 from titan.cluster import rank_error
@@ -47,8 +47,8 @@ def rank_of(pid: int) -> str:
 def stopped(folder: Path, parent: int, rank: str, steps: int = 4) -> int:
     """Stop a rank (SIGSTOP) after some steps, and return its process."""
     metrics = folder / "metrics.jsonl"
-    until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, "steps")
-    (pid,) = [pid for pid in descendants(parent) if rank_of(pid) == rank and "titan" in _command(pid)]
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, "steps")
+    (pid,) = [pid for pid in list_descendants(parent) if rank_of(pid) == rank and "titan" in _command(pid)]
     os.kill(pid, signal.SIGSTOP)
     return pid
 
@@ -67,15 +67,15 @@ def _command(pid: int) -> str:
     ],
 )
 def test_a_stopped_rank_is_named_before_and_at_the_timeout(command: list[str], rank: str, tmp_path: Path) -> None:
-    with program(*command, *TINY, *SETTINGS, *ASYNC, f"hydra.run.dir={tmp_path}") as process:
+    with run_program(*command, *TINY, *SETTINGS, *ASYNC, f"hydra.run.dir={tmp_path}") as process:
         pid = stopped(tmp_path, process.pid, rank)
-        code, _, errors = ended(process)
+        code, _, errors = wait_for_end(process)
     said = re.findall(r"titan: (no step for \d+ s .*)", errors)
     cause = f"waiting for rank {rank} in the "
     assert code == 1 and len(said) >= 2 and all(cause in line for line in said)
     assert all(f"rank {rank}: stopped (SIGSTOP), process {pid} on" in line for line in said)
     assert re.search("ended after cluster.(step_)?timeout=(8|120), see", said[-1]) and "ended after" not in said[0]
-    assert not alive(pid)
+    assert not is_alive(pid)
     for number in range(2):
         assert "most recent call first" in (tmp_path / f"debug/stacks/rank-{number}.txt").read_text()
     assert (tmp_path / "debug/analysis.txt").read_text().startswith(said[-1])
@@ -85,11 +85,11 @@ def test_a_stopped_rank_is_named_before_and_at_the_timeout(command: list[str], r
 @pytest.mark.full
 def test_the_first_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
     settings = [*SETTINGS[:2], "metrics.sample_tokens=0", *ASYNC]
-    with program(*LAUNCHED, *TINY, *settings, f"hydra.run.dir={tmp_path}") as process:
+    with run_program(*LAUNCHED, *TINY, *settings, f"hydra.run.dir={tmp_path}") as process:
         pid = stopped(tmp_path, process.pid, "1")
         process.send_signal(signal.SIGINT)
-        code, _, errors = ended(process)
-    assert code == 130 and "waiting for rank 1 in the" in errors and not alive(pid)
+        code, _, errors = wait_for_end(process)
+    assert code == 130 and "waiting for rank 1 in the" in errors and not is_alive(pid)
 
 
 def test_the_usual_time_leaves_out_what_comes_between_steps() -> None:
@@ -126,9 +126,9 @@ def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pyte
     what.begin_step(9)
     what.enter_phase(COMPUTING)
     with Watch(tmp_path, RankInfo(), 1, what, 1.0):
-        until(lambda: read_hang_sentence(tmp_path), "a message")
+        wait_until(lambda: read_hang_sentence(tmp_path), "a message")
         what.begin_step(10)
-        until(lambda: not read_hang_sentence(tmp_path), "the end of the hang")
+        wait_until(lambda: not read_hang_sentence(tmp_path), "the end of the hang")
     said = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"titan: no step for \d+ s: it is computing gradients \(.*\), step 9", said[0])
     assert said[-1] == "titan: the run continues with step 10"
@@ -150,7 +150,7 @@ def test_a_signal_to_a_users_worker_is_none_to_the_rank(tmp_path: Path) -> None:
         watch._notice_signals()
         assert watch.clock.stop_request_time is None and not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: watch.clock.stop_request_time is not None, "this process's own signal")
+        wait_until(lambda: watch.clock.stop_request_time is not None, "this process's own signal")
         assert stop.requested
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.estimate.test_memory import CLOSE, traced
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
-from tests.support.tiers import further, table
+from tests.support.tiers import list_further, select_cases
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import memory
 from titan.estimate.traced.memory import find_peak
@@ -28,7 +28,7 @@ SHAPES = {
 def run(shape: str, *more: str, model: str = "qwen3_moe_debug") -> Run:
     """A composed run on any number of ranks."""
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
-    return composed([*common, *SHAPES[shape].split(), *more])
+    return compose_test_run([*common, *SHAPES[shape].split(), *more])
 
 
 def both(one: Run, rank: int = 0, device: str = "cpu") -> tuple[float, float]:
@@ -69,7 +69,8 @@ def named(*case: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "more"), table([named(*case) for case in CASES], ("tokens-precision=bf16-parallelism=tp",), one_in=3)
+    ("shape", "more"),
+    select_cases([named(*case) for case in CASES], ("tokens-precision=bf16-parallelism=tp",), one_in=3),
 )
 def test_experts(shape: str, more: str) -> None:
     estimated, found = both(run(shape, *more.split()))
@@ -97,7 +98,7 @@ BY_FAMILY = [named(model, shape, more) for model in FAMILIES for shape, more in 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "shape", "more"), further(lambda: BY_FAMILY, 3, rest=(FAMILY_REST,)))
+@pytest.mark.parametrize(("model", "shape", "more"), list_further(lambda: BY_FAMILY, 3, rest=(FAMILY_REST,)))
 def test_latent_attention_chunks_and_shared_experts(model: str, shape: str, more: str) -> None:
     chosen = ["model.top_k=1"] if model == "llama4_debug" else []
     estimated, found = both(run(shape, *chosen, *more.split(), model=model))
@@ -130,7 +131,7 @@ def test_blocks_of_two_kinds(shape: str, dense: int, more: str) -> None:
 @pytest.mark.full
 def test_a_trace_has_dense_masks_where_a_gpu_has_blocks() -> None:
     common = ("model=llama4_debug", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.devices=1")
-    one = composed([*common, "parallelism=single"], elsewhere=True)
+    one = compose_test_run([*common, "parallelism=single"], remote=True)
     assert one.training.attention == "flex"
     assert run_ranks(_traces, 1, one, joined=False, timeout=300) == [True]
 

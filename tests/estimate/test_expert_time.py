@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.estimate.test_step_time import speeds
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.two_kinds import with_two_kinds
 from titan.estimate import operations
 from titan.estimate import plan as planning
@@ -22,7 +22,7 @@ BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "che
 
 
 def run(*more: str) -> Run:
-    return composed([*BASE, "parallelism=fsdp", *more], elsewhere=True)
+    return compose_test_run([*BASE, "parallelism=fsdp", *more], remote=True)
 
 
 def predicted(one: Run) -> StepTime:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
@@ -30,8 +30,8 @@ LAYOUTS = st.builds(Layout, **dict.fromkeys(DIMENSIONS, POWERS))
 def recipe(*overrides: str) -> Recipe:
     """A composed recipe, on a machine where everything fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "detect_machine", detector("gpu"))
-        run = composed(["cluster.memory_gib=1e9", *overrides])
+        patch.setattr(devices, "detect_machine", make_detector("gpu"))
+        run = compose_test_run(["cluster.memory_gib=1e9", *overrides])
     return Recipe(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Recipe)})
 
 
@@ -161,7 +161,7 @@ def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> Non
 )
 def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any, gathered: Any) -> None:
     """Bytes of a parameter: kept with state; of blocks and head, cast on one device; gathered by FSDP."""
-    how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
+    how = compose_test_run([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
     chosen, model = with_(precision=how), BASE.model
     assert memory.count_rank_state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
@@ -196,7 +196,7 @@ def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, widt
     ],
 )
 def test_available_memory(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
-    machine = detector(kind)()
+    machine = make_detector(kind)()
     cluster = dataclasses.replace(BASE.cluster, memory_gib=40.0 if overrides else None)
     assert compute_available_gib(with_(cluster=cluster), Layout(replicate=ranks), machine) == pytest.approx(expected)
 
@@ -224,14 +224,14 @@ def test_processes_and_allocators_are_counted() -> None:
 
 
 def test_unknown_memory_fits_everything() -> None:
-    machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
+    machine = dataclasses.replace(make_detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     assert compute_available_gib(unknown, Layout(), machine) == math.inf
     fit.check_memory(unknown, Layout(), machine, 1)
 
 
 def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
-    machine = detector("gpu")()
+    machine = make_detector("gpu")()
     given = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     rows = count_rank_rows(given, Layout(shard=8))
     wants = estimate_memory(given, Layout(shard=8), rows).gib
@@ -265,18 +265,18 @@ def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
 def test_auto_degrees_follow_from_cluster_and_model(
     model: str, parallelism: str, nodes: int, more: list[str], expected: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
-    run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
+    run = compose_test_run([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
     assert run.layout == expected
     assert estimate_memory(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
 @pytest.mark.full
 def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     with pytest.raises(ConfigError, match=r"With memory=full it needs .* Try memory=full, or set"):
-        composed(
+        compose_test_run(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
         )
 

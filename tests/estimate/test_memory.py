@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
-from tests.support.tiers import full, table
+from tests.support.tiers import full, select_cases
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, find_schedule_states
 from titan.estimate.traced.memory import LiveMemory, find_peak
@@ -77,7 +77,7 @@ CASES = [
 def run(shape: str, layout: str, *more: str) -> Run:
     """A composed run on fewer than ten ranks, however much memory it takes."""
     common = ("model=debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
-    return composed([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout][0].split(), *more])
+    return compose_test_run([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout][0].split(), *more])
 
 
 def traced(one: Run, rank: int, device: str = "cpu") -> LiveMemory:
@@ -96,7 +96,7 @@ def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, LiveMemory]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "mode"), table(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"), one_in=3)
+    ("shape", "layout", "mode"), select_cases(CASES, ("blocks-fsdp-8-full", "blocks-gpipe-last-none"), one_in=3)
 )
 def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
     estimated, found = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])

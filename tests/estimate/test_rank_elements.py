@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
-from tests.support.tiers import table
+from tests.support.tiers import select_cases
 from titan.estimate.rank_sizes import RankSizes, StageBlocks
 from titan.run.run import Run
 from titan.training.build import build_train_step
@@ -39,10 +39,12 @@ def elements(_: int, __: int, run: Run) -> int:
     return found
 
 
-@pytest.mark.parametrize(("model", "layout"), table(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=2))
+@pytest.mark.parametrize(
+    ("model", "layout"), select_cases(CASES, ("deepseek_v3_debug-tp", "llama4_debug-ep-tp"), one_in=2)
+)
 def test_weights_that_tensor_ranks_split_are_divided(model: str, layout: str) -> None:
     common = (f"model={model}", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
-    run = composed([*common, *LAYOUTS[layout].split()])
+    run = compose_test_run([*common, *LAYOUTS[layout].split()])
     sizes = RankSizes(run, run.layout, 1, "cpu", {0: StageBlocks(range(run.model.layers), True, True)})
     found = run_ranks(elements, 1, run, joined=False, timeout=300)[0]
     assert sizes.elements / sizes.shards == pytest.approx(found, rel=1e-3 if sizes.shards > 1 else 1e-12)

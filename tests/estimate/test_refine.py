@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from titan.estimate import plan as planning
 from titan.estimate import refine
 from titan.estimate.causes import COMMUNICATION, IDLE, sum_groups
@@ -102,8 +102,8 @@ def test_errors_are_of_runs_that_are_left_out() -> None:
 
 
 def test_a_plan_takes_the_factors_and_the_interval() -> None:
-    run = composed(["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=pp", "cluster=h100",
-                    "compile=block", "hydra.run.dir=/x"], elsewhere=True)  # fmt: skip
+    run = compose_test_run(["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=pp", "cluster=h100",
+                    "compile=block", "hydra.run.dir=/x"], remote=True)  # fmt: skip
     planned = planning.build_plan(run, run.layout, run.microbatches, run.machine)
     errors = refine.RelativeErrors(0.3, 0.02, 0.03, left_out=True)
     found = Refinement(CorrectionFactors(2.0, 0.5, 1.1), 4, planned.step.devices, errors, None)

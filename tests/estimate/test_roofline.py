@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from titan.cluster import devices
 from titan.estimate import roofline
 from titan.estimate.roofline import DeviceRates
@@ -23,13 +23,13 @@ LONG = ("training.seq_len=8192", "training.global_batch=8192", "precision=bf16",
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.chdir(tmp_path)
 
 
 @cache
 def run_of(*overrides: str) -> Run:
-    return composed(["dataset=synthetic", *LONG, *overrides])
+    return compose_test_run(["dataset=synthetic", *LONG, *overrides])
 
 
 def least(run: Run, rates: DeviceRates) -> roofline.Roofline:

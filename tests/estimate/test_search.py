@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
@@ -36,7 +36,7 @@ RUNS = {
 
 
 def made(name: str) -> Run:
-    return composed([*COMMON, *RUNS[name]], elsewhere=True)
+    return compose_test_run([*COMMON, *RUNS[name]], remote=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_results_are_command_lines_that_compose_to_them() -> None:
     run = made("8-devices")
     for result in search_layouts(run, 8, run.machine, keep=3).best:
         words = list_overrides(result.candidate, run, run.layout, run.microbatches)
-        again = composed([*COMMON, *RUNS["8-devices"], *words], elsewhere=True)
+        again = compose_test_run([*COMMON, *RUNS["8-devices"], *words], remote=True)
         assert again.layout == result.candidate.layout and again.microbatches == result.candidate.microbatches
         speeds = derive_device_speeds(
             again, resolve_hardware(again.cluster, again.machine), again.machine, again.layout
@@ -105,7 +105,7 @@ def test_results_are_command_lines_that_compose_to_them() -> None:
 
 def test_nothing_fits() -> None:
     run = made("8-devices")
-    small = composed([*COMMON, *RUNS["8-devices"]], elsewhere=True)
+    small = compose_test_run([*COMMON, *RUNS["8-devices"]], remote=True)
     with pytest.raises(ConfigError, match=r"plan.search=true: none of .* layouts on 8 devices fits"):
         search_layouts(_with_memory(small, 2.0), 8, run.machine)
 
@@ -117,7 +117,7 @@ def _with_memory(run: Run, gib: float) -> Run:
 
 
 def test_single_changes_fit_and_are_sorted() -> None:
-    run = composed([*COMMON, *RUNS["8-devices"], "memory=full", "compile=off"], elsewhere=True)
+    run = compose_test_run([*COMMON, *RUNS["8-devices"], "memory=full", "compile=off"], remote=True)
     results = find_best_changes(run, run.layout, run.microbatches, run.machine, keep=99)
     times = [r.step.seconds for r in results]
     assert times == sorted(times)

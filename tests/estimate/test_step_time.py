@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
-from tests.support.tiers import full, table
+from tests.support.tiers import full, select_cases
 from titan.bench import fit_costs
 from titan.cluster.hardware import Hardware
 from titan.errors import ConfigError
@@ -48,7 +48,7 @@ def predicted(run: Run, change: Callable[[Speeds], Speeds] = lambda s: s) -> Ste
 
 
 def composed_run(layout: str, *more: str) -> Run:
-    return composed([*BASE, *LAYOUTS[layout], *more], elsewhere=True)
+    return compose_test_run([*BASE, *LAYOUTS[layout], *more], remote=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,7 +136,7 @@ def test_collectives_of_known_size() -> None:
 def test_a_missing_figure_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cluster.hardware.memory_gb_per_second=null: the time of memory-bound"):
         operations.derive_speeds(Hardware(bf16_tflops=100), 8, dtype="bf16", kernel="flash")
-    run = composed([*TINY, "hydra.run.dir=/x"])
+    run = compose_test_run([*TINY, "hydra.run.dir=/x"])
     with pytest.raises(ConfigError, match=r"titan.calibrate"):
         planning.build_plan(run, run.layout, run.microbatches, run.machine)
 
@@ -155,7 +155,7 @@ def published() -> list[Any]:
         pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}")
         for number, row in enumerate(ROWS)
     ]
-    return table(cases, [cases[number].id for number in (1, 2, 4)], one_in=2)
+    return select_cases(cases, [cases[number].id for number in (1, 2, 4)], one_in=2)
 
 
 @pytest.mark.parametrize("row", published())

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.made_runs import Story, made
-from tests.support.runs import begin, save_of, tiny
-from tests.support.tiers import full, table
+from tests.support.made_runs import Story, make_run
+from tests.support.runs import begin_run, compose_tiny_run, write_run_checkpoint
+from tests.support.tiers import full, select_cases
 from titan import compare, status
 from titan.errors import ConfigError
 from titan.files import untrusted
@@ -59,22 +59,22 @@ RESULTS: list[Any] = [
 
 @pytest.mark.parametrize(("harm", "said"), RESULTS)
 def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path)
-    begin(run)
-    save_of(run, 2)
+    run = compose_tiny_run(tmp_path)
+    begin_run(run)
+    write_run_checkpoint(run, 2)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3}))
     harm(tmp_path / "result.json")
-    attempt = begin(run)
+    attempt = begin_run(run)
     assert isinstance(attempt, attempts.Attempt) and attempt.step == 2
     assert re.search(f"^result.json is damaged and not used: .*{said}", attempt.notes[0])
     assert not is_finished(tmp_path)
 
 
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
-    run = tiny(tmp_path)
-    begin(run)
+    run = compose_tiny_run(tmp_path)
+    begin_run(run)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3, "science_id": "other"}))
-    attempt = begin(run)
+    attempt = begin_run(run)
     assert isinstance(attempt, attempts.Attempt)
     assert attempt.notes == ("result.json is of another run ('other') and not used",)
 
@@ -93,12 +93,12 @@ LIVES: list[Any] = [
 
 @pytest.mark.parametrize(("harm", "said"), LIVES)
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
-    begin(tiny(tmp_path))
+    begin_run(compose_tiny_run(tmp_path))
     redo(tmp_path, harm)
     with pytest.raises(
         ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; repair it, or"
     ):
-        begin(tiny(tmp_path))
+        begin_run(compose_tiny_run(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
-        begin(tiny(tmp_path))
+        begin_run(compose_tiny_run(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
     with pytest.raises(ConfigError, match="its document 2 is not complete: it is of another run, 'other'"):
         read_attempts(tmp_path)
@@ -126,7 +126,7 @@ LINES = [
 
 def test_lines_of_other_types_are_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 1):
-        made(tmp_path / f"runs/{seed}", Story(seed=seed), "parallelism=single")
+        make_run(tmp_path / f"runs/{seed}", Story(seed=seed), "parallelism=single")
     metrics = tmp_path / "runs/0/metrics.jsonl"
     clean = read_records(metrics)
     with metrics.open("a") as file:
@@ -139,7 +139,7 @@ def test_lines_of_other_types_are_left_out_and_told(tmp_path: Path, capsys: pyte
 
 def test_a_comparison_goes_on_past_a_run_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 1, 2):
-        made(tmp_path / f"runs/{seed}", Story(seed=seed), "parallelism=single")
+        make_run(tmp_path / f"runs/{seed}", Story(seed=seed), "parallelism=single")
     redo(tmp_path / "runs/0", lambda last: last["config"]["training"].update(steps=None))
     (tmp_path / "runs/1/result.json").write_text("null")
     (tmp_path / "runs/1/env.json").write_text('{"device": "gpu"}')
@@ -157,7 +157,7 @@ EVENTS = [
 
 
 @pytest.mark.parametrize(
-    "event", table([pytest.param(event, id=str(number)) for number, event in enumerate(EVENTS)], ("1", "2", "5"))
+    "event", select_cases([pytest.param(event, id=str(number)) for number, event in enumerate(EVENTS)], ("1", "2", "5"))
 )
 def test_a_ledgers_line_of_other_types_is_left_out_and_told(
     event: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
 from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4, QWEN3_MOE
-from tests.support.tiers import table
+from tests.support.tiers import select_cases
 from titan.errors import RunError
 from titan.generation.cache import use_cache
 from titan.generation.decode import BatchDecoder as Decoding
@@ -78,7 +78,7 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", table(MODELS, QUICK))
+@pytest.mark.parametrize("config", select_cases(MODELS, QUICK))
 def test_greedy_tokens_are_those_of_hugging_face(config: Decoder) -> None:
     theirs: Any = hugging_face(config)
     expected = []

@@ -12,10 +12,10 @@ import pytest
 
 from launchers.command import run_command
 from launchers.start import run_local
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.matrix import EXACT, MODEL
-from tests.support.runs import TINY, begin, learned, steps, tiny, train
+from tests.support.runs import TINY, begin_run, compose_tiny_run, read_learned_values, read_step_records, train_run
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
@@ -82,33 +82,38 @@ def test_a_step_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.full
 def test_norms_are_those_of_one_device(tmp_path: Path) -> None:
     own = (*MODEL, "optimizer=sgd", "checkpoint=off", "modules=[tests]", "model.tied=true", hook("norms", "Norms"))
-    alone = tiny(tmp_path / "alone", *own)
-    split = tiny(
+    alone = compose_tiny_run(tmp_path / "alone", *own)
+    split = compose_tiny_run(
         tmp_path / "split", *own, "parallelism.pipeline=2", "parallelism.replicate=2", "parallelism.microbatches=4"
     )
-    train(alone)
-    train(split)
-    there, here = ({k: v for k, v in steps(run)[0].items() if k.startswith("hooks/")} for run in (alone, split))
+    train_run(alone)
+    train_run(split)
+    there, here = (
+        {k: v for k, v in read_step_records(run)[0].items() if k.startswith("hooks/")} for run in (alone, split)
+    )
     assert there and max(abs(here[name] / there[name] - 1) for name in there) <= EXACT and len(here) == len(there)
-    assert math.hypot(*there.values()) == pytest.approx(steps(alone)[0]["grad_norm"], rel=EXACT)
+    assert math.hypot(*there.values()) == pytest.approx(read_step_records(alone)[0]["grad_norm"], rel=EXACT)
 
 
 @pytest.mark.full
 def test_a_hook_that_changes_gradients(tmp_path: Path) -> None:
-    changed, plain = (tiny(tmp_path / name, "modules=[tests]", *more) for name, more in (
+    changed, plain = (compose_tiny_run(tmp_path / name, "modules=[tests]", *more) for name, more in (
         ("changed", (hook("scale", "Scale", factor=2.0),)), ("plain", ()),
     ))  # fmt: skip
-    train(changed)
-    train(plain)
-    assert steps(changed)[0]["grad_norm"] == pytest.approx(2 * steps(plain)[0]["grad_norm"])
+    train_run(changed)
+    train_run(plain)
+    assert read_step_records(changed)[0]["grad_norm"] == pytest.approx(2 * read_step_records(plain)[0]["grad_norm"])
 
 
 @pytest.mark.full
 def test_without_hooks_and_with_one_that_only_logs_a_run_learns_the_same(tmp_path: Path) -> None:
-    logs, plain = tiny(tmp_path / "a", "modules=[tests]", hook("norms", "Norms")), tiny(tmp_path / "b")
-    train(logs)
-    train(plain)
-    assert learned(logs) == learned(plain)
+    logs, plain = (
+        compose_tiny_run(tmp_path / "a", "modules=[tests]", hook("norms", "Norms")),
+        compose_tiny_run(tmp_path / "b"),
+    )
+    train_run(logs)
+    train_run(plain)
+    assert read_learned_values(logs) == read_learned_values(plain)
 
 
 @pytest.mark.full
@@ -122,7 +127,7 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert trained(tmp_path / "run", *asked) == 0
     assert "was ended by hooks.prune: it is enough: 4 steps; nothing to do" in capsys.readouterr().out
     later = ("training.steps=9", hook("prune", "Stop", step=6))
-    same, other = (tiny(tmp_path / "run", "modules=[tests]", *how) for how in (asked, later))
+    same, other = (compose_tiny_run(tmp_path / "run", "modules=[tests]", *how) for how in (asked, later))
     assert is_done(same) and not is_done(other)  # sweeps start trials that are not done
     assert trained(tmp_path / "run", *later) == 0
     assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
@@ -141,10 +146,12 @@ def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys
 
 @pytest.mark.full
 def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "modules=[tests]", "training.steps=9", hook("prune", "Stop", rank=1), layout="ddp2")
-    assert [seen.code for seen in train(run)] == [0, 0]
+    run = compose_tiny_run(
+        tmp_path, "modules=[tests]", "training.steps=9", hook("prune", "Stop", rank=1), layout="ddp2"
+    )
+    assert [seen.code for seen in train_run(run)] == [0, 0]
     assert result(tmp_path)["ended_by"]["hook"] == "prune" and result(tmp_path)["step"] < 9
-    assert isinstance(begin(run), FinishedRun)
+    assert isinstance(begin_run(run), FinishedRun)
 
 
 @pytest.mark.parametrize("moment", [full("build"), full("on_run_start"), "on_step_end"])
@@ -178,10 +185,10 @@ def test_a_user_error(override: str, message: str, tmp_path: Path, capsys: pytes
 
 
 def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
 
     def ids(*overrides: str) -> tuple[str, str, str]:
-        run = composed(["name=x", "modules=[tests]", *overrides])
+        run = compose_test_run(["name=x", "modules=[tests]", *overrides])
         return (
             identity.compute_digest(identity.collect_science(run, "d", None)),
             identity.compute_digest(identity.select_settings(run, science=False)),
@@ -200,17 +207,17 @@ def test_several_hooks_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, kind in (("norms", "Norms"), ("stop", "Stop")):
         (tmp_path / "hooks" / f"{name}.yaml").write_text(f"{name}:\n  _target_: {OWN}.{kind}\n")
     monkeypatch.setenv("TITAN_CONF", str(tmp_path))
-    run = composed(["modules=[tests]", "hooks=[stop,norms]", hook("more", "Listed"), "+hooks.norms.every=5"])
+    run = compose_test_run(["modules=[tests]", "hooks=[stop,norms]", hook("more", "Listed"), "+hooks.norms.every=5"])
     assert list(run.hooks or {}) == ["stop", "norms", "more"] and run.hooks["norms"].every == 5  # type: ignore[index, attr-defined]
     for typed, message in {
         "hooks=[other]": r"hooks=\[other\]: there is no such choice; put a file hooks/other.yaml",
         "hooks.other={a:1}": r"there is no such hook yet; write \+hooks.other=",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            composed(["modules=[tests]", typed])
+            compose_test_run(["modules=[tests]", typed])
 
 
 def test_a_list_of_hooks_without_a_file_of_any() -> None:
-    assert not composed(["name=x", "hooks=[]"]).hooks
+    assert not compose_test_run(["name=x", "hooks=[]"]).hooks
     with pytest.raises(ConfigError, match=r"hooks=\[other\]: there is no such choice; put a file hooks/other.yaml"):
-        composed(["name=x", "hooks=[other]"])
+        compose_test_run(["name=x", "hooks=[other]"])

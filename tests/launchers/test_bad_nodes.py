@@ -11,7 +11,7 @@ import pytest
 from launchers.slurm.script import build_script
 from launchers.slurm.sweep import SlurmSweep
 from launchers.trials import Trial
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.sweep import job_exit
@@ -66,7 +66,7 @@ def test_nodes_that_failed_so_many_times_are_bad(times: int, bad: list[str], fol
 def test_bad_nodes_are_excluded_from_what_is_submitted(
     settings: list[str], excluded: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trial = Trial("a", (), composed(["name=x", "cluster=cpu", *settings], elsewhere=True))
+    trial = Trial("a", (), compose_test_run(["name=x", "cluster=cpu", *settings], remote=True))
     sweep = SlurmSweep(folder.parent, [trial], SlurmLaunch(), SweepSpec())
     script = build_script(sweep.shapes["a"], sweep._build_submission([trial], "titan-1", folder / "t.json", None))
     found = re.search("^#SBATCH --exclude=(.*)$", script, flags=re.M)

@@ -18,7 +18,7 @@ import pytest
 from launchers import run_file, trials
 from launchers.local import trial
 from tests.support.processes import ROOT
-from tests.support.runs import tiny
+from tests.support.runs import compose_tiny_run
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.optimizer.schema import Muon
@@ -75,13 +75,13 @@ def absent(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
 def test_what_other_code_left_is_refused(
     left: Callable[..., None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    left(compose_tiny_run(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     with pytest.raises(ConfigError, match=f"a.pickle: .*{why}.*; repeat the command that started it"):
         run_file.read(tmp_path / "a.pickle")
 
 
 def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
-    run = tiny(tmp_path / "run")
+    run = compose_tiny_run(tmp_path / "run")
     (tmp_path / "a.pickle").write_bytes(b"of older code")
     file = trials.pickle_run(trials.Trial("a", (), run), tmp_path)
     assert file == tmp_path / "a.pickle" and run_file.read(file) == run
@@ -91,13 +91,13 @@ def test_a_point_of_older_code_ends_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trial, "die_with_parent", lambda parent: None)
-    bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    bare(compose_tiny_run(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     assert trial.main(str(tmp_path / "a.pickle"), "1") == 2
     assert "another version of titan" in capsys.readouterr().err
 
 
 def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    bare(compose_tiny_run(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
     listed, attempt = tmp_path / "list.json", tmp_path / "attempt"
     attempt.mkdir()
     listed.write_text(json.dumps({"points": [str(tmp_path / "a.pickle")], "tasks": "rank", "ranks_per_node": 1}))

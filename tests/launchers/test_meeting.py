@@ -11,7 +11,7 @@ import pytest
 
 from launchers import rendezvous
 from launchers.slurm import job
-from tests.support.meeting_load import waited
+from tests.support.meeting_load import simulate_wait
 from titan.cluster import rank_error
 from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
@@ -21,14 +21,14 @@ from titan.sweep import job_exit
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0, 600.0])
 def test_a_waiting_rank_opens_one_file_ever_less_often_and_lists_nothing(seconds: float) -> None:
-    seen = waited(seconds)
+    seen = simulate_wait(seconds)
     assert seen.listings == 0
     assert seen.opens <= 8 + seconds / (0.75 * rendezvous.LONGEST_LOOK_SECONDS)
     assert seen.late <= min(rendezvous.LONGEST_LOOK_SECONDS, max(rendezvous.LOOK_SECONDS, 2 * seconds))
 
 
 def test_ranks_do_not_look_all_at_once() -> None:
-    assert len({waited(3.0).seconds for _ in range(8)}) > 1
+    assert len({simulate_wait(3.0).seconds for _ in range(8)}) > 1
 
 
 @pytest.mark.parametrize("before", [None, ""], ids=["no-file", "an-empty-file"])

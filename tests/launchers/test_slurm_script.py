@@ -16,7 +16,7 @@ import pytest
 from launchers.slurm import queue
 from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script
 from launchers.slurm.shape import derive_job_shape
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.cluster import rank_error
 from titan.cluster.checks import parse_minutes
@@ -29,7 +29,7 @@ from titan.training.signals import StopSignals
 
 
 def job(*overrides: str) -> Run:
-    return composed(["name=x", *overrides], elsewhere=True)
+    return compose_test_run(["name=x", *overrides], remote=True)
 
 
 def work(folder: Path, count: int = 1, after: str | None = None) -> Submission:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.processes import alive, descendants, ended, kill, program, until
-from tests.support.runs import LAYOUTS, TINY, steps, tiny
+from tests.support.processes import is_alive, kill_process, list_descendants, run_program, wait_for_end, wait_until
+from tests.support.runs import LAYOUTS, TINY, compose_tiny_run, read_step_records
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 
@@ -46,7 +46,7 @@ def srun(stack: ExitStack, *command: str) -> list[subprocess.Popen[str]]:
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     envs = [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
-    return [stack.enter_context(program(*command, env=env)) for env in envs]
+    return [stack.enter_context(run_program(*command, env=env)) for env in envs]
 
 
 def command_line(pid: int) -> str:
@@ -71,23 +71,23 @@ def result(folder: Path) -> Any:
 )
 def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with program(*arguments(folder, layout, "training.steps=100000", "cluster.timeout=240")) as process:
-        until(lambda: lines(folder) > 3 or process.poll() is not None, "steps")
-        ranks = descendants(process.pid)
+    with run_program(*arguments(folder, layout, "training.steps=100000", "cluster.timeout=240")) as process:
+        wait_until(lambda: lines(folder) > 3 or process.poll() is not None, "steps")
+        ranks = list_descendants(process.pid)
         process.send_signal(number)
-        code, out, err = ended(process)
+        code, out, err = wait_for_end(process)
     assert (code, "Traceback" in out + err) == (130, False)
-    assert not any(map(alive, ranks))
+    assert not any(map(is_alive, ranks))
     stopped = result(folder)["step"]
     assert [f.name for f in manifest.list_complete(folder)] == [f"step-{stopped}"]
-    assert len(steps(tiny(folder))) == stopped
+    assert len(read_step_records(compose_tiny_run(folder))) == stopped
     if layout != "single":
         return
-    with program(*arguments(folder, layout, "training.steps=100000")) as process:
-        until(lambda: lines(folder) > stopped + 3 or process.poll() is not None, "steps after the resume")
+    with run_program(*arguments(folder, layout, "training.steps=100000")) as process:
+        wait_until(lambda: lines(folder) > stopped + 3 or process.poll() is not None, "steps after the resume")
         process.send_signal(number)
-        assert ended(process)[0] == 130
-    told = steps(tiny(folder))
+        assert wait_for_end(process)[0] == 130
+    told = read_step_records(compose_tiny_run(folder))
     assert [line["step"] for line in told] == list(range(1, len(told) + 1))
     assert next(line["step"] for line in told if line["attempt"] == 2) == stopped + 1
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
@@ -95,38 +95,38 @@ def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: 
 
 @pytest.mark.full
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
-    with program(*arguments(tmp_path / "run", "single", "training.steps=100000")) as process:
-        until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
+    with run_program(*arguments(tmp_path / "run", "single", "training.steps=100000")) as process:
+        wait_until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
         process.send_signal(signal.SIGSTOP)  # so that both are there before it can act on the first
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)
-        assert ended(process)[0] == 130
+        assert wait_for_end(process)[0] == 130
     assert manifest.list_complete(tmp_path / "run") == []
 
 
 @pytest.mark.full
 def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
-    with program(*arguments(tmp_path / "run", "ddp2", "training.steps=100000")) as process:
-        until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
-        ranks = descendants(process.pid)
+    with run_program(*arguments(tmp_path / "run", "ddp2", "training.steps=100000")) as process:
+        wait_until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
+        ranks = list_descendants(process.pid)
         assert len(ranks) >= 2
         process.kill()
-        until(lambda: not any(map(alive, ranks)), "orphans to die")
+        wait_until(lambda: not any(map(is_alive, ranks)), "orphans to die")
 
 
 @pytest.mark.full
 def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
-    with program(*arguments(folder, "ddp2", *more)) as process:
-        until(lambda: manifest.list_complete(folder) or process.poll() is not None, "a checkpoint")
-        kill(next(pid for pid in descendants(process.pid) if "/1.pickle" in command_line(pid)))
-        until(lambda: attempts_of(folder) == 2 or process.poll() is not None, "the restart")
+    with run_program(*arguments(folder, "ddp2", *more)) as process:
+        wait_until(lambda: manifest.list_complete(folder) or process.poll() is not None, "a checkpoint")
+        kill_process(next(pid for pid in list_descendants(process.pid) if "/1.pickle" in command_line(pid)))
+        wait_until(lambda: attempts_of(folder) == 2 or process.poll() is not None, "the restart")
         before = lines(folder)
-        until(lambda: lines(folder) > before + 3 or process.poll() is not None, "steps after the restart")
+        wait_until(lambda: lines(folder) > before + 3 or process.poll() is not None, "steps after the restart")
         process.send_signal(signal.SIGTERM)
-        code, _, err = ended(process)
+        code, _, err = wait_for_end(process)
     assert code == 130, err
     assert err.count("was killed by SIGKILL") == 1
     assert "titan: restart 1 of 1" in err
@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
         "restart 1 of 1",
     ]
     attempts = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
-    told = steps(tiny(folder))
+    told = read_step_records(compose_tiny_run(folder))
     assert attempts[-1]["from_step"] % 20 == 0 < attempts[-1]["from_step"]
     assert next(line["step"] for line in told if line["attempt"] == 2) == attempts[-1]["from_step"] + 1
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
@@ -144,8 +144,8 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
 
 @pytest.mark.full
 def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
-    with program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
-        code, out, err = ended(process)
+    with run_program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
+        code, out, err = wait_for_end(process)
     assert code == 1
     assert err.count("titan: 1 steps in a row were not finite") == 1
     assert "Traceback" not in out + err
@@ -168,10 +168,10 @@ def test_ranks_that_others_started(launcher: str, more: list[str], code: int, sa
     command = arguments(tmp_path / "run", "fsdp2", *more)
     with ExitStack() as stack:
         if launcher == "torchrun":
-            started = [stack.enter_context(program(*TORCHRUN, *command, env={"GLOO_SOCKET_IFNAME": "lo"}))]
+            started = [stack.enter_context(run_program(*TORCHRUN, *command, env={"GLOO_SOCKET_IFNAME": "lo"}))]
         else:
             started = srun(stack, *command)
-        done = [ended(process) for process in started]
+        done = [wait_for_end(process) for process in started]
     output = "".join(out + err for _, out, err in done)
     assert output.count(said) == 1, output
     if launcher == "srun":
@@ -180,5 +180,5 @@ def test_ranks_that_others_started(launcher: str, more: list[str], code: int, sa
     assert "titan: rank" not in output
     if code == 0:
         assert result(tmp_path / "run")["finished"]
-        assert len(steps(tiny(tmp_path / "run"))) == 3
+        assert len(read_step_records(compose_tiny_run(tmp_path / "run"))) == 3
     assert os.path.exists(tmp_path / "run") == (code != 2)

@@ -14,7 +14,7 @@ import pytest
 
 from launchers import scratch
 from launchers.supervisor import run_ranks
-from tests.support.processes import alive, ended, program, until
+from tests.support.processes import is_alive, run_program, wait_for_end, wait_until
 from tests.support.tiers import full
 from titan.cluster.signals import STOP_MESSAGE
 from titan.files import leases
@@ -34,7 +34,7 @@ sys.exit(run_ranks((folder, words), len(words), folder, module={BODY!r}))
 def pids(folder: Path, count: int) -> list[int]:
     """The ranks' own process ids, once all of them wait."""
     files = [folder / f"ready-{rank}" for rank in range(count)]
-    until(lambda: all(f.is_file() and f.read_text() for f in files), "ranks to wait")
+    wait_until(lambda: all(f.is_file() and f.read_text() for f in files), "ranks to wait")
     return [int(f.read_text()) for f in files]
 
 
@@ -93,30 +93,30 @@ def test_a_rank_keeps_its_own_error_in_its_log(tmp_path: Path, capfd: pytest.Cap
     ],
 )
 def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_path: Path) -> None:
-    with program("-c", PARENT, str(tmp_path), *words) as parent:
+    with run_program("-c", PARENT, str(tmp_path), *words) as parent:
         ranks = pids(tmp_path, 2)
         parent.send_signal(number)
-        code, _, err = ended(parent)
+        code, _, err = wait_for_end(parent)
         assert (code, err) == (130, STOP_MESSAGE)
-        assert not any(map(alive, ranks))
+        assert not any(map(is_alive, ranks))
 
 
 def test_a_second_signal_kills_ranks_that_stay(tmp_path: Path) -> None:
-    with program("-c", PARENT, str(tmp_path), "stays", "stays") as parent:
+    with run_program("-c", PARENT, str(tmp_path), "stays", "stays") as parent:
         ranks = pids(tmp_path, 2)
         parent.send_signal(signal.SIGINT)
-        until(lambda: all((tmp_path / f"heard-{r}").exists() for r in range(2)), "ranks to hear the first signal")
+        wait_until(lambda: all((tmp_path / f"heard-{r}").exists() for r in range(2)), "ranks to hear the first signal")
         assert parent.poll() is None
         parent.send_signal(signal.SIGINT)
-        assert ended(parent)[0] == 130
-        assert not any(map(alive, ranks))
+        assert wait_for_end(parent)[0] == 130
+        assert not any(map(is_alive, ranks))
 
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
-    with program("-c", PARENT, str(tmp_path), "stays", "waits") as parent:
+    with run_program("-c", PARENT, str(tmp_path), "stays", "waits") as parent:
         ranks = pids(tmp_path, 2)
         parent.kill()
-        until(lambda: not any(map(alive, ranks)), "orphans to die")
+        wait_until(lambda: not any(map(is_alive, ranks)), "orphans to die")
 
 
 def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(

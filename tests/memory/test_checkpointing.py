@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import Tensors, same, tiny
+from tests.support.runs import Tensors, are_identical, compose_tiny_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
@@ -92,7 +92,7 @@ def test_no_bit_changes_with_two_micro_batches_in_flight(how: Memory, compute: t
         for loss in losses:
             loss.backward()
         found.append(gradients(one, torch.stack(losses)))
-    assert same(*found)
+    assert are_identical(*found)
 
 
 AGAIN = [
@@ -196,8 +196,8 @@ def test_what_ranks_said_is_not_said_again_selectively() -> None:
     for found in run_ranks(coordinator, 2):
         recomputed = {mode: count for mode, (count, _) in found.items()}
         assert recomputed["none"] == recomputed["selective"] < recomputed["full"]
-        assert same(found["selective"][1], found["none"][1])
-        assert same(found["full"][1], found["none"][1])
+        assert are_identical(found["selective"][1], found["none"][1])
+        assert are_identical(found["full"][1], found["none"][1])
 
 
 CHOICES = [
@@ -210,11 +210,13 @@ CHOICES = [
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
 def test_choices(choice: str, expected: Memory, tmp_path: Path) -> None:
-    assert tiny(tmp_path, f"memory={choice}").memory == expected
+    assert compose_tiny_run(tmp_path, f"memory={choice}").memory == expected
 
 
 def test_a_budget_can_be_chosen_with_a_compiler(tmp_path: Path) -> None:
-    how = tiny(tmp_path, "memory=budget", "memory.budget=0.3", "compile=block", "compile.backend=aot_eager").memory
+    how = compose_tiny_run(
+        tmp_path, "memory=budget", "memory.budget=0.3", "compile=block", "compile.backend=aot_eager"
+    ).memory
     assert how == Memory("budget", budget=0.3)
 
 
@@ -228,7 +230,7 @@ def test_a_budget_can_be_chosen_with_a_compiler(tmp_path: Path) -> None:
 )
 def test_refusals(typed: str, wanted: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        tiny(tmp_path, typed)
+        compose_tiny_run(tmp_path, typed)
 
 
 def test_every_other_matmul_of_a_block_with_experts_is_kept() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.composing import composed
-from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
+from tests.support.composing import compose_test_run
+from tests.support.runs import LAYOUTS, TINY, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
@@ -41,7 +41,7 @@ def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
     text = ["dataset=text", f"dataset.path={folder}/text", "dataset.validation=0.5", "model.vocab=4096"]
     keep = ["evaluation.every=2", "evaluation.tokens=160", "metrics.sample_tokens=0", *more]
     base = [setting for setting in TINY if not setting.startswith(("dataset", "model.vocab", "metrics.validation"))]
-    return composed([*base, *LAYOUTS[layout], *text, *keep, f"hydra.run.dir={folder}/run"])
+    return compose_test_run([*base, *LAYOUTS[layout], *text, *keep, f"hydra.run.dir={folder}/run"])
 
 
 SAVED = {
@@ -56,8 +56,10 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", [full("single"), "fsdp2"])
 def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "evaluation.tokens=64", "evaluation.every=2", "cluster.peak_tflops=1", layout=layout)
-    train(run)
+    run = compose_tiny_run(
+        tmp_path, "evaluation.tokens=64", "evaluation.every=2", "cluster.peak_tflops=1", layout=layout
+    )
+    train_run(run)
     for line in lines(run):
         schema = STEP if "loss" in line else SAVED if "checkpoint_step" in line else VALIDATION
         assert {key: type(value) for key, value in line.items() if key != "ranks"} == schema
@@ -67,8 +69,8 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [line["tokens"] for line in logged] == [128, 256, 256, 384, 384]
     assert [(line["step"], line["checkpoint_step"]) for line in lines(run) if "checkpoint_step" in line] == [(3, 3)]
-    assert ["ranks" in line for line in steps(run)] == [False, False, run.layout.devices > 1]
-    for line in steps(run):
+    assert ["ranks" in line for line in read_step_records(run)] == [False, False, run.layout.devices > 1]
+    for line in read_step_records(run):
         assert line["tokens_per_second"] == pytest.approx(128 / line["step_seconds"])
         assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / run.layout.devices)
         assert 0 <= line["data_seconds"] <= line["step_seconds"] * 2
@@ -76,7 +78,7 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
 
 
 def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
+    run = compose_tiny_run(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
     flops = run.model.flops_per_token(16)
     figures = build_step_speed(run).compute(0.5, 128, 128 * 16)
     assert figures["tokens_per_second"] == 256
@@ -93,7 +95,7 @@ def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", ["false", "true"], ids=["untied", "tied"])
 def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
     """Matmuls forward and backward; attention, which the formula counts in full, is left out on both sides."""
-    config, length, rows = tiny(tmp_path, f"model.tied={tied}").model, 16, 3
+    config, length, rows = compose_tiny_run(tmp_path, f"model.tied={tied}").model, 16, 3
     with torch.device("meta"):
         model: Any = config.build()
     materialise_model(model, model.initial(), 0, "cpu")
@@ -110,11 +112,11 @@ def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
 def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> None:
     settings = {"fsdp3": "parallelism.microbatches=2"}.get(layout, "parallelism.microbatches=1")
     run = text_run(tmp_path, layout, settings)
-    train(run)
+    train_run(run)
     corpus = open_corpus(prepare(run.dataset))
     with torch.device("meta"):
         model: Any = run.model.build()
-    state = {n.removeprefix("model."): t for n, t in saved(run, 3).items() if n.startswith("model.")}
+    state = {n.removeprefix("model."): t for n, t in read_checkpoint(run, 3).items() if n.startswith("model.")}
     model.to_empty(device="cpu").load_state_dict(state)
     model.init_buffers("cpu")
     rows = [torch.from_numpy(corpus.validation.read_row(i, 16).astype("int64")) for i in range(10)]

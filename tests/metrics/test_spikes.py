@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import Story, made, read_lines, write_lines
-from tests.support.runs import steps, tiny, train
+from tests.support.made_runs import Story, make_run, read_lines, write_lines
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from titan.metrics.plot import plot_losses, select_spikes
 from titan.metrics.reader import read_steps
 from titan.metrics.spikes import SpikeDetector
@@ -57,16 +57,16 @@ def test_a_run_marks_its_spikes_also_after_a_resume(tmp_path: Path) -> None:
         trainer.reporter._mark_spike = risen  # type: ignore[method-assign]
 
     window = ("metrics.spike_window=6", "checkpoint.every=7")
-    train(tiny(tmp_path, *window, "training.steps=7"), rise)
-    run = tiny(tmp_path, *window, "training.steps=9")
-    train(run, rise)
-    assert ["spike" in line for line in steps(run)] == [False] * 8 + [True]
-    assert steps(run)[8]["rows"] == [64, 71]
+    train_run(compose_tiny_run(tmp_path, *window, "training.steps=7"), rise)
+    run = compose_tiny_run(tmp_path, *window, "training.steps=9")
+    train_run(run, rise)
+    assert ["spike" in line for line in read_step_records(run)] == [False] * 8 + [True]
+    assert read_step_records(run)[8]["rows"] == [64, 71]
     assert "is a spike" in (tmp_path / "log" / "rank-0.log").read_text()
 
 
 def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
-    made(tmp_path / "run", Story(steps=40, rises={30: 2.0}))
+    make_run(tmp_path / "run", Story(steps=40, rises={30: 2.0}))
     lines = read_lines(tmp_path / "run")
     spike = next(line for line in lines if line["step"] == 30)
     spike |= {"spike": 9.0, "spike_median": 3.1}

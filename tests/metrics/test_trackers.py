@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import LIMIT, until
+from tests.support.processes import LIMIT, wait_until
 from titan.metrics import trackers
 from titan.metrics.schema import Metrics
 from titan.metrics.trackers import (
@@ -287,10 +287,14 @@ def test_wandb_offline_two_attempts_and_no_secret_on_disk(tmp_path: Path, monkey
         began = int(time.time())
         config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}
         log_steps(everything(tmp_path, warnings.append, Metrics(wandb=True, wandb_mode="online"), **config))
-        until(lambda began=began: int(time.time()) > began, "the next second: the folder of an attempt has its name")
+        wait_until(
+            lambda began=began: int(time.time()) > began, "the next second: the folder of an attempt has its name"
+        )
     offline = [line for line in warnings if "stays offline" in line]  # a busy machine may be slow to close a run too
     assert len(offline) == 2 and "no API key is stored" in offline[0]
-    until(lambda: _logged(tmp_path) == [True, True], "W&B's service to write, which may be after the call that ends it")
+    wait_until(
+        lambda: _logged(tmp_path) == [True, True], "W&B's service to write, which may be after the call that ends it"
+    )
     assert not any(b"planted-secret" in file.read_bytes() for file in _files(tmp_path))
     assert not (tmp_path / "netrc").exists()
 

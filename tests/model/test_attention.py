@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import tiers
-from tests.support.composing import composed
-from tests.support.machines import detector
-from tests.support.runs import tiny
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
+from tests.support.runs import compose_tiny_run
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
@@ -282,7 +282,7 @@ def test_no_kernel_that_can_is_said() -> None:
     ],
 )
 def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, *overrides)
+    run = compose_tiny_run(tmp_path, *overrides)
     assert line in assemble(run, mesh.connect_world(RankInfo(), run.layout, "cpu", 30)).notes
 
 
@@ -307,20 +307,20 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
 )
 def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        tiny(tmp_path, *overrides)
+        compose_tiny_run(tmp_path, *overrides)
     assert [word for word in words.split("|") if word not in str(error.value)] == []
 
 
 @pytest.mark.parametrize("method", [tiers.full("allgather"), tiers.full("ulysses"), "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
-    assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
-    assert composed([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"
+    assert compose_test_run([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
+    assert compose_test_run([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"
     chunks = [*overrides[:3], "model=llama4_debug", f"parallelism.context_method={method}"]
-    assert composed([*chunks, "training.seq_len=256"]).training.attention == "flex"
-    assert composed([*chunks, "training.seq_len=128"]).training.attention == "auto"
+    assert compose_test_run([*chunks, "training.seq_len=256"]).training.attention == "flex"
+    assert compose_test_run([*chunks, "training.seq_len=128"]).training.attention == "auto"
 
 
 def test_kernels_reach_ranks_that_share_rows() -> None:

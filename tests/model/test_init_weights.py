@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import RankFailedError, run_ranks
 from tests.support.tiers import full
 from titan.model import init_weights
 from titan.model.init_weights import Normal, Ones, fill_normal, materialise_model
@@ -266,7 +266,7 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 def test_wrong_box_is_an_error() -> None:
     with (
         patch.object(init_weights, "_get_local_shard", return_value=torch.empty(1)),
-        pytest.raises(RankFailed, match="the local shape is"),
+        pytest.raises(RankFailedError, match="the local shape is"),
     ):
         run_ranks(sharded, 1, UNEVEN, "shard")
 
@@ -305,7 +305,7 @@ def test_run_ranks_gives_results_in_order() -> None:
     ],
 )
 def test_run_ranks_reports_failure_and_leaves_no_one(fn: Any, message: str, timeout: float) -> None:
-    with pytest.raises(RankFailed, match=message):
+    with pytest.raises(RankFailedError, match=message):
         run_ranks(fn, 2, timeout=timeout)
     assert not multiprocessing.active_children()
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.model.test_loss import EXACT, case, far
-from tests.support.loss_terms import entropy
+from tests.support.loss_terms import compute_entropy
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.errors import RunError
@@ -24,7 +24,7 @@ from titan.model.schema import Llama
 from titan.parallelism import tensor
 
 SHAPE = (2, 8, 8, 12)
-Z, SMOOTH, OWN = Term("z", 0.02, z_loss), Term("smooth", 0.1, label_smoothing), Term("own", -0.3, entropy)
+Z, SMOOTH, OWN = Term("z", 0.02, z_loss), Term("smooth", 0.1, label_smoothing), Term("own", -0.3, compute_entropy)
 
 
 def expected(

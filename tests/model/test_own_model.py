@@ -13,7 +13,7 @@ import pytest
 
 from launchers.command import run_command
 from launchers.start import run_local
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan import evaluate, generate
 from titan.errors import ConfigError
@@ -105,7 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_inherited_and_own_settings_are_set_alike() -> None:
-    run = composed([*SMALL, "model=own", "model.widening=2", "model.norm_eps=1e-3", "parallelism=tp", "name=x"])
+    run = compose_test_run([*SMALL, "model=own", "model.widening=2", "model.norm_eps=1e-3", "parallelism=tp", "name=x"])
     assert (run.model.dim, run.model.norm_eps, getattr(run.model, "widening", None)) == (32, 1e-3, 2.0)
 
 

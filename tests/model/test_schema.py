@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.config import settings
@@ -137,8 +137,8 @@ def test_qwen3_is_published_with_a_million_for_rotation_and_heads_of_128() -> No
 def test_families_are_told_apart_and_ids_of_llamas_stay(
     model: str, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
-    science = identity.select_settings(composed([f"model={model}"]), science=True)
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
+    science = identity.select_settings(compose_test_run([f"model={model}"]), science=True)
     assert {name: value for name, value in science.items() if name == "model"} == named
 
 

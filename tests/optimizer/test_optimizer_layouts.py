@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
-from tests.support.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
-from tests.support.tiers import full, table
+from tests.support.runs import (
+    RankOutcome,
+    Tensors,
+    are_identical,
+    compose_tiny_run,
+    compute_difference,
+    read_step_records,
+    select_weights,
+    train_run,
+)
+from tests.support.tiers import full, select_cases
 from tests.training.test_trainer import poison
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -38,11 +47,11 @@ NEWTON_SCHULZ = 4e-3
 """Several times what was measured (1.2e-3): where a momentum is rounded differently all of its matrix is another."""
 
 
-def tensors(seen: list[Seen]) -> Tensors:
+def tensors(seen: list[RankOutcome]) -> Tensors:
     """The weights at the end, of all ranks' stages together."""
     found: Tensors = {}
     for one in seen:
-        for name, tensor in weights(one.last).items():
+        for name, tensor in select_weights(one.last).items():
             assert torch.equal(found.setdefault(name, tensor), tensor)
     return found
 
@@ -53,7 +62,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def of(kind: str) -> Tensors:
         if kind not in known:
-            known[kind] = tensors(train(tiny(tmp_path_factory.mktemp("one"), *SHAPE, *KINDS[kind])))
+            known[kind] = tensors(train_run(compose_tiny_run(tmp_path_factory.mktemp("one"), *SHAPE, *KINDS[kind])))
         return known[kind]
 
     return of
@@ -67,12 +76,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "tolerance"), table(CASES, ("muon-fsdp3",)))
+@pytest.mark.parametrize(("kind", "layout", "tolerance"), select_cases(CASES, ("muon-fsdp3",)))
 def test_one_device_and_many_end_with_the_same_weights(
     kind: str, layout: str, tolerance: float, expected: Any, tmp_path: Path
 ) -> None:
-    found = tensors(train(tiny(tmp_path, *SHAPE, *LAYOUTS[layout], *KINDS[kind])))
-    assert difference(found, expected(kind)) <= tolerance
+    found = tensors(train_run(compose_tiny_run(tmp_path, *SHAPE, *LAYOUTS[layout], *KINDS[kind])))
+    assert compute_difference(found, expected(kind)) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -85,13 +94,13 @@ def test_one_device_and_many_end_with_the_same_weights(
 )
 def test_a_bad_step_leaves_all_as_it_was(kind: str, layout: str, tmp_path: Path) -> None:
     """Gradients of one rank are NaN in the second step, which is skipped without asking the host."""
-    run = tiny(tmp_path, *SHAPE, *LAYOUTS[layout], *KINDS[kind], "training.steps=3")
-    for rank in train(run, poison({2}, run.layout.devices - 1, False)):
+    run = compose_tiny_run(tmp_path, *SHAPE, *LAYOUTS[layout], *KINDS[kind], "training.steps=3")
+    for rank in train_run(run, poison({2}, run.layout.devices - 1, False)):
         first, second, third = rank.extra
         assert any(name.endswith(("momentum_buffer", "exp_avg")) for name in second)
-        assert not same(first, second)
-        assert same(second, third)
-        assert not same(third, rank.last)
+        assert not are_identical(first, second)
+        assert are_identical(second, third)
+        assert not are_identical(third, rank.last)
         assert all(bool(tensor.isfinite().all()) for tensor in rank.last.values())
 
 
@@ -107,23 +116,23 @@ def test_a_bad_step_leaves_all_as_it_was(kind: str, layout: str, tmp_path: Path)
 def test_a_checkpoint_goes_on_in_another_layout(kind: str, before: str, after: str, tmp_path: Path) -> None:
     """The state is taken up to the bit; on the same layout the run is as if it had not been stopped."""
     settings = ("model.kv_heads=2", *KINDS[kind], "training.steps=5")
-    one, two = (tiny(tmp_path / "parts", *settings, *LAYOUTS[layout]) for layout in (before, after))
+    one, two = (compose_tiny_run(tmp_path / "parts", *settings, *LAYOUTS[layout]) for layout in (before, after))
     first, second = in_two_attempts(one, two)
-    assert same(second[0].first, first[0].last)
-    whole = tiny(tmp_path / "whole", *settings, *LAYOUTS[before])
-    last = train(whole)[0].last
+    assert are_identical(second[0].first, first[0].last)
+    whole = compose_tiny_run(tmp_path / "whole", *settings, *LAYOUTS[before])
+    last = train_run(whole)[0].last
     if before == after:
-        assert same(second[0].last, last)
-    for line, wanted in zip(steps(two), steps(whole), strict=True):
+        assert are_identical(second[0].last, last)
+    for line, wanted in zip(read_step_records(two), read_step_records(whole), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=EXACT)
 
 
 def test_groups_have_their_own_rate_and_metrics_the_optimizers(tmp_path: Path) -> None:
     """A group at rate zero stands still, also where a stage of a pipeline has nothing of it."""
-    run = tiny(tmp_path, *SHAPE, *PIPELINED, "optimizer.groups={still:{match:['tok_*','layers.0.*'],lr:0}}")
-    seen = train(run)
+    run = compose_tiny_run(tmp_path, *SHAPE, *PIPELINED, "optimizer.groups={still:{match:['tok_*','layers.0.*'],lr:0}}")
+    seen = train_run(run)
     for rank in seen:
-        for name, tensor in weights(rank.last).items():
+        for name, tensor in select_weights(rank.last).items():
             still = name.startswith(("model.tok_", "model.layers.0."))
             assert torch.equal(tensor, rank.first[name]) == still
-    assert steps(run)[0]["lr"] == run.optimizer.lr
+    assert read_step_records(run)[0]["lr"] == run.optimizer.lr

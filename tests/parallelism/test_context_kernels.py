@@ -17,8 +17,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.errors import ConfigError
@@ -107,7 +107,7 @@ def test_the_kernel_of_blocks(
     kernel: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "_fused_sdp_choice", torchs_choice(capability))
@@ -118,7 +118,7 @@ def test_the_kernel_of_blocks(
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
     expectation = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
     with expectation, FakeTensorMode():
-        assert build._choose_attention_kernel(composed(overrides), world) == kernel
+        assert build._choose_attention_kernel(compose_test_run(overrides), world) == kernel
 
 
 # --- what kernels are given

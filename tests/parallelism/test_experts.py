@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_manager import in_two_attempts
-from tests.support.composing import composed
-from tests.support.matrix import EXACT, Case, Outcome
-from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, cases, measure
+from tests.support.composing import compose_test_run
+from tests.support.matrix import EXACT, LayoutCase, TrainedLayout
+from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, list_cases, measure_case
 from tests.support.ranks import run_ranks
-from tests.support.runs import same, steps, tiny, train
-from tests.support.tiers import full, table
+from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
+from tests.support.tiers import full, select_cases
 from titan.errors import ConfigError
 from titan.model.experts import dispatch
 from titan.parallelism.expert import ExpertDispatch
@@ -31,9 +31,13 @@ QUICK = (
 REST = ("qwen3_moe-ep_hsdp-none-4", "muon-ep_pp")
 
 
-@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, 6, REST))
-def test_gradients_of_each_expert_are_those_of_one_device(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
-    found = measure(case, one_device.of(case), tmp_path)
+@pytest.mark.parametrize(
+    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 6, REST)
+)
+def test_gradients_of_each_expert_are_those_of_one_device(
+    case: LayoutCase, one_device: OneDevice, tmp_path: Path
+) -> None:
+    found = measure_case(case, one_device.find_outcome(case), tmp_path)
     assert found.pop("same start")
     assert found.pop("same rows")
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
@@ -101,14 +105,14 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
     others = {"single": ("parallelism=single",), "tp": ("parallelism=tp",)}
     layouts = LAYOUTS | others
     settings = ("model.layers=4", "model.heads=4", "model.kv_heads=2", *MODELS["qwen3_moe"], "training.steps=4")
-    runs = [tiny(tmp_path / "parts", *settings, *layouts[name]) for name in (before, after)]
-    first, second = (Outcome(run, seen, 0) for run, seen in zip(runs, in_two_attempts(*runs), strict=True))
-    saved = first.merged("last")
+    runs = [compose_tiny_run(tmp_path / "parts", *settings, *layouts[name]) for name in (before, after)]
+    first, second = (TrainedLayout(run, seen, 0) for run, seen in zip(runs, in_two_attempts(*runs), strict=True))
+    saved = first.merge_tensors("last")
     assert {"model.layers.3.feed_forward.router.bias", "state.layers.3.feed_forward.router.load"} <= saved.keys()
-    assert same(second.merged("first"), saved)
-    whole = tiny(tmp_path / "whole", *settings)
-    train(whole)
-    for line, wanted in zip(steps(runs[1]), steps(whole), strict=True):
+    assert are_identical(second.merge_tensors("first"), saved)
+    whole = compose_tiny_run(tmp_path / "whole", *settings)
+    train_run(whole)
+    for line, wanted in zip(read_step_records(runs[1]), read_step_records(whole), strict=True):
         assert line["loss/aux_loss"] == pytest.approx(wanted["loss/aux_loss"], rel=EXACT)
         assert line["loss"] == pytest.approx(wanted["loss"], rel=EXACT)
 
@@ -139,11 +143,11 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
 )
 def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        composed(["model=qwen3_moe_debug", *settings])
+        compose_test_run(["model=qwen3_moe_debug", *settings])
 
 
 def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
-    layout = composed(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
+    layout = compose_test_run(["model=qwen3_moe_debug", "parallelism=3d", "parallelism.expert=-1"]).layout
     assert (layout.expert, layout.expert_shards, str(layout).split()[-2:]) == (4, 1, ["expert", "4"])
     assert layout.list_groups("expert") == [range(4), range(4, 8)]
 
@@ -164,7 +168,7 @@ def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
     ],
 )
 def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...], expert: int) -> None:
-    assert composed(["model=qwen3_moe_debug", *settings], elsewhere=True).layout.expert == expert
+    assert compose_test_run(["model=qwen3_moe_debug", *settings], remote=True).layout.expert == expert
 
 
 @pytest.mark.full
@@ -172,7 +176,7 @@ def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...]
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
     losses = []
     for name, how in (("eager", ("compile=off",)), ("compiled", ("compile=block", "compile.backend=aot_eager"))):
-        run = tiny(tmp_path / name, *MODELS["qwen3_moe"], *layout, *how, "checkpoint=off")
-        train(run)
-        losses.append([line["loss"] for line in steps(run)])
+        run = compose_tiny_run(tmp_path / name, *MODELS["qwen3_moe"], *layout, *how, "checkpoint=off")
+        train_run(run)
+        losses.append([line["loss"] for line in read_step_records(run)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.composing import composed
-from tests.support.process_groups import LAYOUTS, count, now, store_traffic
-from tests.support.processes import until
+from tests.support.composing import compose_test_run
+from tests.support.process_groups import LAYOUTS, compute_store_traffic, count_messages, create_groups
+from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny, train
-from tests.support.tiers import full, table
+from tests.support.runs import compose_tiny_run, train_run
+from tests.support.tiers import full, select_cases
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.preprocess.writer import read_json
 from titan.errors import RunError
@@ -125,15 +125,15 @@ def test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage(
 
 def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
     for recipe, name in (("bench_405b_16384", "16,384"), ("bench_405b_16384_long", "16,384, long rows")):
-        assert composed([f"recipe={recipe}"], elsewhere=True).layout == LAYOUTS[name]
+        assert compose_test_run([f"recipe={recipe}"], remote=True).layout == LAYOUTS[name]
 
 
-@pytest.mark.parametrize("name", table(LAYOUTS, ("64", "1,024")))
+@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("64", "1,024")))
 def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
     """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
     layout = LAYOUTS[name]
     for rank in (0, layout.devices - 1):
-        done = count(layout, now, rank)
+        done = count_messages(layout, create_groups, rank)
         kinds = len(layout.mesh_degrees()) + (layout.context > 1) + 1
         assert done.splits.count(layout.devices) == kinds
         assert set(done.splits) <= {layout.devices, layout.pipeline}
@@ -179,7 +179,7 @@ def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.Monkey
         thread.start()
     for thread in threads:
         thread.join()
-    messages, expected = store_traffic(size)
+    messages, expected = compute_store_traffic(size)
     assert [store.messages for store in stores] == [messages] * size
     assert sum(store.bytes for store in stores) / size == pytest.approx(expected, rel=0.1)
 
@@ -240,7 +240,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", [full("GPipe"), "ZBVZeroBubble"])
 def test_messages_between_stages_use_the_group_of_their_direction(schedule: str, tmp_path: Path) -> None:
-    run = tiny(
+    run = compose_tiny_run(
         tmp_path / "run", "parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4",
         "model.layers=4", "training.steps=1", "checkpoint=off", "metrics.sample_tokens=0", layout="single",
     )  # fmt: skip
@@ -259,7 +259,7 @@ def test_messages_between_stages_use_the_group_of_their_direction(schedule: str,
         schedules._batch_p2p = noted
         return seen
 
-    for rank in train(run, noting):
+    for rank in train_run(run, noting):
         assert rank.code == 0
         assert set(rank.extra) == {(True, True), (False, True)}
 
@@ -299,7 +299,7 @@ def stalling(places: list[str], file: Path) -> Callable[[Trainer], dict[str, lis
 
         def stand_still(place: str) -> None:
             if place in places:
-                until(lambda: (read_json(file) or [""])[0] == place, f"rank 0 in {place}")
+                wait_until(lambda: (read_json(file) or [""])[0] == place, f"rank 0 in {place}")
                 time.sleep(STALL)
                 seen[place] = read_json(file)[1]
 
@@ -350,7 +350,7 @@ def gone(file: Path) -> Callable[[Trainer], None]:
         def still(*arguments: Any) -> Any:
             if trainer.step < 2:
                 return step(*arguments)
-            until(file.exists, "rank 0 to give up")
+            wait_until(file.exists, "rank 0 to give up")
             raise RunError("awake")
 
         if trainer.world.rank_info.rank == 0:
@@ -368,8 +368,8 @@ STEPS = (
 
 
 def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
-    run = tiny(tmp_path / "run", *STEPS, "cluster.step_timeout=5", "debug.hang_seconds=null", layout="ddp2")
-    seen = train(run, gone(tmp_path / "gone"))
+    run = compose_tiny_run(tmp_path / "run", *STEPS, "cluster.step_timeout=5", "debug.hang_seconds=null", layout="ddp2")
+    seen = train_run(run, gone(tmp_path / "gone"))
     assert run.training.find_phase(3).step == 1
     assert seen[0].failure is not None
     assert seen[0].failure.startswith("waited 5 s for the other ranks: one of them hangs")
@@ -380,10 +380,10 @@ def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None
 def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     """The first step and the first of a batch size may compile; validation, saves and the end are no steps."""
     settings = (*STEPS, f"cluster.step_timeout={STEP:g}", "checkpoint=async")
-    run = tiny(tmp_path / "run", *settings, layout="ddp2")
+    run = compose_tiny_run(tmp_path / "run", *settings, layout="ddp2")
     first = run.training.phases[1].step
     assert 2 < first < 6
     places = ["step-1", f"step-{first}", "validate-2", "save-5", "validate-6"]
-    ranks = train(run, stalling(["step-2", *places], tmp_path / "seen"))
+    ranks = train_run(run, stalling(["step-2", *places], tmp_path / "seen"))
     assert [rank.code for rank in ranks] == [0, 0]
     assert ranks[1].extra == {"step-2": [STEP]} | {place: [TIMEOUT] for place in places}

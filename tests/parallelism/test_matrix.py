@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.matrix import COMPILED, EXACT, Case, Outcome, cases, layouts, outcome, schedules, variants, worst
-from tests.support.runs import same
-from tests.support.tiers import full, table
+from tests.support.matrix import (
+    COMPILED,
+    EXACT,
+    LayoutCase,
+    TrainedLayout,
+    compare_layouts,
+    list_cases,
+    list_layouts,
+    list_schedules,
+    list_variants,
+    train_case,
+)
+from tests.support.runs import are_identical
+from tests.support.tiers import full, select_cases
 
 QUICK = (
     "tp", "pp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
@@ -32,14 +43,14 @@ BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validat
 IN_BF16 = ["tp", "cp", "pp", "fsdp-tp-pp", "cp-ring-balanced", "ZBVZeroBubble-fsdp"]
 
 
-class OneDevice(dict[tuple[str, ...], Outcome]):
+class OneDevice(dict[tuple[str, ...], TrainedLayout]):
     """Runs on one device by what they learn, each trained when it is first asked for."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self.folders = folders
 
-    def __missing__(self, science: tuple[str, ...]) -> Outcome:
-        self[science] = outcome(self.folders.mktemp("one"), None, science)
+    def __missing__(self, science: tuple[str, ...]) -> TrainedLayout:
+        self[science] = train_case(self.folders.mktemp("one"), None, science)
         return self[science]
 
 
@@ -48,9 +59,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
     return OneDevice(tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", table([pytest.param(case, id=case.id) for case in cases()], QUICK, 6, REST))
-def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
-    found = worst(outcome(tmp_path, case, case.science), one_device[case.science])
+@pytest.mark.parametrize(
+    "case", select_cases([pytest.param(case, id=case.id) for case in list_cases()], QUICK, 6, REST)
+)
+def test_a_layout_learns_what_one_device_learns(case: LayoutCase, one_device: OneDevice, tmp_path: Path) -> None:
+    found = compare_layouts(train_case(tmp_path, case, case.science), one_device[case.science])
     assert found.pop("same start")
     assert found.pop("same rows")
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
@@ -59,10 +72,10 @@ def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevic
 @pytest.mark.full
 @pytest.mark.parametrize("name", IN_BF16)
 def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    (case,) = (c for c in cases() if c.id == name)
+    (case,) = (c for c in list_cases() if c.id == name)
     science = ("precision=bf16",)
-    one, many = (outcome(tmp_path_factory.mktemp("bf16"), c, science) for c in (None, case))
-    found = worst(many, one)
+    one, many = (train_case(tmp_path_factory.mktemp("bf16"), c, science) for c in (None, case))
+    found = compare_layouts(many, one)
     assert found.pop("same start")
     assert found.pop("same rows")
     assert {key: value for key, value in found.items() if not value <= BF16[key]} == {}
@@ -78,10 +91,10 @@ KEPT = [
 
 @pytest.mark.parametrize(("memory", "layout"), KEPT)
 def test_computing_again_changes_no_bit(memory: str, layout: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cases_ = [Case("none", COMPILED[layout]), Case(memory, (f"memory={memory}", *COMPILED[layout]))]
-    none, again = (outcome(tmp_path_factory.mktemp("kept"), case) for case in cases_)
+    cases_ = [LayoutCase("none", COMPILED[layout]), LayoutCase(memory, (f"memory={memory}", *COMPILED[layout]))]
+    none, again = (train_case(tmp_path_factory.mktemp("kept"), case) for case in cases_)
     for what in ("gradients", "last"):
-        assert same(again.merged(what), none.merged(what))
+        assert are_identical(again.merge_tensors(what), none.merge_tensors(what))
     assert again.validation == none.validation
 
 
@@ -91,5 +104,7 @@ def test_the_documentation_lists_what_is_proven() -> None:
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if line.startswith("| ")]
     suffixes = {"both": ("", " (tied)"), "yes": (" (tied)",), "no": ("",)}
     listed = [name + suffix for names, _, tied in cells[2:] for name in names.split(", ") for suffix in suffixes[tied]]
-    proven = [case.name + (" (tied)" if case.tied else "") for case in (*layouts(), *schedules(), *variants())]
+    proven = [
+        case.name + (" (tied)" if case.tied else "") for case in (*list_layouts(), *list_schedules(), *list_variants())
+    ]
     assert sorted(listed) == sorted(proven)

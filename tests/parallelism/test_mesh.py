@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout
@@ -53,9 +53,11 @@ def test_no_rank_goes_on_before_all_have_connected(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "exchange"), [("off", False), ("sync", True)])
 def test_a_run_asks_for_it_where_it_saves_or_loads(mode: str, exchange: bool, tmp_path: Path) -> None:
-    save, off = tiny(tmp_path / "run", layout="ddp2"), [f"checkpoint={mode}", "training.steps=4"]
-    train(save)
+    save, off = compose_tiny_run(tmp_path / "run", layout="ddp2"), [f"checkpoint={mode}", "training.steps=4"]
+    train_run(save)
     fork = [f"checkpoint.resume={tmp_path}/run", *off]
     for name, more, expected in (("new", off, exchange), ("fork", fork, True)):
-        seen = train(tiny(tmp_path / name, *more, layout="ddp2"), lambda trainer: trainer.world.exchange is not None)
+        seen = train_run(
+            compose_tiny_run(tmp_path / name, *more, layout="ddp2"), lambda trainer: trainer.world.exchange is not None
+        )
         assert [rank.extra for rank in seen] == [expected] * 2

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.test_manager import stop_at
 from tests.support.matrix import GROUPS
-from tests.support.runs import steps, tiny, train
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
@@ -102,17 +102,17 @@ def _placed(trainer: Any) -> dict[str, Any]:
 def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes(tmp_path: Path) -> None:
     """Ranks, dimension and wrapper; and a state of Muon, whose matrices are gathered over other ranks each."""
     settings = ("optimizer=muon", "training.steps=5", "model.layers=4")
-    whole = tiny(tmp_path / "whole", *settings)
-    train(whole)
-    before = tiny(tmp_path / "parts", "modules=[tests]", GROUPS, "parallelism.shard=4", *settings)
-    placed = train(before, lambda trainer: (stop_at(2)(trainer), _placed(trainer))[1])[0].extra
-    assert train(tiny(tmp_path / "parts", *settings))[0].code == 0
+    whole = compose_tiny_run(tmp_path / "whole", *settings)
+    train_run(whole)
+    before = compose_tiny_run(tmp_path / "parts", "modules=[tests]", GROUPS, "parallelism.shard=4", *settings)
+    placed = train_run(before, lambda trainer: (stop_at(2)(trainer), _placed(trainer))[1])[0].extra
+    assert train_run(compose_tiny_run(tmp_path / "parts", *settings))[0].code == 0
     assert placed["layers.0.attention.wq.weight"] == ((2, 2), ("R", "S(0)"))
     assert placed["layers.0.feed_forward.w2.weight"] == ((4,), ("S(1)",))
     assert placed["layers.0.feed_forward.w1.weight"] == ((4,), ("S(0)",))
     assert placed["norm.weight"] == placed["head.weight"] == ((4, 1), ("R", "S(0)"))
     assert placed["groups"] == [("replicate", 2), ("shard", 1), ("shard", 2), ("shard", 4)]  # of reports on hangs
-    for line, wanted in zip(steps(before), steps(whole), strict=True):
+    for line, wanted in zip(read_step_records(before), read_step_records(whole), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
@@ -124,5 +124,7 @@ def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes
     ],
 )
 def test_a_strategy_that_cannot_wrap_a_module_ends_the_run(group: str, message: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "modules=[tests]", f"+parallelism.groups={{g: {{{group}}}}}", "parallelism.shard=5")
-    assert all(message in str(seen.failure) for seen in train(run))
+    run = compose_tiny_run(
+        tmp_path, "modules=[tests]", f"+parallelism.groups={{g: {{{group}}}}}", "parallelism.shard=5"
+    )
+    assert all(message in str(seen.failure) for seen in train_run(run))

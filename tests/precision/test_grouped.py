@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.precision.test_precision import BOUNDS, SGD, SHAPE, SMALL, expected
-from tests.support.runs import difference, same, steps, tiny, train
-from tests.support.tiers import full, further
+from tests.support.runs import are_identical, compose_tiny_run, compute_difference, read_step_records, train_run
+from tests.support.tiers import full, list_further
 from titan.model.experts import ExpertLinear
 from titan.model.grouped import multiply_grouped
 from titan.model.schema_moe import Qwen3Moe
@@ -123,8 +123,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(precision: str, *layout: str) -> Any:
         if (precision, layout) not in known:
             settings = (*SHAPE, *SGD, *MOE, f"precision={precision}", *layout)
-            run = tiny(tmp_path_factory.mktemp("experts"), *settings)
-            known[precision, layout] = run, train(run)
+            run = compose_tiny_run(tmp_path_factory.mktemp("experts"), *settings)
+            known[precision, layout] = run, train_run(run)
         return known[precision, layout]
 
     return of
@@ -139,21 +139,21 @@ CASES = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("precision", "layout"), further(lambda: CASES, 2, rest=("float8_rowwise-ep",)))
+@pytest.mark.parametrize(("precision", "layout"), list_further(lambda: CASES, 2, rest=("float8_rowwise-ep",)))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, trained: Any) -> None:
     (one, (alone,)), (many, ranks) = trained(precision), trained(precision, *LAYOUTS[layout])
     gradients, losses, norms = BOUNDS[precision]
     first = {name: tensor for rank in ranks for name, tensor in rank.first.items()}
     found = {name: tensor for rank in ranks for name, tensor in rank.gradients.items()}
-    assert same(first, alone.first)
-    assert difference(found, alone.gradients) <= gradients
-    for line, wanted in zip(steps(many), steps(one), strict=True):
+    assert are_identical(first, alone.first)
+    assert compute_difference(found, alone.gradients) <= gradients
+    for line, wanted in zip(read_step_records(many), read_step_records(one), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=losses)
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norms)
 
 
 def test_start_says_which_experts_are_in_8_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     how = ("precision=float8", "precision.skip=[head,layers.0.*.w1]", "training.steps=1", *SHAPE, *MOE)
-    train(tiny(tmp_path, *how))
+    train_run(compose_tiny_run(tmp_path, *how))
     out = capfd.readouterr().out
     assert "13 of 15 matmuls in float8; in bf16: feed_forward.experts.w1 (precision.skip), head" in out

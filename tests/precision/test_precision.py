@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.machines import NO_COMPILER
-from tests.support.runs import Seen, difference, learned, same, saved, steps, tiny, train
-from tests.support.tiers import full, further
+from tests.support.runs import (
+    RankOutcome,
+    are_identical,
+    compose_tiny_run,
+    compute_difference,
+    read_checkpoint,
+    read_learned_values,
+    read_step_records,
+    train_run,
+)
+from tests.support.tiers import full, list_further
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.counts import Matmul
@@ -115,7 +124,11 @@ class TestChoice:
         assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
     def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        train(tiny(tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"))
+        train_run(
+            compose_tiny_run(
+                tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"
+            )
+        )
         out = capfd.readouterr().out
         assert "precision: bf16, float8 matmuls, emulated" in out
         assert (
@@ -208,7 +221,7 @@ class TestProducts:
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
 
 
-Trained = tuple[Run, list[Seen]]
+Trained = tuple[Run, list[RankOutcome]]
 
 
 class Runs:
@@ -221,8 +234,8 @@ class Runs:
         key = layout, precision, changes
         if key not in self.known:
             settings = (*SHAPE, *SGD, f"precision={precision}", *LAYOUTS[layout], *changes)
-            run = tiny(self.folder / str(len(self.known)), *settings)
-            self.known[key] = run, train(run)
+            run = compose_tiny_run(self.folder / str(len(self.known)), *settings)
+            self.known[key] = run, train_run(run)
         return self.known[key]
 
 
@@ -239,7 +252,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("precision"))
 
 
-def merged(seen: list[Seen], what: str) -> dict[str, Tensor]:
+def merged(seen: list[RankOutcome], what: str) -> dict[str, Tensor]:
     """Tensors of all ranks, of which each may have some of the layers only."""
     return {name: tensor for rank in seen for name, tensor in getattr(rank, what).items()}
 
@@ -260,13 +273,13 @@ CASES = [pytest.param(kind, layout, id=f"{kind}-{layout}") for kind in BOUNDS fo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("precision", "layout"), further(lambda: CASES, 3, rest=("bf16_pure-fsdp",)))
+@pytest.mark.parametrize(("precision", "layout"), list_further(lambda: CASES, 3, rest=("bf16_pure-fsdp",)))
 def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs) -> None:
     (one, (alone,)), (many, ranks) = runs("single", precision), runs(layout, precision)
     gradients, losses, norms = BOUNDS[precision]
-    assert same(merged(ranks, "first"), alone.first)
-    assert difference(merged(ranks, "gradients"), alone.gradients) <= gradients
-    for line, wanted in zip(steps(many), steps(one), strict=True):
+    assert are_identical(merged(ranks, "first"), alone.first)
+    assert compute_difference(merged(ranks, "gradients"), alone.gradients) <= gradients
+    for line, wanted in zip(read_step_records(many), read_step_records(one), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=losses)
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=norms)
 
@@ -276,14 +289,16 @@ def test_layouts_differ_by_rounding_only(precision: str, layout: str, runs: Runs
 def test_fsdp_in_float8_is_bitwise(layout: str, runs: Runs) -> None:
     """Weights that are gathered in float8 have the scale of the whole: the same bits as where no rank cuts them."""
     (_, ranks), (_, others) = runs("fsdp", "float8"), runs(layout, "float8")
-    assert same(ranks[0].gradients, others[0].gradients)
-    assert same(ranks[0].last, others[0].last)
+    assert are_identical(ranks[0].gradients, others[0].gradients)
+    assert are_identical(ranks[0].last, others[0].last)
 
 
 @pytest.mark.full
 def test_low_precision_is_not_fp32(runs: Runs) -> None:
     """What the bounds above compare is not the same computation under several names."""
-    losses = {p: steps(runs("single", p)[0])[0]["loss"] for p in ("fp32", "bf16", "float8", "float8_rowwise")}
+    losses = {
+        p: read_step_records(runs("single", p)[0])[0]["loss"] for p in ("fp32", "bf16", "float8", "float8_rowwise")
+    }
     assert len(set(losses.values())) == len(losses)
     assert max(losses.values()) - min(losses.values()) < 1e-3
 
@@ -294,7 +309,7 @@ class TestGathering:
     def test_a_head_in_float8_is_gathered_as_computed(self, tied: str, runs: Runs) -> None:
         how = ("precision.skip=[]", f"model.tied={tied}")
         (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
-        assert difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
+        assert compute_difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
 
     @pytest.mark.full
     @pytest.mark.parametrize("gather", ["true", "false"])
@@ -318,7 +333,7 @@ class TestGathering:
             return kept
 
         how = ("precision=float8", f"precision.float8_gather={gather}", "model.ffn=160", "model.vocab=80")
-        kept = train(tiny(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
+        kept = train_run(compose_tiny_run(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
         assert kept and "torch.float32" not in kept
 
     @pytest.mark.full
@@ -326,7 +341,7 @@ class TestGathering:
         _, ranks = runs("fsdp", "float8")
         monkeypatch.setattr(Float8Scales, "update", lambda self: None)
         _, dynamic = runs("fsdp", "float8", "training.repeat=1")
-        assert same(ranks[0].last, dynamic[0].last)
+        assert are_identical(ranks[0].last, dynamic[0].last)
 
     @pytest.mark.full
     def test_scales_follow_the_weights(self, tmp_path: Path) -> None:
@@ -346,7 +361,7 @@ class TestGathering:
             trainer.train_step.scales.update = lambda: (update(), look())  # type: ignore[method-assign,union-attr,assignment,return-value]
             return right
 
-        seen = train(tiny(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
+        seen = train_run(compose_tiny_run(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
         assert all(len(rank.extra) == 3 * 14 and all(rank.extra) for rank in seen)
 
     @pytest.mark.full
@@ -359,8 +374,10 @@ class TestGathering:
             weight.register_forward_hook(lambda module, *_: sizes.append(_data(module.weight).element_size()))
             return sizes
 
-        run = tiny(tmp_path, *SHAPE, "precision=float8", f"precision.float8_gather={gather}", *LAYOUTS["fsdp"])
-        assert set(train(run, watch)[0].extra) == {bytes_}
+        run = compose_tiny_run(
+            tmp_path, *SHAPE, "precision=float8", f"precision.float8_gather={gather}", *LAYOUTS["fsdp"]
+        )
+        assert set(train_run(run, watch)[0].extra) == {bytes_}
 
     @pytest.mark.parametrize(
         "how",
@@ -374,8 +391,8 @@ class TestGathering:
     def test_with_other_techniques(self, how: str, runs: Runs) -> None:
         (run, ranks) = runs("fsdp", "float8", how, "compile.backend=aot_eager")
         (plain, expected) = runs("fsdp", "float8")
-        assert same(ranks[0].last, expected[0].last)
-        assert learned(run) == learned(plain)
+        assert are_identical(ranks[0].last, expected[0].last)
+        assert read_learned_values(run) == read_learned_values(plain)
 
 
 def stored_whole(parameter: Any) -> Tensor:
@@ -393,40 +410,46 @@ class TestCheckpoints:
     @pytest.mark.full
     def test_a_run_in_float8_goes_on_as_if_it_had_not_ended(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", *LAYOUTS["fsdp"])
-        whole = tiny(tmp_path / "whole", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear")
-        train(whole)
-        part = tiny(tmp_path / "part", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear")
-        train(part, lambda trainer: setattr(trainer.stop, "requested", True))
+        whole = compose_tiny_run(
+            tmp_path / "whole", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear"
+        )
+        train_run(whole)
+        part = compose_tiny_run(
+            tmp_path / "part", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear"
+        )
+        train_run(part, lambda trainer: setattr(trainer.stop, "requested", True))
         assert manifest.list_complete(tmp_path / "part")
-        train(part)
-        assert learned(part) == learned(whole)
-        assert same(saved(part, 4), saved(whole, 4))
+        train_run(part)
+        assert read_learned_values(part) == read_learned_values(whole)
+        assert are_identical(read_checkpoint(part, 4), read_checkpoint(whole, 4))
 
     @pytest.mark.full
     def test_checkpoints_hold_plain_weights_for_any_layout(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", "training.steps=4")
-        run = tiny(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
-        train(run, lambda trainer: setattr(trainer.stop, "requested", True))
+        run = compose_tiny_run(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
+        train_run(run, lambda trainer: setattr(trainer.stop, "requested", True))
         (folder,) = manifest.list_complete(tmp_path / "run")
         assert not any(b"torchao" in file.read_bytes() for file in folder.iterdir())
-        again = tiny(tmp_path / "run", *settings)
-        seen = train(again)
-        assert seen[0].code == 0 and same(seen[0].first, saved(run, int(folder.name[5:])))
+        again = compose_tiny_run(tmp_path / "run", *settings)
+        seen = train_run(again)
+        assert seen[0].code == 0 and are_identical(seen[0].first, read_checkpoint(run, int(folder.name[5:])))
 
 
 class TestPure:
     def test_weights_gradients_and_state_are_bf16(self, tmp_path: Path) -> None:
-        (seen,) = train(tiny(tmp_path, "precision=bf16_pure"))
+        (seen,) = train_run(compose_tiny_run(tmp_path, "precision=bf16_pure"))
         kinds = {name: tensor.dtype for name, tensor in (seen.last | seen.gradients).items() if tensor.dim()}
         assert set(kinds.values()) == {torch.bfloat16}
 
     def test_every_step_changes_the_weights(self, tmp_path: Path) -> None:
         """torch's fused SGD leaves bf16 weights on a CPU as they are, without a word."""
         for optimizer in ("adamw", "sgd"):
-            (seen,) = train(
-                tiny(tmp_path / optimizer, "precision=bf16_pure", f"optimizer={optimizer}", "schedule.warmup=0")
+            (seen,) = train_run(
+                compose_tiny_run(
+                    tmp_path / optimizer, "precision=bf16_pure", f"optimizer={optimizer}", "schedule.warmup=0"
+                )
             )
-            assert not same(seen.first, {n: seen.last[n] for n in seen.first})
+            assert not are_identical(seen.first, {n: seen.last[n] for n in seen.first})
 
 
 EMULATE, OTHER = "precision.emulate=true", "requires precision.compute=bf16"
@@ -447,7 +470,7 @@ REJECTED = [
 @pytest.mark.parametrize(("settings", "words"), REJECTED)
 def test_rejected_settings(settings: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        tiny(tmp_path, *settings)
+        compose_tiny_run(tmp_path, *settings)
 
 
 @pytest.mark.parametrize(
@@ -468,15 +491,16 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
         f"precision={precision}",
     ]
     if fits:
-        assert composed(overrides, elsewhere=True).precision.matmuls == precision
+        assert compose_test_run(overrides, remote=True).precision.matmuls == precision
     else:
         with pytest.raises(ConfigError, match=f"and this machine has {name}"):
-            composed(overrides, elsewhere=True)
+            compose_test_run(overrides, remote=True)
 
 
 def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
     plain, given = (
-        tiny(tmp_path, "precision=bf16", *more) for more in ((), ("precision.skip=[x]", "precision.min_size=9"))
+        compose_tiny_run(tmp_path, "precision=bf16", *more)
+        for more in ((), ("precision.skip=[x]", "precision.min_size=9"))
     )
     assert plain.precision == given.precision
 
@@ -484,5 +508,5 @@ def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"pip install 'titan\[float8\]'"):
-        tiny(tmp_path, "precision=float8", "precision.emulate=true")
-    composed(["cluster=h100", "precision=float8"], elsewhere=True)  # there it may be installed
+        compose_tiny_run(tmp_path, "precision=float8", "precision.emulate=true")
+    compose_test_run(["cluster=h100", "precision=float8"], remote=True)  # there it may be installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from titan.profile import memory, summary
 from titan.profile.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, WEIGHTS, find_peak
 from titan.profile.tensors import describe_snapshot
@@ -48,7 +48,7 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
         "training.steps=4",
         "parallelism.microbatches=2",
     ]
-    train(tiny(tmp_path, *settings, "compile=off", "checkpoint=off", "metrics.sample_tokens=0"))
+    train_run(compose_tiny_run(tmp_path, *settings, "compile=off", "checkpoint=off", "metrics.sample_tokens=0"))
     (found,) = summary.read(tmp_path, None)
     assert found.memory[memory.WEIGHTS] == 4 * 19_616
     assert 2 * 4 * 19_616 <= found.memory[memory.OPTIMIZER] <= 2 * 4 * 19_616 + 1024

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import learned, tiny, train
+from tests.support.runs import compose_tiny_run, read_learned_values, train_run
 from tests.support.tiers import full
 from titan.profile import command, summary
 from titan.profile.trace import read
@@ -23,14 +23,14 @@ EXPECTED = {
 @pytest.mark.full
 def test_a_profile_has_readable_ranges_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*FAST, "training.steps=5", "memory=full", "parallelism.microbatches=2"]
-    plain = tiny(tmp_path / "plain", *settings, layout="fsdp2")
-    train(plain)
+    plain = compose_tiny_run(tmp_path / "plain", *settings, layout="fsdp2")
+    train_run(plain)
     assert list((tmp_path / "plain" / "profile").iterdir()) == []
-    profiled = tiny(
+    profiled = compose_tiny_run(
         tmp_path / "run", *settings, "profile.active=1", "profile.wait=1", "profile.ranks=[]", layout="fsdp2"
     )
-    hooks = [rank.extra for rank in train(profiled, _hooks_at_the_end)]
-    assert learned(profiled) == learned(plain)
+    hooks = [rank.extra for rank in train_run(profiled, _hooks_at_the_end)]
+    assert read_learned_values(profiled) == read_learned_values(plain)
     assert hooks == [[0], [0]], "hooks of recorded steps are removed"
     for rank in range(2):
         names = {one.name for one in read(tmp_path / "run" / "profile" / "step-3" / f"rank-{rank}.json.gz").slices}
@@ -63,8 +63,8 @@ def _hooks_at_the_end(trainer: Trainer) -> list[int]:
 @pytest.mark.full
 def test_the_file_now_asks_for_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "POLL_SECONDS", 0.0)
-    run = tiny(tmp_path, *FAST, "training.steps=7", "profile.ranks=[1]", layout="ddp2")
-    train(run, _touch_in_step_2)
+    run = compose_tiny_run(tmp_path, *FAST, "training.steps=7", "profile.ranks=[1]", layout="ddp2")
+    train_run(run, _touch_in_step_2)
     (found,) = summary.read(tmp_path, None)
     assert (found.rank, found.steps) == (1, [5, 6])
     assert not (tmp_path / "profile" / "now").exists()
@@ -90,7 +90,7 @@ def test_a_run_without_a_profile_says_how_to_make_one(tmp_path: Path, capsys: py
 def test_holistic_trace_analysis_opens_the_traces(tmp_path: Path) -> None:
     analysis = pytest.importorskip("hta.trace_analysis")
     settings = [*FAST, "training.steps=4", "profile.active=2", "profile.wait=1", "profile.ranks=[]"]
-    train(tiny(tmp_path, *settings, layout="fsdp2"))
+    train_run(compose_tiny_run(tmp_path, *settings, layout="fsdp2"))
     opened = analysis.TraceAnalysis(trace_dir=str(tmp_path / "profile" / "step-3")).t
     assert sorted(opened.traces) == [0, 1]
     names = {opened.symbol_table.sym_table[i] for i in opened.traces[0]["name"].unique()}
@@ -108,6 +108,6 @@ def test_compiled_code_has_no_hooks_inside(scope: str, wanted: set[str], tmp_pat
     """Even where the first step, which compiles, is profiled: blocks are compiled as one graph."""
     first = ["profile.active=1", "profile.wait=0", "profile.warmup=0", "training.steps=2"]
     settings = ["metrics.sample_tokens=0", "checkpoint=off", f"compile={scope}", "compile.backend=eager"]
-    train(tiny(tmp_path, *settings, *first))
+    train_run(compose_tiny_run(tmp_path, *settings, *first))
     names = {one.name for one in read(tmp_path / "profile" / "step-1" / "rank-0.json.gz").slices}
     assert names >= wanted, wanted - names

@@ -28,7 +28,7 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def raises(text: str) -> Any:
+def expect_error(text: str) -> Any:
     """Expect an error whose message holds a text."""
     try:
         yield
@@ -38,19 +38,19 @@ def raises(text: str) -> Any:
     raise AssertionError(f"no error with {text!r}")
 
 
-def new_races(issue: Callable[[], object]) -> list[str]:
+def list_new_races(issue: Callable[[], object]) -> list[str]:
     """Return the races that something adds."""
-    before = len(cuda.state.device.report()[2])
+    initial_count = len(cuda.state.device.report()[2])
     issue()
-    return list(cuda.state.device.report()[2][before:])
+    return list(cuda.state.device.report()[2][initial_count:])
 
 
-def waits(issue: Callable[[], object]) -> int:
+def count_waits(issue: Callable[[], object]) -> int:
     """Return how often the host waits in something."""
     count = lambda: sum(cuda.state.device.report()[1].values())
-    before = count()
+    initial_count = count()
     issue()
-    return count() - before
+    return count() - initial_count
 
 
 @check
@@ -80,21 +80,21 @@ def operations_have_the_values_of_a_cpu() -> None:
 
 @check
 def training_has_the_values_of_a_cpu() -> None:
-    ours, theirs = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, device="cuda")
-    theirs.load_state_dict(ours.state_dict())
+    host_model, device_model = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, device="cuda")
+    device_model.load_state_dict(host_model.state_dict())
     x = torch.randn(4, 8)
-    for model, given in ((ours, x), (theirs, x.cuda())):
+    for model, inputs in ((host_model, x), (device_model, x.cuda())):
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        model(given).square().mean().backward()
+        model(inputs).square().mean().backward()
         optimizer.step()
-    assert torch.equal(ours.weight, theirs.weight.cpu())
+    assert torch.equal(host_model.weight, device_model.weight.cpu())
 
 
 @check
 def generators_have_the_numbers_of_a_cpu() -> None:
     draw = lambda device: torch.empty(4, device=device).normal_(generator=torch.Generator(device).manual_seed(3))
     assert torch.equal(draw("cuda").cpu(), draw("cpu"))
-    with raises("Expected a 'cuda' device type for generator"):
+    with expect_error("Expected a 'cuda' device type for generator"):
         torch.empty(2, device="cuda").normal_(generator=torch.Generator("cpu"))
     torch.cuda.manual_seed(1)
     first = torch.randn(3, device="cuda")
@@ -105,9 +105,9 @@ def generators_have_the_numbers_of_a_cpu() -> None:
 @check
 def operands_on_two_devices_are_an_error() -> None:
     on_gpu = torch.ones(3, device="cuda")
-    for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
-        with raises("Expected all tensors to be on the same device"):
-            on_gpu + other
+    for operand in (torch.ones(3), torch.ones(3, device="cuda:1")):
+        with expect_error("Expected all tensors to be on the same device"):
+            on_gpu + operand
     assert (on_gpu * torch.tensor(2.0)).sum().item() == 6  # scalars of the host are allowed
 
 
@@ -115,23 +115,23 @@ def operands_on_two_devices_are_an_error() -> None:
 def waits_of_the_host_are_counted_and_can_be_errors() -> None:
     x = torch.ones(3, device="cuda")
     for wait in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.nonzero(), lambda: x[x > 0], lambda: x.tolist()):
-        assert waits(wait) >= 1
+        assert count_waits(wait) >= 1
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with raises("called a synchronizing CUDA operation"):
+            with expect_error("called a synchronizing CUDA operation"):
                 wait()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert waits(lambda: (x + 1).mean()) == 0
+    assert count_waits(lambda: (x + 1).mean()) == 0
 
 
 @check
 def copies_of_pinned_memory_do_not_wait_and_those_of_pageable_memory_do() -> None:
     host, x = torch.ones(3), torch.ones(3, device="cuda")
-    assert waits(lambda: host.pin_memory().to("cuda", non_blocking=True)) == 0
-    assert waits(lambda: host.to("cuda", non_blocking=True)) == 1
-    assert waits(lambda: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True)) == 0
-    assert waits(lambda: torch.empty(3).copy_(x, non_blocking=True)) == 1
+    assert count_waits(lambda: host.pin_memory().to("cuda", non_blocking=True)) == 0
+    assert count_waits(lambda: host.to("cuda", non_blocking=True)) == 1
+    assert count_waits(lambda: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True)) == 0
+    assert count_waits(lambda: torch.empty(3).copy_(x, non_blocking=True)) == 1
 
 
 @check
@@ -166,8 +166,8 @@ def pinned_memory_that_changes_before_it_is_copied_is_reported() -> None:
         torch.cuda.synchronize()
         host.zero_()
 
-    assert "pinned memory" in new_races(lambda: change(True))[0]
-    assert new_races(lambda: change(False)) == []
+    assert "pinned memory" in list_new_races(lambda: change(True))[0]
+    assert list_new_races(lambda: change(False)) == []
 
 
 @check
@@ -181,9 +181,9 @@ def streams_that_do_not_wait_are_reported() -> None:
             torch.cuda.current_stream().wait_stream(side)
         y + 1
 
-    (race,) = set(new_races(lambda: use(False)))
+    (race,) = set(list_new_races(lambda: use(False)))
     assert race.startswith("read after write: aten::add")
-    assert new_races(lambda: use(True)) == []
+    assert list_new_races(lambda: use(True)) == []
 
 
 @check
@@ -197,8 +197,8 @@ def an_event_on_the_wrong_stream_orders_nothing() -> None:
         torch.cuda.current_stream().wait_event(event)
         x + 1
 
-    assert new_races(lambda: use("side")) == []
-    assert new_races(lambda: use("current"))
+    assert list_new_races(lambda: use("side")) == []
+    assert list_new_races(lambda: use("current"))
 
 
 @check
@@ -210,8 +210,8 @@ def parts_of_a_tensor_are_followed_by_their_bytes() -> None:
             x[4:].mul_(2)
         x[part].add_(1)
 
-    assert new_races(lambda: use(slice(0, 4))) == []
-    assert new_races(lambda: use(slice(3, 5)))
+    assert list_new_races(lambda: use(slice(0, 4))) == []
+    assert list_new_races(lambda: use(slice(3, 5)))
 
 
 @check
@@ -226,8 +226,8 @@ def memory_that_is_freed_while_another_stream_uses_it_is_reported() -> None:
         del x
         torch.ones(1234, device="cuda")
 
-    assert "had this memory before" in new_races(lambda: use(False))[0]
-    assert new_races(lambda: use(True)) == []
+    assert "had this memory before" in list_new_races(lambda: use(False))[0]
+    assert list_new_races(lambda: use(True)) == []
 
 
 @check
@@ -246,25 +246,25 @@ def a_wait_of_a_background_thread_does_not_order_the_training_threads_work() -> 
             event.synchronize()
         x.mul_(2)
 
-    assert new_races(lambda: use(True)) and new_races(lambda: use(False)) == []
+    assert list_new_races(lambda: use(True)) and list_new_races(lambda: use(False)) == []
 
 
 @check
 def a_threads_event_orders_what_comes_after_it_is_seen() -> None:
     def use(look: bool) -> None:
-        side, x, done = torch.cuda.Stream(), torch.ones(3, device="cuda"), threading.Event()
+        side, x, finished = torch.cuda.Stream(), torch.ones(3, device="cuda"), threading.Event()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             x * 2
         event = side.record_event()
-        thread = threading.Thread(target=lambda: (event.synchronize(), done.set()))
+        thread = threading.Thread(target=lambda: (event.synchronize(), finished.set()))
         thread.start()
         thread.join()
         if look:
-            assert done.is_set()
+            assert finished.is_set()
         x.mul_(2)
 
-    assert new_races(lambda: use(False)) and new_races(lambda: use(True)) == []
+    assert list_new_races(lambda: use(False)) and list_new_races(lambda: use(True)) == []
 
 
 @check
@@ -274,27 +274,27 @@ def events_measure_time_where_they_are_made_to() -> None:
     last.record()
     torch.cuda.synchronize()
     assert first.elapsed_time(last) >= 0
-    with raises("enable_timing=True"):
+    with expect_error("enable_timing=True"):
         torch.cuda.Event().elapsed_time(last)
 
 
 @check
 def memory_is_counted_and_limited() -> None:
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    initial_bytes = torch.cuda.memory_allocated()
     x = torch.ones(1024, device="cuda")
-    assert torch.cuda.memory_allocated() - before == 4096
+    assert torch.cuda.memory_allocated() - initial_bytes == 4096
     snapshot = torch.cuda.memory._snapshot()["segments"]
     assert x.data_ptr() in {segment["address"] for segment in snapshot}
     del x
-    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4096
-    seen = []
-    torch._C._cuda_attach_out_of_memory_observer(lambda *given: seen.append(given))
+    assert torch.cuda.memory_allocated() == initial_bytes and torch.cuda.max_memory_allocated() >= initial_bytes + 4096
+    calls = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *arguments: calls.append(arguments))
     try:
         torch.empty(2**40, device="cuda")
     except torch.OutOfMemoryError as error:
         assert "CUDA out of memory" in str(error)
-    assert [given[:2] for given in seen] == [(0, 4 * 2**40)]
+    assert [arguments[:2] for arguments in calls] == [(0, 4 * 2**40)]
 
 
 @check
@@ -312,14 +312,14 @@ def flash_attention_has_the_gpus_limits_and_the_values_of_math() -> None:
     operations = cuda.state.device.report()[0]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     out.sum().backward()
-    after = cuda.state.device.report()[0]
+    later_operations = cuda.state.device.report()[0]
     for name in ("flash attention", "flash attention backward"):
-        assert after.get(name, 0) == operations.get(name, 0) + 1
+        assert later_operations.get(name, 0) == operations.get(name, 0) + 1
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert (out - expected).abs().max().item() < 0.02
     assert F.scaled_dot_product_attention(*(t.float() for t in (q, k, v))).shape == q.shape
-    with raises("multiple of 8"):
+    with expect_error("multiple of 8"):
         torch.ops.aten._scaled_dot_product_flash_attention(*(torch.ones(1, 1, 2, 4, device="cuda").bfloat16(),) * 3)
 
 
@@ -349,7 +349,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    imports.install()
+    imports.install_finder()
     import threading
 
     import torch

@@ -1,7 +1,7 @@
 """Gives torch._C what a CUDA build has, from the extension, so that torch.cuda is imported as it is.
 
-`preload` comes before torch is imported, `define` before torch.cuda is: torch asks for CUDA's hooks once, and
-torch.cuda takes what it finds in torch._C. Only names that CUDA builds have are defined (`test_names.py`).
+`load_registrations` comes before torch is imported, `define_names` before torch.cuda is: torch asks for CUDA's hooks
+once, and torch.cuda takes what it finds in torch._C. Only names that CUDA builds have are defined (`test_names.py`).
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class _State:
 state = _State()
 
 
-def device_count() -> int:
+def count_devices() -> int:
     """Return how many devices this process is to see; 0 where it is not rehearsed."""
     return int(os.environ.get(DEVICES, "0"))
 
 
-def preload() -> None:
+def load_registrations() -> None:
     """Load the extension's registrations."""
-    for library in (build.torch_folder() / "lib" / "libtorch_python.so", build.built()):
+    for library in (build.find_torch_folder() / "lib" / "libtorch_python.so", build.build_extension()):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def extension() -> Any:
+def load_extension() -> Any:
     """Return the extension as a module; torch._C must have been imported."""
-    loader = importlib.machinery.ExtensionFileLoader(build.NAME, str(build.built()))
+    loader = importlib.machinery.ExtensionFileLoader(build.NAME, str(build.build_extension()))
     spec = importlib.util.spec_from_loader(build.NAME, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,16 +63,21 @@ def extension() -> Any:
     return module
 
 
-def define(torch: Any) -> Any:
+def define_names(torch: Any) -> Any:
     """Define CUDA's names in torch._C, and return the extension.
 
     Args:
         torch: the module, whose _C is complete.
     """
-    device: Any = extension()
+    device: Any = load_extension()
     state.device = device
-    configure()
-    groups = (_devices(torch, device), _streams(torch, device), _memory(device), _graphs())
+    configure_devices()
+    groups = (
+        _build_device_names(torch, device),
+        _build_stream_names(torch, device),
+        _build_memory_names(device),
+        _build_graph_names(),
+    )
     for group in groups:
         for name, value in group.items():
             setattr(torch._C, name, value)
@@ -81,23 +86,23 @@ def define(torch: Any) -> Any:
     return device
 
 
-def configure() -> None:
+def configure_devices() -> None:
     """Set the number of devices and their memory as the environment says."""
     if state.device is not None:
-        state.device.set_device_count(device_count())
-        state.device.set_memory(total_memory() - int(float(os.environ.get(TAKEN, "0")) * GIB))
+        state.device.set_device_count(count_devices())
+        state.device.set_memory(read_total_memory() - int(float(os.environ.get(TAKEN, "0")) * GIB))
 
 
-def total_memory() -> int:
+def read_total_memory() -> int:
     """Return the bytes of each device."""
     return int(float(os.environ.get(MEMORY, "79.65")) * GIB)
 
 
-def _devices(torch: Any, device: Any) -> dict[str, Any]:
+def _build_device_names(torch: Any, device: Any) -> dict[str, Any]:
     def initialise() -> None:
         state.initialised_by = os.getpid()
-        torch.cuda.default_generators = tuple(map(device.default_generator, range(device_count())))
-        torch.cuda._get_device_properties = lambda index: _properties()
+        torch.cuda.default_generators = tuple(map(device.default_generator, range(count_devices())))
+        torch.cuda._get_device_properties = lambda index: _make_properties()
 
     def set_device(index: int) -> None:
         device.exchange_device(index)
@@ -119,22 +124,22 @@ def _devices(torch: Any, device: Any) -> dict[str, Any]:
         "_cuda_hasPrimaryContext": lambda index: True,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCompiledVersion": lambda: 13000,
-        "_cuda_synchronize": lambda: _waiting(device, device.synchronize),
+        "_cuda_synchronize": lambda: _wait_for_device(device, device.synchronize),
         "_cuda_set_sync_debug_mode": device.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": device.sync_debug_mode,
         "_CudaDeviceProperties": SimpleNamespace,
         "_nccl_version": lambda: NCCL << 16,
         "_nccl_version_suffix": lambda: b"",
-        "_cudart": SimpleNamespace(cudaMemGetInfo=lambda index: _free_and_total(device)),
+        "_cudart": SimpleNamespace(cudaMemGetInfo=lambda index: _read_free_memory(device)),
     }
 
 
-def _properties() -> SimpleNamespace:
+def _make_properties() -> SimpleNamespace:
     return SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
-        total_memory=total_memory(),
+        total_memory=read_total_memory(),
         multi_processor_count=132,
         warp_size=32,
         max_threads_per_block=1024,
@@ -148,7 +153,7 @@ def _properties() -> SimpleNamespace:
     )
 
 
-def _free_and_total(device: Any) -> tuple[int, int]:
+def _read_free_memory(device: Any) -> tuple[int, int]:
     allocated, _, total = device.memory()
     return total - allocated, total
 
@@ -159,16 +164,16 @@ def in_training_thread() -> bool:
     return thread is None or thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
 
 
-def _waiting(device: Any, wait: Any) -> Any:
+def _wait_for_device(device: Any, wait: Any) -> Any:
     """Wait for the device; what another thread waits for does not order what the training thread issues."""
     background = not in_training_thread()
-    before = device.set_background(background)
+    was_background = device.set_background(background)
     if background:  # a large state takes a while to copy
         time.sleep(float(os.environ.get(LAG, "0")))
     try:
         return wait()
     finally:
-        device.set_background(before)
+        device.set_background(was_background)
 
 
 def follow_events(device: Any) -> None:
@@ -176,23 +181,23 @@ def follow_events(device: Any) -> None:
     event: Any = threading.Event
     set_, is_set, wait = event.set, event.is_set, event.wait
 
-    def observed(own: Any, known: bool) -> bool:
-        if known and hasattr(own, "published") and in_training_thread():
-            device.observe(own.published)
-        return known
+    def observe_event(instance: Any, was_set: bool) -> bool:
+        if was_set and hasattr(instance, "published") and in_training_thread():
+            device.observe(instance.published)
+        return was_set
 
-    def publishing_set(own: Any) -> None:
+    def publish_and_set(instance: Any) -> None:
         if not in_training_thread():
-            own.published = device.publish()
-        set_(own)
+            instance.published = device.publish()
+        set_(instance)
 
-    event.set = publishing_set
-    event.is_set = lambda own: observed(own, is_set(own))
-    event.wait = lambda own, timeout=None: observed(own, wait(own, timeout))
+    event.set = publish_and_set
+    event.is_set = lambda instance: observe_event(instance, is_set(instance))
+    event.wait = lambda instance, timeout=None: observe_event(instance, wait(instance, timeout))
 
 
-def _streams(torch: Any, device: Any) -> dict[str, Any]:
-    def data(stream: int, index: int | None) -> tuple[int, int, int]:
+def _build_stream_names(torch: Any, device: Any) -> dict[str, Any]:
+    def pack_stream(stream: int, index: int | None) -> tuple[int, int, int]:
         return stream, device.device() if index is None or index < 0 else index, KIND
 
     class _CudaStreamBase(torch._C.Stream):  # type: ignore[misc, name-defined]
@@ -204,7 +209,7 @@ def _streams(torch: Any, device: Any) -> dict[str, Any]:
         cuda_stream = property(lambda self: self.stream_id)
 
         def synchronize(self) -> None:
-            _waiting(device, super().synchronize)
+            _wait_for_device(device, super().synchronize)
 
     class _CudaEventBase(torch._C.Event):  # type: ignore[misc, name-defined]
         def __new__(
@@ -221,7 +226,7 @@ def _streams(torch: Any, device: Any) -> dict[str, Any]:
             self.moment = time.perf_counter()  # torch's own method takes no object of a class derived from its event
 
         def synchronize(self) -> None:
-            _waiting(device, super().synchronize)
+            _wait_for_device(device, super().synchronize)
 
         def elapsed_time(self, other: Any) -> float:
             if not (self.is_timed and other.is_timed):
@@ -231,42 +236,42 @@ def _streams(torch: Any, device: Any) -> dict[str, Any]:
     return {
         "_CudaStreamBase": _CudaStreamBase,
         "_CudaEventBase": _CudaEventBase,
-        "_cuda_getCurrentStream": lambda index: data(device.stream(index), index),
-        "_cuda_getDefaultStream": lambda index: data(0, index),
+        "_cuda_getCurrentStream": lambda index: pack_stream(device.stream(index), index),
+        "_cuda_getDefaultStream": lambda index: pack_stream(0, index),
         "_cuda_getCurrentRawStream": device.stream,
         "_cuda_setStream": lambda stream_id, device_index, device_type: device.set_stream(stream_id, device_index),
     }
 
 
-def _memory(device: Any) -> dict[str, Any]:
-    def reset(index: int) -> None:
+def _build_memory_names(device: Any) -> dict[str, Any]:
+    def reset_peak(index: int) -> None:
         device.reset_peak()
 
-    def nothing(*arguments: Any, **named: Any) -> None:
+    def do_nothing(*arguments: Any, **named: Any) -> None:
         """Do what changes nothing here: no cache is kept, and no history."""
 
     return {
-        "_cuda_emptyCache": nothing,
-        "_cuda_memoryStats": lambda index: _statistics(device),
-        "_cuda_resetPeakMemoryStats": reset,
-        "_cuda_resetAccumulatedMemoryStats": reset,
-        "_cuda_memorySnapshot": lambda *given: _snapshot(device),
-        "_cuda_record_memory_history": nothing,
-        "_cuda_record_memory_history_legacy": nothing,
+        "_cuda_emptyCache": do_nothing,
+        "_cuda_memoryStats": lambda index: _collect_statistics(device),
+        "_cuda_resetPeakMemoryStats": reset_peak,
+        "_cuda_resetAccumulatedMemoryStats": reset_peak,
+        "_cuda_memorySnapshot": lambda *arguments: _build_snapshot(device),
+        "_cuda_record_memory_history": do_nothing,
+        "_cuda_record_memory_history_legacy": do_nothing,
         "_cuda_attach_out_of_memory_observer": device.on_out_of_memory,
         "_cuda_getAllocatorBackend": lambda: "native",
     }
 
 
-def _statistics(device: Any) -> dict[str, Any]:
-    now, peak, _ = device.memory()
-    bytes_of = {"current": now, "peak": peak, "allocated": peak, "freed": peak - now}
+def _collect_statistics(device: Any) -> dict[str, Any]:
+    current, peak, _ = device.memory()
+    bytes_of = {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}
     pools = dict.fromkeys(("all", "small_pool", "large_pool"), bytes_of)
     kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
     return dict.fromkeys(kinds, pools) | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
-def _snapshot(device: Any) -> dict[str, Any]:
+def _build_snapshot(device: Any) -> dict[str, Any]:
     """Return the allocator's snapshot: a segment for each tensor."""
     segments = []
     for address, size, stream, index in device.blocks():
@@ -276,13 +281,13 @@ def _snapshot(device: Any) -> dict[str, Any]:
     return {"segments": segments, "device_traces": [[]], "allocator_settings": {}}
 
 
-def _graphs() -> dict[str, Any]:
+def _build_graph_names() -> dict[str, Any]:
     """Return what torch.cuda imports by name where streams exist; only its answer that nothing is captured is used."""
     unused = {name: type(name, (), {}) for name in ("_CUDAGraph", "_graph_pool_handle")}
     return unused | {"_cuda_isCurrentStreamCapturing": lambda: False}
 
 
-def finish(torch: Any) -> None:
+def finish_import(torch: Any) -> None:
     """Do what needs the whole of torch: name CUDA's version, and resize storages, which a CPU build does in C++."""
     torch.version.cuda = VERSION
     resize = torch.UntypedStorage.resize_

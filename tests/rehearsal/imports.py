@@ -15,24 +15,24 @@ from tests.rehearsal import cuda, nccl, triton_code, watch
 Around = Callable[[Any], object]
 
 
-def _nothing(module: Any) -> None:
+def _do_nothing(module: Any) -> None:
     """Do nothing."""
 
 
 class _Loader(importlib.abc.Loader):
     """A module's own loader, with functions before and after it."""
 
-    def __init__(self, inner: Any, before: Around, after: Around) -> None:
-        self.inner, self.before, self.after = inner, before, after
+    def __init__(self, inner: Any, call_before: Around, call_after: Around) -> None:
+        self.inner, self.call_before, self.call_after = inner, call_before, call_after
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self.inner.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        self.before(module)
+        self.call_before(module)
         self.inner.exec_module(module)
-        self.after(module)
+        self.call_after(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -51,17 +51,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install() -> None:
+def install_finder() -> None:
     """Let the imports of this process find the device, where the environment names devices."""
-    around: dict[str, tuple[Around, Around]] = {"titan.training.trainer": (_nothing, watch.watch_steps)}
-    if cuda.device_count():
+    around: dict[str, tuple[Around, Around]] = {"titan.training.trainer": (_do_nothing, watch.watch_steps)}
+    if cuda.count_devices():
         around |= {
-            "torch": (lambda module: cuda.preload(), cuda.finish),
-            "torch.cuda": (lambda module: watch.watch_waits(cuda.define(sys.modules["torch"])), _nothing),
-            "torch.distributed.constants": (lambda module: nccl.define(), _nothing),
-            "torch.distributed.distributed_c10d": (lambda module: nccl.define(), nccl.replace_split),
-            "titan.cluster.probe": (_nothing, _find_gpus),
-            "torch._inductor.graph": (_nothing, _write_triton),
+            "torch": (lambda module: cuda.load_registrations(), cuda.finish_import),
+            "torch.cuda": (lambda module: watch.watch_waits(cuda.define_names(sys.modules["torch"])), _do_nothing),
+            "torch.distributed.constants": (lambda module: nccl.define_names(), _do_nothing),
+            "torch.distributed.distributed_c10d": (lambda module: nccl.define_names(), nccl.replace_split),
+            "titan.cluster.probe": (_do_nothing, _find_gpus),
+            "torch._inductor.graph": (_do_nothing, _write_triton),
         }
     sys.meta_path.insert(0, _Finder(around))
 
@@ -70,16 +70,16 @@ def _find_gpus(module: Any) -> None:
     """Let titan detect as many GPUs as there are devices, by what nvidia-smi would print."""
     real, run = module.Probe, module.run_program
 
-    def program(arguments: Sequence[str]) -> str | None:
-        mib = int(cuda.total_memory() / 2**20)
-        rows = (f"GPU-{i}{i}, NVIDIA H100 80GB HBM3, {mib}, 9.0" for i in range(cuda.device_count()))
+    def answer_nvidia_smi(arguments: Sequence[str]) -> str | None:
+        mib = int(cuda.read_total_memory() / 2**20)
+        rows = (f"GPU-{i}{i}, NVIDIA H100 80GB HBM3, {mib}, 9.0" for i in range(cuda.count_devices()))
         return "\n".join(rows) if arguments[0] == "nvidia-smi" else run(arguments)
 
-    def probe(**given: Any) -> Any:
+    def make_probe(**options: Any) -> Any:
         version = f"cuda: str = '{cuda.VERSION}'\n"
-        return real(**{"run": program, "nvml": lambda: None, "torch_version": version, **given})
+        return real(**{"run": answer_nvidia_smi, "nvml": lambda: None, "torch_version": version, **options})
 
-    module.Probe = probe
+    module.Probe = make_probe
 
 
 def _write_triton(module: Any) -> None:
@@ -87,8 +87,8 @@ def _write_triton(module: Any) -> None:
         triton_code.replace_modules(module)
 
 
-def start() -> None:
+def start_process() -> None:
     """Begin a process of a rehearsal, in sitecustomize or after a fork: the environment may name other devices."""
-    cuda.configure()
+    cuda.configure_devices()
     if os.environ.get(watch.REPORT):
-        watch.start()
+        watch.start_report()

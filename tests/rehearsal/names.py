@@ -32,25 +32,25 @@ json.dump({"release": torch.__version__, "cuda": torch.version.cuda, "names": fo
 """
 
 
-def read() -> dict[str, set[str]]:
+def read_names() -> dict[str, set[str]]:
     """Return the recorded names of each release, each with its module: torch.cuda.Event."""
     releases: list[str] = []
-    found: dict[str, set[str]] = {}
+    names_by_release: dict[str, set[str]] = {}
     module = ""
     for line in FILE.read_text().splitlines():
         if line.startswith("releases:"):
             releases = line.split()[1:]
-            found = {release: set() for release in releases}
+            names_by_release = {release: set() for release in releases}
         elif line.startswith("module:"):
             module = line.split()[1]
         elif line and not line.startswith("#"):
             name, *only = line.split()
             for release in only or releases:
-                found[release].add(f"{module}.{name}")
-    return found
+                names_by_release[release].add(f"{module}.{name}")
+    return names_by_release
 
 
-def text(recorded: dict[str, dict[str, list[str]]]) -> str:
+def format_names(recorded: dict[str, dict[str, list[str]]]) -> str:
     """Return the file of names: one per line, with the releases that have it where not all do.
 
     Args:
@@ -66,28 +66,28 @@ def text(recorded: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def listed(python: str) -> tuple[str, dict[str, list[str]]]:
+def list_names(python: str) -> tuple[str, dict[str, list[str]]]:
     """Return the release of an interpreter's torch, and its names by module.
 
     Raises:
         SystemExit: where it is no CUDA build.
     """
-    done = subprocess.run([python, "-c", LISTING, *MODULES], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{python}: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout)
-    if found["cuda"] is None:
-        raise SystemExit(f"{python}: has torch {found['release']}, which is no CUDA build")
-    return ".".join(found["release"].split("+")[0].split(".")[:2]), found["names"]
+    result = subprocess.run([python, "-c", LISTING, *MODULES], capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{python}: {result.stderr.strip().splitlines()[-1]}")
+    listing = json.loads(result.stdout)
+    if listing["cuda"] is None:
+        raise SystemExit(f"{python}: has torch {listing['release']}, which is no CUDA build")
+    return ".".join(listing["release"].split("+")[0].split(".")[:2]), listing["names"]
 
 
 def main(pythons: Sequence[str]) -> int:
     """Record the names."""
     if not pythons:
         raise SystemExit(__doc__)
-    recorded = dict(listed(python) for python in pythons)
-    FILE.write_text(text(recorded))
-    print(f"{FILE}: {', '.join(f'{release}: {len(names)}' for release, names in read().items())} names")
+    recorded = dict(list_names(python) for python in pythons)
+    FILE.write_text(format_names(recorded))
+    print(f"{FILE}: {', '.join(f'{release}: {len(names)}' for release, names in read_names().items())} names")
     return 0
 
 

@@ -11,7 +11,7 @@ TIMEOUT = timedelta(minutes=10)
 """NCCL's own default."""
 
 
-class Options:
+class NcclOptions:
     """What torch sets on the options of a group."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -30,15 +30,15 @@ class _Backend(type):
 class ProcessGroupNCCL(metaclass=_Backend):
     """Makes a backend: a stream, and a group of gloo."""
 
-    Options = Options
+    Options = NcclOptions
 
-    def __new__(cls, store: Any, rank: int, size: int, options: Options) -> Any:
+    def __new__(cls, store: Any, rank: int, size: int, options: NcclOptions) -> Any:
         from torch._C._distributed_c10d import ProcessGroupGloo
 
         return state.device.group(ProcessGroupGloo(store, rank, size, timeout=options._timeout), rank, size)
 
 
-def define() -> None:
+def define_names() -> None:
     """Define NCCL's names, before torch.distributed imports them."""
     from torch._C import _distributed_c10d
 
@@ -66,11 +66,11 @@ def replace_split(module: Any) -> None:
         parent = parent_pg or module.group.WORLD
         if parent.bound_device_id is None:
             raise RuntimeError("No device associated with the default pg, not safe to split any process groups")
-        members, own = module.get_process_group_ranks(parent), module.get_rank(parent)
-        mine = next((ranks for ranks in split_ranks or () if own in ranks), None)
-        if mine is None:
+        members, own_rank = module.get_process_group_ranks(parent), module.get_rank(parent)
+        own_indices = next((ranks for ranks in split_ranks or () if own_rank in ranks), None)
+        if own_indices is None:
             return None
-        ranks = [members[rank] for rank in mine]
+        ranks = [members[rank] for rank in own_indices]
         return module.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
     module.split_group = split_group

@@ -35,7 +35,7 @@ References = dict[str, "Future[dict[int, float]]"]
 
 
 @dataclass
-class Result:
+class CommandResult:
     """What came of a command.
 
     Attributes:
@@ -64,13 +64,18 @@ class Result:
     difference: float | None = None
 
 
-class Server:
+class ServerClient:
     """A process that forks commands (`tests.rehearsal.server`), for any number of threads."""
 
     def __init__(self, root: Path, log: Path, environment: Mapping[str, str], paths: Sequence[str] = ()) -> None:
         """Start it; it ends with this process. `paths` are further folders of modules."""
         python_path = os.pathsep.join([str(root / "tests/rehearsal/site"), str(root), *paths])
-        env = {**_clean(), "PYTHONPATH": python_path, "REHEARSAL_PARENT": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+        env = {
+            **_clean_environment(),
+            "PYTHONPATH": python_path,
+            "REHEARSAL_PARENT": str(os.getpid()),
+            "OMP_NUM_THREADS": "1",
+        }
         self.log = log.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.rehearsal.server"],
@@ -78,7 +83,7 @@ class Server:
         )  # fmt: skip
         self.waiting: dict[int, Future[int]] = {}
         self.lock, self.number = threading.Lock(), 0
-        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader = threading.Thread(target=self._read_replies, daemon=True)
         self.reader.start()
 
     def run(
@@ -96,11 +101,11 @@ class Server:
             self.process.stdin.flush()
         return future.result()
 
-    def _read(self) -> None:
+    def _read_replies(self) -> None:
         for line in self.process.stdout or ():
-            answer = json.loads(line)
-            if "number" in answer:
-                self.waiting.pop(answer["number"]).set_result(answer["code"])
+            reply = json.loads(line)
+            if "number" in reply:
+                self.waiting.pop(reply["number"]).set_result(reply["code"])
         for future in self.waiting.values():
             future.set_exception(RuntimeError(f"the server ended: {Path(self.log.name).read_text()[-2000:]}"))
 
@@ -114,16 +119,16 @@ class Server:
         self.log.close()
 
 
-def _free_port() -> str:
+def _find_free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
 
 
-def _clean() -> dict[str, str]:
+def _clean_environment() -> dict[str, str]:
     """Return this process's variables without those of a launcher, of visible GPUs and of other rehearsals."""
-    others = ("SLURM_", "TORCHELASTIC_", "REHEARSAL_", "CUDA_VISIBLE", "TITAN_CONF")
-    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    prefixes = ("SLURM_", "TORCHELASTIC_", "REHEARSAL_", "CUDA_VISIBLE", "TITAN_CONF")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
 class Rehearsal:
@@ -148,11 +153,11 @@ class Rehearsal:
         self.runs = folder / "runs"
         self.runs.mkdir()
         lines = folder / "lines.json"
-        lines.write_text(json.dumps(surface.wanted(root)))
+        lines.write_text(json.dumps(surface.list_cuda_lines(root)))
         common = {"TITAN_CACHE": str(folder / "cache")}
         devices = {"REHEARSAL_DEVICES": "8", watch.LINES: str(lines)}
-        self.cpu = None if references is not None else Server(root, folder / "cpu.log", common)
-        self.cuda = Server(root, folder / "cuda.log", {**common, **devices}, paths)
+        self.cpu = None if references is not None else ServerClient(root, folder / "cpu.log", common)
+        self.cuda = ServerClient(root, folder / "cuda.log", {**common, **devices}, paths)
         self.references = {} if references is None else references
         self.lock = threading.Lock()
 
@@ -163,24 +168,26 @@ class Rehearsal:
         for server in filter(None, (self.cpu, self.cuda)):
             server.close()
 
-    def run(self, rehearsed: Rehearsed) -> Result:
+    def run(self, rehearsed: Rehearsed) -> CommandResult:
         """Carry out a command, and judge what came of it."""
         log, reports = self.folder / f"{rehearsed.folder}.log", self.folder / f"{rehearsed.folder}.reports"
         reports.mkdir()
         environment = {watch.REPORT: str(reports), "REHEARSAL_DEVICES": str(rehearsed.devices)}
-        environment |= {name: value.replace("{port}", _free_port()) for name, value in rehearsed.environment.items()}
-        began = time.monotonic()
-        code = self.cuda.run(rehearsed.module, rehearsed.command(self.runs), environment, log, rehearsed.seconds)
-        result = Result(rehearsed, code, time.monotonic() - began, log.read_text(errors="replace")[-4000:])
-        result.losses = losses(self.runs / rehearsed.folder)
+        environment |= {
+            name: value.replace("{port}", _find_free_port()) for name, value in rehearsed.environment.items()
+        }
+        start = time.monotonic()
+        code = self.cuda.run(rehearsed.module, rehearsed.build_command(self.runs), environment, log, rehearsed.seconds)
+        result = CommandResult(rehearsed, code, time.monotonic() - start, log.read_text(errors="replace")[-4000:])
+        result.losses = read_losses(self.runs / rehearsed.folder)
         for report in sorted(reports.iterdir()):
             _add_report(result, json.loads(report.read_text()))
-        _judge(result, self.runs)
+        _judge_result(result, self.runs)
         if rehearsed.like:
-            _compare(result, self.reference(rehearsed.like))
+            _compare_losses(result, self.find_reference(rehearsed.like))
         return result
 
-    def reference(self, name: str) -> dict[int, float]:
+    def find_reference(self, name: str) -> dict[int, float]:
         """Return the losses of a CPU, which trains once for all that ask."""
         with self.lock:
             future = self.references.get(name)
@@ -202,17 +209,17 @@ class Rehearsal:
         code = self.cpu.run("titan.train", arguments, {}, log, Rehearsed.seconds)
         if code:
             raise RuntimeError(f"the CPU's run {name} ended with {code}:\n{log.read_text()[-2000:]}")
-        return losses(folder)
+        return read_losses(folder)
 
 
-def losses(directory: Path) -> dict[int, float]:
+def read_losses(directory: Path) -> dict[int, float]:
     """Return the loss of each step of a run; none where it wrote no metrics."""
     file = directory / "metrics.jsonl"
     lines: list[dict[str, Any]] = read_records(file) if file.exists() else []
     return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
 
 
-def _add_report(result: Result, report: Mapping[str, Any]) -> None:
+def _add_report(result: CommandResult, report: Mapping[str, Any]) -> None:
     result.waits.update(report["waits"])
     result.races.update(report["races"])
     result.operations.update(report["operations"])
@@ -222,20 +229,22 @@ def _add_report(result: Result, report: Mapping[str, Any]) -> None:
         result.lines.setdefault(file, set()).update(lines)
 
 
-def _judge(result: Result, runs: Path) -> None:
+def _judge_result(result: CommandResult, runs: Path) -> None:
     """Add what does not hold, but for losses."""
     rehearsed, problems = result.rehearsed, result.problems
     if result.code != rehearsed.code:
         problems.append(f"exit code {result.code}, not {rehearsed.code}: {result.output[-1500:]}")
-    undocumented = [place for place in result.waits if not place.startswith(rehearsed.waits or "\0")]
-    problems += [f"the host waits within steps, {result.waits[place]} times: {place}" for place in undocumented]
+    undocumented = [location for location in result.waits if not location.startswith(rehearsed.waits or "\0")]
+    problems += [
+        f"the host waits within steps, {result.waits[location]} times: {location}" for location in undocumented
+    ]
     problems += [f"{count} x {race}" for race, count in result.races.most_common()]
     problems += [f"no file {pattern}" for pattern in rehearsed.leaves if not any(runs.glob(pattern))]
     if rehearsed.says not in result.output:
         problems.append(f"does not print {rehearsed.says!r}: {result.output[-1500:]}")
 
 
-def _compare(result: Result, reference: Mapping[int, float]) -> None:
+def _compare_losses(result: CommandResult, reference: Mapping[int, float]) -> None:
     """Add the largest difference of losses from those of the same steps on a CPU, relative to these."""
     if not result.losses:
         result.problems.append("no step wrote a loss")
@@ -246,33 +255,35 @@ def _compare(result: Result, reference: Mapping[int, float]) -> None:
         result.problems.append(f"losses {result.losses} differ from the CPU's, {dict(reference)}")
 
 
-def rehearse(rehearsal: Rehearsal, commands: Sequence[Rehearsed], lanes: int = LANES) -> Iterator[Result]:
+def rehearse_commands(
+    rehearsal: Rehearsal, commands: Sequence[Rehearsed], lanes: int = LANES
+) -> Iterator[CommandResult]:
     """Carry out commands, several at a time, and yield what came of each in their order."""
-    futures: dict[str, Future[Result]] = {}
+    futures: dict[str, Future[CommandResult]] = {}
 
-    def after(rehearsed: Rehearsed) -> Result:
-        if rehearsed.after in futures:
-            futures[rehearsed.after].result()
+    def run_in_order(rehearsed: Rehearsed) -> CommandResult:
+        if rehearsed.needs in futures:
+            futures[rehearsed.needs].result()
         return rehearsal.run(rehearsed)
 
     with ThreadPoolExecutor(lanes) as pool:
         for rehearsed in commands:
-            futures[rehearsed.name] = pool.submit(after, rehearsed)
+            futures[rehearsed.name] = pool.submit(run_in_order, rehearsed)
         for rehearsed in commands:
             yield futures[rehearsed.name].result()
 
 
-def chosen(names: Sequence[str]) -> list[Rehearsed]:
+def select_commands(names: Sequence[str]) -> list[Rehearsed]:
     """Return the commands whose names hold one of the texts, or all, with those that they need before them."""
-    wanted = [r for r in TABLE if not names or any(name in r.name for name in names)]
-    needed = {r.after for r in wanted}
-    return [r for r in TABLE if r in wanted or r.name in needed]
+    selection = [r for r in TABLE if not names or any(name in r.name for name in names)]
+    needed = {r.needs for r in selection}
+    return [r for r in TABLE if r in selection or r.name in needed]
 
 
 HEADER = "| run | devices | s | loss against CPU | waits in steps | races | exit code |\n| --- |" + " --- |" * 6
 
 
-def row(result: Result) -> str:
+def format_row(result: CommandResult) -> str:
     """Return a line of the table."""
     rehearsed = result.rehearsed
     difference = "-" if result.difference is None else f"{result.difference:.0e}"
@@ -286,30 +297,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="texts, one of which a command's name holds; none: all commands")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder, which must not exist")
-    given = parser.parse_args(arguments)
-    if why := build.missing():
-        print(f"skipped: {why}")
+    args = parser.parse_args(arguments)
+    if obstacle := build.find_obstacle():
+        print(f"skipped: {obstacle}")
         return 0
-    began, file = time.monotonic(), build.built()
-    print(f"{file}: built in, or found after, {time.monotonic() - began:.0f} s", flush=True)
-    commands, results = chosen(given.names), []
+    start, file = time.monotonic(), build.build_extension()
+    print(f"{file}: built in, or found after, {time.monotonic() - start:.0f} s", flush=True)
+    commands, results = select_commands(args.names), []
     with ExitStack() as stack:
-        folder = given.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rehearsal-")))
-        folder.mkdir(exist_ok=given.keep is None)
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rehearsal-")))
+        folder.mkdir(exist_ok=args.keep is None)
         rehearsal = stack.enter_context(Rehearsal(folder))
         print(HEADER, flush=True)
-        for result in rehearse(rehearsal, commands):
+        for result in rehearse_commands(rehearsal, commands):
             results.append(result)
-            print(row(result), flush=True)
-    return report(results, time.monotonic() - began, bool(given.names))
+            print(format_row(result), flush=True)
+    return print_report(results, time.monotonic() - start, bool(args.names))
 
 
-def report(results: Sequence[Result], seconds: float, partial: bool) -> int:
+def print_report(results: Sequence[CommandResult], seconds: float, partial: bool) -> int:
     """Print waits, lines and problems, and return the exit code."""
     for result in results:
-        for place, count in result.waits.most_common():
-            print(f"waits in {result.rehearsed.name}: {count} x {place}")
-    print(surface.report(watch.ROOT, [result.lines for result in results], full=not partial))
+        for location, count in result.waits.most_common():
+            print(f"waits in {result.rehearsed.name}: {count} x {location}")
+    print(surface.format_report(watch.ROOT, [result.lines for result in results], full=not partial))
     failed = [result for result in results if result.problems]
     for result in failed:
         print(f"\n{result.rehearsed.name}:", *result.problems, sep="\n  ")

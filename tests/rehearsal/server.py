@@ -62,7 +62,7 @@ class Forked:
         return self.returncode
 
 
-def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int | None) -> Forked:
+def fork_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int | None) -> Forked:
     """Fork a process in a new session that runs a module as `python -m` does.
 
     Args:
@@ -77,11 +77,11 @@ def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     pid = os.fork()
     if pid == 0:
         die_with_parent(parent)
-        _run(module, arguments, environment, log)
+        _run_module(module, arguments, environment, log)
     return Forked(pid)
 
 
-def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int | None) -> NoReturn:
+def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int | None) -> NoReturn:
     code: Any = 1
     try:
         os.setsid()
@@ -95,7 +95,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
         from tests.rehearsal import imports
 
         torch.set_num_threads(1)  # makes the pool of threads anew, which autograd's threads would do at the same time
-        imports.start()
+        imports.start_process()
         sys.argv = [module, *arguments]
         sys.modules.pop(module, None)  # imported for the sake of what it imports
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -110,12 +110,12 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     os._exit(code)
 
 
-def _start(
+def _start_process(
     supervisor: Any, module: str, *arguments: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None
 ) -> Forked:
     """Start a process in place of `launchers.supervisor.Supervisor.start`."""
     environment = dict(os.environ if env is None else env)
-    process = fork(module, arguments, environment, log.fileno() if log else None)
+    process = fork_module(module, arguments, environment, log.fileno() if log else None)
     supervisor.processes.append(process)
     return process
 
@@ -136,39 +136,39 @@ class Server:
         """Carry out requests until standard input ends; then kill what still runs."""
         print(json.dumps({"ready": os.getpid()}), flush=True)
         try:
-            while self._read():
-                self._report()
+            while self._read_requests():
+                self._report_ends()
         finally:
             for process, _, _ in self.running:
-                self._kill(process)
+                self._kill_command(process)
 
-    def _read(self) -> bool:
+    def _read_requests(self) -> bool:
         """Start what is asked for; return False at the end of input."""
         if not select.select([0], [], [], POLL_SECONDS)[0]:
             return True
         read = os.read(0, 2**16)
         *lines, self.unread = (self.unread + read).split(b"\n")
         for line in lines:
-            self._start(json.loads(line))
+            self._start_request(json.loads(line))
         return bool(read)
 
-    def _start(self, request: Mapping[str, Any]) -> None:
+    def _start_request(self, request: Mapping[str, Any]) -> None:
         with Path(request["log"]).open("ab") as log:
             environment = {**os.environ, **request["environment"]}
-            process = fork(request["module"], request["arguments"], environment, log.fileno())
+            process = fork_module(request["module"], request["arguments"], environment, log.fileno())
         self.running.append((process, request["number"], time.monotonic() + request["seconds"]))
 
-    def _report(self) -> None:
+    def _report_ends(self) -> None:
         for entry in list(self.running):
             process, number, limit = entry
             if time.monotonic() > limit and process.poll() is None:
-                self._kill(process)
+                self._kill_command(process)
             if process.poll() is not None:
                 self.running.remove(entry)
                 print(json.dumps({"number": number, "code": process.returncode}), flush=True)
 
     @staticmethod
-    def _kill(process: Forked) -> None:
+    def _kill_command(process: Forked) -> None:
         """Kill a command; its ranks end with it, as titan's do."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def main() -> int:
     """Import, and serve."""
     from tests.rehearsal import imports
 
-    imports.install()
+    imports.install_finder()
     from titan.cluster.environment import prepare_environment, use_loopback
 
     die_with_parent(int(os.environ["REHEARSAL_PARENT"]))
@@ -193,7 +193,7 @@ def main() -> int:
     from launchers.supervisor import Supervisor
 
     replaced: Any = Supervisor
-    replaced.start = _start
+    replaced.start = _start_process
     gc.collect()
     gc.freeze()
     Server().serve()

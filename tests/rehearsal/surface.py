@@ -37,7 +37,7 @@ class Surface:
     names: set[tuple[str, int]] = field(default_factory=set)
 
 
-def dotted(node: ast.AST) -> str:
+def format_dotted(node: ast.AST) -> str:
     """Return an expression such as torch.cuda.Event as text; empty for others."""
     parts = []
     while isinstance(node, ast.Attribute):
@@ -46,28 +46,28 @@ def dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def asks(test: ast.AST) -> bool | None:
+def asks_for_cuda(test: ast.AST) -> bool | None:
     """Return whether a test holds on CUDA only (True), holds elsewhere only (False), or asks for neither (None)."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = asks(test.operand)
+        inner = asks_for_cuda(test.operand)
         return None if inner is None else not inner
     if isinstance(test, ast.BoolOp):
-        answers = set(map(asks, test.values))
+        results = set(map(asks_for_cuda, test.values))
         sure = isinstance(test.op, ast.And)  # one that holds on CUDA only is enough for `and`
-        return sure if sure in answers else None
+        return sure if sure in results else None
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return _compares(test)
+        return _compares_device(test)
     name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
     return True if name in ON_DEVICE else None
 
 
-def _compares(test: ast.Compare) -> bool | None:
+def _compares_device(test: ast.Compare) -> bool | None:
     sides = [test.left, *test.comparators]
     constants = {side.value for side in sides if isinstance(side, ast.Constant)}
     equal = isinstance(test.ops[0], ast.Eq)
     if "cuda" in constants:
         return equal
-    on_device = any("device" in dotted(side) for side in sides)
+    on_device = any("device" in format_dotted(side) for side in sides)
     return not equal if "cpu" in constants and on_device else None
 
 
@@ -75,13 +75,13 @@ class _Finder(ast.NodeVisitor):
     """Collects a file's surface."""
 
     def __init__(self, file: str) -> None:
-        self.found, self.functions = Surface(), list[str]()
+        self.surface, self.functions = Surface(), list[str]()
         self.kernels = NEED_KERNELS.get(file, set())
 
-    def add(self, lines: set[int]) -> None:
-        self.found.lines |= lines
+    def add_lines(self, lines: set[int]) -> None:
+        self.surface.lines |= lines
         if self.kernels & set(self.functions):
-            self.found.kernels |= lines
+            self.surface.kernels |= lines
 
     def visit(self, node: ast.AST) -> None:
         """Visit a node, with what encloses it known."""
@@ -91,72 +91,72 @@ class _Finder(ast.NodeVisitor):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
             if isinstance(block, list):
-                self._block(block)
+                self._visit_block(block)
         super().visit(node)
         if scope:
             self.functions.pop()
 
-    def _block(self, block: list[ast.stmt]) -> None:
+    def _visit_block(self, block: list[ast.stmt]) -> None:
         for index, statement in enumerate(block):
             if not isinstance(statement, ast.If):
                 continue
-            answer = asks(statement.test)
-            if answer is True:
-                self.add(_lines(statement.body))
-            elif answer is False:
+            on_cuda = asks_for_cuda(statement.test)
+            if on_cuda is True:
+                self.add_lines(_collect_lines(statement.body))
+            elif on_cuda is False:
                 leaves = isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue)
-                self.add(_lines([*statement.orelse, *(block[index + 1 :] if leaves else [])]))
+                self.add_lines(_collect_lines([*statement.orelse, *(block[index + 1 :] if leaves else [])]))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         """Add the line of an expression that asks for the device."""
-        if asks(node.test) is not None:
-            self.add({node.lineno})
+        if asks_for_cuda(node.test) is not None:
+            self.add_lines({node.lineno})
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Add the use of a name of torch, whatever torch._C is called."""
-        name = dotted(node)
+        name = format_dotted(node)
         private = node.attr.startswith("_cuda")
         if name.startswith(("torch.cuda.", "torch._C.")) or private:
-            self.found.names.add((f"torch._C.{node.attr}" if private else name, node.lineno))
+            self.surface.names.add((f"torch._C.{node.attr}" if private else name, node.lineno))
         if name.startswith("torch.cuda.") or private:
-            self.add({node.lineno})
+            self.add_lines({node.lineno})
         self.generic_visit(node)
 
 
-def _lines(statements: Sequence[ast.stmt]) -> set[int]:
+def _collect_lines(statements: Sequence[ast.stmt]) -> set[int]:
     nodes = (node for statement in statements for node in ast.walk(statement))
     return {node.lineno for node in nodes if isinstance(node, ast.stmt | ast.ExceptHandler)}
 
 
 @cache
-def surfaces(root: Path) -> dict[str, Surface]:
+def find_surfaces(root: Path) -> dict[str, Surface]:
     """Return the surface of each file below titan/ that has one, by its name from the repository's root."""
-    found = {}
+    surface_by_file = {}
     for path in sorted((root / "titan").rglob("*.py")):
         file = str(path.relative_to(root))
         finder = _Finder(file)
         finder.visit(ast.parse(path.read_text()))
-        if finder.found.lines or finder.found.names:
-            found[file] = finder.found
-    return found
+        if finder.surface.lines or finder.surface.names:
+            surface_by_file[file] = finder.surface
+    return surface_by_file
 
 
-def wanted(root: Path) -> dict[str, list[int]]:
+def list_cuda_lines(root: Path) -> dict[str, list[int]]:
     """Return the lines to follow, by file."""
-    return {file: sorted(surface.lines) for file, surface in surfaces(root).items() if surface.lines}
+    return {file: sorted(surface.lines) for file, surface in find_surfaces(root).items() if surface.lines}
 
 
-def used_names(root: Path) -> dict[str, list[str]]:
+def list_used_names(root: Path) -> dict[str, list[str]]:
     """Return the names of torch.cuda and torch._C that titan uses, with the places that do."""
-    found: dict[str, list[str]] = {}
-    for file, surface in surfaces(root).items():
+    uses: dict[str, list[str]] = {}
+    for file, surface in find_surfaces(root).items():
         for name, line in sorted(surface.names):
-            found.setdefault(name, []).append(f"{file}:{line}")
-    return found
+            uses.setdefault(name, []).append(f"{file}:{line}")
+    return uses
 
 
-def report(root: Path, executed: Sequence[dict[str, set[int]]], full: bool = True) -> str:
+def format_report(root: Path, executed: Sequence[dict[str, set[int]]], full: bool = True) -> str:
     """Return how many of the lines ran, and the others by file.
 
     Args:
@@ -165,21 +165,21 @@ def report(root: Path, executed: Sequence[dict[str, set[int]]], full: bool = Tru
         full: whether all commands ran, so that the others are worth a list.
     """
     ran = {(file, line) for lines in executed for file, numbers in lines.items() for line in numbers}
-    everything = {(file, line) for file, lines in wanted(root).items() for line in lines}
-    kernels = {(file, line) for file, surface in surfaces(root).items() for line in surface.kernels}
+    everything = {(file, line) for file, lines in list_cuda_lines(root).items() for line in lines}
+    kernels = {(file, line) for file, surface in find_surfaces(root).items() for line in surface.kernels}
     text = [f"lines that only CUDA executes: {len(everything)}, of which {len(everything & ran)} ran"]
     if full:
-        text += [f"  needs a GPU's kernel: {place}" for place in _places(kernels - ran)]
-        text += [f"  did not run: {place}" for place in _places(everything - ran - kernels)]
+        text += [f"  needs a GPU's kernel: {location}" for location in _format_locations(kernels - ran)]
+        text += [f"  did not run: {location}" for location in _format_locations(everything - ran - kernels)]
     return "\n".join(text)
 
 
-def _places(lines: set[tuple[str, int]]) -> Iterator[str]:
+def _format_locations(lines: set[tuple[str, int]]) -> Iterator[str]:
     for file in sorted({file for file, _ in lines}):
-        yield f"{file}:{','.join(str(line) for other, line in sorted(lines) if other == file)}"
+        yield f"{file}:{','.join(str(line) for name, line in sorted(lines) if name == file)}"
 
 
 if __name__ == "__main__":
-    print(report(watch.ROOT, []))
-    for name, places in used_names(watch.ROOT).items():
-        print(name, *places)
+    print(format_report(watch.ROOT, []))
+    for name, locations in list_used_names(watch.ROOT).items():
+        print(name, *locations)

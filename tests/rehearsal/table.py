@@ -42,7 +42,7 @@ class Rehearsed:
         module: what `python -m` runs; a run of titan.train gets the small settings, device and directory as well.
         devices: how many GPUs the machine has.
         like: the reference whose losses it must have.
-        after: the run that must be done before.
+        needs: the run that must be done before.
         waits: the places in titan where the host may wait within a step, as the documentation says.
         code: the exit code.
         environment: further variables; {port} is a free one.
@@ -56,7 +56,7 @@ class Rehearsed:
     module: str = "titan.train"
     devices: int = 1
     like: str | None = None
-    after: str | None = None
+    needs: str | None = None
     waits: tuple[str, ...] = ()
     code: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class Rehearsed:
     says: str = ""
     seconds: float = 300.0
 
-    def command(self, runs: Path) -> list[str]:
+    def build_command(self, runs: Path) -> list[str]:
         """Return the arguments of the module."""
-        own = [argument.replace("{runs}", str(runs)) for argument in self.arguments]
+        arguments = [argument.replace("{runs}", str(runs)) for argument in self.arguments]
         if self.module != "titan.train":
-            return own
-        return [*SMALL, "cluster.device=cuda", f"hydra.run.dir={runs / self.folder}", *own]
+            return arguments
+        return [*SMALL, "cluster.device=cuda", f"hydra.run.dir={runs / self.folder}", *arguments]
 
     @property
     def folder(self) -> str:
@@ -77,8 +77,8 @@ class Rehearsed:
         return re.sub(r"\W+", "-", self.name)
 
 
-def _layout(name: str, devices: int, *more: str, **given: Any) -> Rehearsed:
-    return Rehearsed(name, (*FP32, *more), devices=devices, like="dense", **given)
+def _define(name: str, devices: int, *settings: str, **options: Any) -> Rehearsed:
+    return Rehearsed(name, (*FP32, *settings), devices=devices, like="dense", **options)
 
 
 EXPERTS_WAIT = "titan/parallelism/expert.py"
@@ -89,17 +89,17 @@ OFFLOAD_WAITS = ("titan/parallelism/grad_norm.py", "titan/training/trainer.py Tr
 """The norm and the update are the host's (docs/memory.md)."""
 SAVED = ("checkpoint=async", "checkpoint.every=1")
 TRAINING = (
-    _layout("single", 1, "parallelism=single"),
-    _layout("fsdp", 2, "parallelism=fsdp", *SAVED),
-    _layout("ddp", 2, "parallelism=ddp", "parallelism.microbatches=2"),
-    _layout("hsdp", 4, "parallelism=hsdp", "parallelism.replicate=2"),
-    _layout("tp, resumed", 2, "parallelism=tp", "training.steps=6", "checkpoint.resume={runs}/fsdp", after="fsdp"),
-    _layout("pp 1F1B", 2, "parallelism=pp", "parallelism.microbatches=4"),
-    _layout("pp ZBV", 2, "parallelism=pp", "parallelism.schedule=ZBVZeroBubble", "parallelism.microbatches=4"),
-    _layout("cp ring", 2, "parallelism=cp", "parallelism.context_method=ring"),
-    _layout("cp all-gather", 2, "parallelism=cp", "parallelism.context_method=allgather"),
-    _layout("3d", 8, "parallelism=3d"),
-    _layout("offload", 2, "parallelism=fsdp", "memory.offload=true", waits=OFFLOAD_WAITS),
+    _define("single", 1, "parallelism=single"),
+    _define("fsdp", 2, "parallelism=fsdp", *SAVED),
+    _define("ddp", 2, "parallelism=ddp", "parallelism.microbatches=2"),
+    _define("hsdp", 4, "parallelism=hsdp", "parallelism.replicate=2"),
+    _define("tp, resumed", 2, "parallelism=tp", "training.steps=6", "checkpoint.resume={runs}/fsdp", needs="fsdp"),
+    _define("pp 1F1B", 2, "parallelism=pp", "parallelism.microbatches=4"),
+    _define("pp ZBV", 2, "parallelism=pp", "parallelism.schedule=ZBVZeroBubble", "parallelism.microbatches=4"),
+    _define("cp ring", 2, "parallelism=cp", "parallelism.context_method=ring"),
+    _define("cp all-gather", 2, "parallelism=cp", "parallelism.context_method=allgather"),
+    _define("3d", 8, "parallelism=3d"),
+    _define("offload", 2, "parallelism=fsdp", "memory.offload=true", waits=OFFLOAD_WAITS),
     Rehearsed(
         "ep",
         (*EXPERTS, "precision=fp32", "parallelism=ep"),
@@ -111,11 +111,11 @@ TRAINING = (
         environment={"REHEARSAL_LAG": "2"},
     ),
     Rehearsed("muon, bf16", (*BF16, "optimizer=muon", "parallelism=fsdp"), devices=2),
-    _layout("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
+    _define("ema, evaluation", 2, "parallelism=fsdp", "evaluation=ema", "evaluation.every=2", "evaluation.tokens=512"),
     Rehearsed("masks", MASKED, like="masks"),
     Rehearsed("bf16, flash attention", (*BF16, "parallelism=fsdp", "memory=full"), devices=2),
     Rehearsed("bf16, cp ring", (*BF16, "parallelism=cp", "parallelism.context_method=ring"), devices=2),
-    _layout("hooks", 1, "modules=[tests]", "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
+    _define("hooks", 1, "modules=[tests]", "+hooks.own={_target_:tests.support.own_hooks.Norms}"),
     Rehearsed("compile=auto", (*BF16, "compile=auto", "training.steps=2")),
 )  # fmt: skip
 BENCHES = (
@@ -153,11 +153,11 @@ COMMANDS = (
         environment={"REHEARSAL_TAKEN_GIB": "79.62"}, code=1, says="out of memory",
         leaves=("out-of-memory/debug/out-of-memory-rank-0.pickle",),
     ),
-    Rehearsed("generate", ("{runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", after="fsdp"),
+    Rehearsed("generate", ("{runs}/fsdp", *GENERATED, "device=cuda"), "titan.generate", needs="fsdp"),
     Rehearsed(
-        "generate, tp", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, after="fsdp",
+        "generate, tp", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate", 2, needs="fsdp",
     ),
-    Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, after="fsdp"),
+    Rehearsed("replay", ("{runs}/fsdp", "step=3"), "titan.replay", 2, needs="fsdp"),
     Rehearsed(
         "plan, traced",
         (*SMALL, *BF16, "cluster=h100", "parallelism=fsdp", "cluster.devices=8", "compile=auto", "plan.trace=true"),
@@ -189,11 +189,11 @@ REFUSED = (
     ),
     Rehearsed(
         "refused: generate on more GPUs", ("{runs}/fsdp", *GENERATED, "parallelism.tensor=2"), "titan.generate",
-        after="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
+        needs="fsdp", code=2, says="this machine has 1 x NVIDIA H100",
     ),
     Rehearsed(
         "refused: generate without memory", ("{runs}/fsdp", "tokens=[1,2,3]", "max_tokens=100000"),
-        "titan.generate", after="fsdp", code=2, says="a larger parallelism.tensor",
+        "titan.generate", needs="fsdp", code=2, says="a larger parallelism.tensor",
         environment={"REHEARSAL_GIB": "0.1"},
     ),
     Rehearsed(
@@ -208,9 +208,9 @@ REFUSED = (
 )  # fmt: skip
 
 
-def _accepted(name: str, parts: str, **given: Any) -> Rehearsed:
+def _define_acceptance(name: str, parts: str, **options: Any) -> Rehearsed:
     arguments = ("suite=acceptance", f"to={{runs}}/{name}", f"case={parts}", *ACCEPTED)
-    return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **given)
+    return Rehearsed(f"acceptance: {name}", arguments, "titan.bench", **options)
 
 
 ACCEPTED = (
@@ -218,13 +218,13 @@ ACCEPTED = (
     "training.seq_len=64", "training.global_batch=512", "compile=off",
 )  # fmt: skip
 ACCEPTANCE = (
-    _accepted("one device", "losses,attention,experts,not-finite,stands-still,preemption,profile,saves"),
-    _accepted("two devices", "layouts,hang", devices=2, waits=(EXPERTS_WAIT, LOOP_WAITS)),
-    _accepted(
+    _define_acceptance("one device", "losses,attention,experts,not-finite,stands-still,preemption,profile,saves"),
+    _define_acceptance("two devices", "layouts,hang", devices=2, waits=(EXPERTS_WAIT, LOOP_WAITS)),
+    _define_acceptance(
         "out of memory", "out-of-memory", environment={"REHEARSAL_TAKEN_GIB": "76"}, says="holds   out-of-memory"
     ),
     # the prediction is an H100's, which this is not
-    _accepted("predicted", "predicted", code=1, says="a step are predicted"),
+    _define_acceptance("predicted", "predicted", code=1, says="a step are predicted"),
 )
 """Parts of `make gpu`. Not here: `recorder`, which reads NCCL's, and `speeds`, which is long."""
 TABLE = (*BENCHES, *ACCEPTANCE, *TRAINING, *COMMANDS, *REFUSED)

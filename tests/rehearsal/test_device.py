@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsal import build, rehearse, table, watch
-from tests.rehearsal.surface import surfaces
+from tests.rehearsal.surface import find_surfaces
 from tests.support.processes import LIMIT
 
 NAMES = re.findall(r"@check\ndef (\w+)", (Path(__file__).parent / "checks.py").read_text())
@@ -24,9 +24,9 @@ REST = ("single", "fsdp")
 @pytest.fixture(scope="module")
 def device() -> None:
     """Build the device, once for all sessions of this machine."""
-    if why := build.missing():
+    if why := build.find_obstacle():
         pytest.skip(why)
-    build.built()
+    build.build_extension()
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ def test_the_device(name: str, errors: dict[str, str]) -> None:
 
 def test_titan_trains_on_the_device(device: None, tmp_path: Path) -> None:
     with rehearse.Rehearsal(tmp_path) as rehearsal:
-        results = list(rehearse.rehearse(rehearsal, [r for r in table.TABLE if r.name in REST]))
+        results = list(rehearse.rehearse_commands(rehearsal, [r for r in table.TABLE if r.name in REST]))
     assert [result.problems for result in results] == [[], []]
     assert all(result.difference is not None and result.operations["copy to the device"] for result in results)
     assert results[1].operations["nccl all_gather_base"] and not results[0].operations["nccl all_gather_base"]
-    assert results[1].lines["titan/checkpoint/staging.py"] and len(rehearse.row(results[0]).split("|")) == 9
+    assert results[1].lines["titan/checkpoint/staging.py"] and len(rehearse.format_row(results[0]).split("|")) == 9
 
 
 @pytest.mark.thorough
@@ -62,15 +62,15 @@ def test_all_commands_hold_on_the_device(device: None, capsys: pytest.CaptureFix
     assert rehearse.main([]) == 0, capsys.readouterr().out
     text = capsys.readouterr().out
     (lines, ran) = map(int, re.findall(r"only CUDA executes: (\d+), of which (\d+) ran", text)[0])
-    kernels = sum(len(surface.kernels) for surface in surfaces(watch.ROOT).values())
+    kernels = sum(len(surface.kernels) for surface in find_surfaces(watch.ROOT).values())
     assert ran >= lines - kernels, text
 
 
 @pytest.mark.parametrize("how", [pytest.param("wait", id="a-wait"), pytest.param("race", id="a-race")])
 def test_what_does_not_hold_is_reported(how: str) -> None:
-    result = rehearse.Result(table.TABLE[0], 0, 1.0)
+    result = rehearse.CommandResult(table.TABLE[0], 0, 1.0)
     rehearse._add_report(result, REPORT | ({"waits": {"titan/x.py f: item": 2}} if how == "wait" else {"races": ["r"]}))
-    rehearse._judge(result, Path("/nonexistent"))
+    rehearse._judge_result(result, Path("/nonexistent"))
     assert len(result.problems) == 1 + len(result.rehearsed.leaves) + bool(result.rehearsed.says)
 
 

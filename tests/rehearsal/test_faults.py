@@ -14,7 +14,7 @@ def test_every_fault_has_its_place() -> None:
     lost = []
     for found in faults.FAULTS:
         try:
-            planted.place(found.fault, watch.ROOT)
+            planted.find_file(found.fault, watch.ROOT)
         except LookupError as error:
             lost.append(f"{found.fault.name}: {error}")
     assert lost == []
@@ -24,15 +24,15 @@ def test_every_fault_has_its_place() -> None:
 
 @pytest.mark.full
 def test_a_planted_fault_is_found(tmp_path: Path) -> None:
-    if why := build.missing():
+    if why := build.find_obstacle():
         pytest.skip(why)
-    build.built()
+    build.build_extension()
     (found,) = (found for found in faults.FAULTS if found.fault.name == "item() in a step")
     (tmp_path / "x").mkdir()
-    root = planted.copied(tmp_path / "x" / "copy")
+    root = planted.copy_repository(tmp_path / "x" / "copy")
     known: rehearse.References = {"dense": _done(dict.fromkeys(range(1, 7), 5.0))}
-    outcome = faults.judge(found, root, known)
-    assert outcome.caught and "host waits within steps" in outcome.text, outcome.row()
+    outcome = faults.judge_fault(found, root, known)
+    assert outcome.caught and "host waits within steps" in outcome.text, outcome.format_row()
 
 
 def _done(losses: dict[int, float]) -> rehearse.Future[dict[int, float]]:

@@ -9,12 +9,12 @@ import pytest
 
 from tests.rehearsal import names, surface, watch
 
-RECORDED = names.read()
+RECORDED = names.read_names()
 
 
 @pytest.mark.parametrize("release", sorted(RECORDED))
 def test_titan_uses_only_names_that_cuda_builds_have(release: str) -> None:
-    used = surface.used_names(watch.ROOT)
+    used = surface.list_used_names(watch.ROOT)
     known = RECORDED[release]
     modules = {name.rpartition(".")[0] for name in known}
     missing = {
@@ -48,6 +48,6 @@ def test_the_rehearsal_defines_only_names_that_cuda_builds_have() -> None:
 def test_a_misspelt_name_is_found(tmp_path: Path) -> None:
     (tmp_path / "titan").mkdir()
     (tmp_path / "titan" / "x.py").write_text("library = torch._C\nlibrary._cuda_attachOutOfMemoryObserver(print)\n")
-    ((name, places),) = surface.used_names(tmp_path).items()
+    ((name, places),) = surface.list_used_names(tmp_path).items()
     assert (name, places) == ("torch._C._cuda_attachOutOfMemoryObserver", ["titan/x.py:2"])
     assert all(name not in known for known in RECORDED.values())

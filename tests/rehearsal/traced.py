@@ -22,7 +22,7 @@ from tests.rehearsal import build, cuda, imports, watch
 ON_DEVICE = "--on-device"
 
 
-def runs() -> Iterator[tuple[str, list[str], float | None]]:
+def list_runs() -> Iterator[tuple[str, list[str], float | None]]:
     """Yield name, command line and published peak in GiB of each run."""
     from titan.bench import fit_costs
 
@@ -36,7 +36,7 @@ def runs() -> Iterator[tuple[str, list[str], float | None]]:
             yield name + compiled, fit_costs.build_overrides(row), float(row["mem_GiB"])
 
 
-def trace(overrides: Sequence[str]) -> dict[str, float]:
+def measure_trace(overrides: Sequence[str]) -> dict[str, float]:
     """Return GiB of live tensors and what is reserved, of the rank that needs most."""
     from titan.bench.fit_costs import _compose_run
     from titan.estimate.operations import derive_speeds
@@ -51,33 +51,33 @@ def trace(overrides: Sequence[str]) -> dict[str, float]:
     return {"live": fullest.live.bytes / GIB, "reserved": fullest.gib, "events": fullest.events}
 
 
-def trace_all(names: Sequence[str]) -> None:
+def print_traces(names: Sequence[str]) -> None:
     """Print the figures of each run as JSON, one per line."""
     import torch
 
     from titan.training.trace import rank
 
-    device = torch.device("cuda", 0) if cuda.device_count() else rank.DEVICE
+    device = torch.device("cuda", 0) if cuda.count_devices() else rank.DEVICE
     with mock.patch.object(rank, "DEVICE", device):
-        for name, overrides, peak in runs():
+        for name, overrides, peak in list_runs():
             if not names or any(part in name for part in names):
-                print(json.dumps({"name": name, "peak": peak, **trace(overrides)}), flush=True)
+                print(json.dumps({"name": name, "peak": peak, **measure_trace(overrides)}), flush=True)
 
 
-def _traced(names: Sequence[str], devices: int) -> list[dict[str, Any]]:
+def _run_traces(names: Sequence[str], devices: int) -> list[dict[str, Any]]:
     env = {**os.environ, "PYTHONPATH": str(watch.ROOT), cuda.DEVICES: str(devices), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.rehearsal.traced", ON_DEVICE, *names]
-    done = subprocess.run(command, cwd=watch.ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    result = subprocess.run(command, cwd=watch.ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
 def main(names: Sequence[str]) -> int:
     """Trace in both ways, and print the table."""
-    if why := build.missing():
-        print(f"skipped: {why}")
+    if obstacle := build.find_obstacle():
+        print(f"skipped: {obstacle}")
         return 0
-    build.built()
-    pairs = list(zip(_traced(names, 0), _traced(names, 8), strict=True))
+    build.build_extension()
+    pairs = list(zip(_run_traces(names, 0), _run_traces(names, 8), strict=True))
     print(
         "| run | live, CPU | live, device | reserved, CPU | reserved, device | published peak |\n| --- |" + " --- |" * 5
     )
@@ -94,8 +94,8 @@ def main(names: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [ON_DEVICE]:
-        if cuda.device_count():
-            imports.install()
-        trace_all(sys.argv[2:])
+        if cuda.count_devices():
+            imports.install_finder()
+        print_traces(sys.argv[2:])
         sys.exit(0)
     sys.exit(main(sys.argv[1:]))

@@ -23,22 +23,22 @@ def replace_modules(graph: Any) -> None:
     _set_target()
     graph.config.force_disable_caches = True  # they would keep graphs whose code is not loaded
 
-    def written(lowering: Any) -> SimpleNamespace:
+    def write_code(lowering: Any) -> SimpleNamespace:
         code = lowering.codegen()[0].value
         name = hashlib.sha256(code.encode()).hexdigest()[:16]
         file = Path(os.environ[FOLDER]) / f"{name}.py"
         file.write_text(code)
         lowering.cache_key, lowering.cache_path, lowering.cache_linemap = name, str(file), []
-        given = lowering.module
+        graph_module = lowering.module
 
-        def call(arguments: list[Any]) -> Any:
+        def run_graph(arguments: list[Any]) -> Any:
             values = tuple(arguments)
             arguments.clear()
-            return given(*values)
+            return graph_module(*values)
 
-        return SimpleNamespace(call=call, __file__=str(file), key=name)
+        return SimpleNamespace(call=run_graph, __file__=str(file), key=name)
 
-    graph.GraphLowering._compile_to_module = written
+    graph.GraphLowering._compile_to_module = write_code
 
 
 def _set_target() -> None:

@@ -24,7 +24,7 @@ FIRST = 2
 """Steps in which waits do not count: in the first tables are created, in the second DDP orders its buckets."""
 
 
-class _Seen:
+class _Progress:
     """What this process has done so far."""
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class _Seen:
         self.device: Any = None
 
 
-seen = _Seen()
+progress = _Progress()
 
 
 def watch_waits(device: Any) -> None:
     """Count the host's waits for the device, by the place in titan that makes it wait."""
-    seen.device = device
-    device.on_wait(_waited)
+    progress.device = device
+    device.on_wait(_count_wait)
 
 
-def _waited(operation: str) -> None:
-    seen.all_waits += 1
-    if seen.in_step and cuda.in_training_thread():
-        seen.waits[f"{_place()}: {operation}"] += 1
+def _count_wait(operation: str) -> None:
+    progress.all_waits += 1
+    if progress.in_step and cuda.in_training_thread():
+        progress.waits[f"{_find_location()}: {operation}"] += 1
 
 
-def _place() -> str:
+def _find_location() -> str:
     """Return the file and function of titan that is being executed."""
     frame: FrameType | None = sys._getframe(2)
     package = f"{ROOT}{os.sep}titan{os.sep}"
@@ -68,24 +68,24 @@ def watch_steps(module: Any) -> None:
     """
     step = module.Trainer._step
 
-    def watched(trainer: Any, *args: Any, **named: Any) -> Any:
-        seen.in_step = seen.steps >= FIRST
+    def watch_step(trainer: Any, *args: Any, **named: Any) -> Any:
+        progress.in_step = progress.steps >= FIRST
         try:
             return step(trainer, *args, **named)
         finally:
-            seen.in_step = False
-            seen.steps += 1
+            progress.in_step = False
+            progress.steps += 1
 
-    module.Trainer._step = watched
+    module.Trainer._step = watch_step
 
 
-def start() -> None:
+def start_report() -> None:
     """Begin to follow this process, which reports when it ends."""
-    atexit.register(write)
+    atexit.register(write_report)
     leave = os._exit
 
     def exit_now(code: int) -> NoReturn:
-        write()
+        write_report()
         leave(code)
 
     os._exit = exit_now
@@ -93,41 +93,41 @@ def start() -> None:
         _follow_lines(json.loads(Path(os.environ[LINES]).read_text()))
 
 
-def write() -> None:
+def write_report() -> None:
     """Write the report of this process."""
-    operations, waits, races, devices = seen.device.report() if seen.device else ({}, {}, [], [])
-    found = {
-        "steps": seen.steps,
-        "waits": dict(seen.waits),
+    operations, waits, races, devices = progress.device.report() if progress.device else ({}, {}, [], [])
+    report = {
+        "steps": progress.steps,
+        "waits": dict(progress.waits),
         "all_waits": dict(waits),
         "races": races,
         "operations": dict(operations),
         "devices": sorted(devices),
-        "lines": {file: sorted(lines) for file, lines in seen.lines.items() if lines},
+        "lines": {file: sorted(lines) for file, lines in progress.lines.items() if lines},
     }
     folder = Path(os.environ[REPORT])
     if folder.is_dir():
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(report))
 
 
-def _follow_lines(wanted: dict[str, list[int]]) -> None:
+def _follow_lines(lines_by_file: dict[str, list[int]]) -> None:
     """Record which of some lines are executed.
 
     Args:
-        wanted: the lines of each file, which is named from the repository's root.
+        lines_by_file: the lines of each file, which is named from the repository's root.
     """
-    known = {str(ROOT / file): (file, frozenset(lines)) for file, lines in wanted.items()}
+    numbers_by_path = {str(ROOT / file): (file, frozenset(lines)) for file, lines in lines_by_file.items()}
 
     def follow_call(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in known:
+        if frame.f_code.co_filename not in numbers_by_path:
             return None
         follow_line(frame, event, argument)
         return follow_line
 
     def follow_line(frame: FrameType, event: str, argument: Any) -> Any:
-        file, lines = known[frame.f_code.co_filename]
+        file, lines = numbers_by_path[frame.f_code.co_filename]
         if frame.f_lineno in lines:
-            seen.lines.setdefault(file, set()).add(frame.f_lineno)
+            progress.lines.setdefault(file, set()).add(frame.f_lineno)
         return follow_line
 
     threading.settrace(follow_call)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.aa_report import INJECTED, NEUTRAL, end
-from tests.support.made_runs import Story, made
+from tests.support.aa_report import INJECTED, NEUTRAL, find_end_quality
+from tests.support.made_runs import Story, make_run
 from tests.support.tiers import full
-from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
+from tests.support.unlucky_report import SCENES, DivergenceScene, VerdictShares, make_templates, simulate_comparisons
 from titan.report.comparison import Options, compare
 from titan.report.statistics import compare_seeds, compute_seeds_needed
 
@@ -28,9 +28,9 @@ def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Pa
     answers = []
     for number in range(20):
         for seed in range(4):
-            made(tmp_path / f"{number}/a{seed}", story(8 * number + seed))
-            made(tmp_path / f"{number}/b{seed}", story(8 * number + 4 + seed), NEUTRAL)
-        answers.append(end(compare([tmp_path / str(number)])).answer)
+            make_run(tmp_path / f"{number}/a{seed}", story(8 * number + seed))
+            make_run(tmp_path / f"{number}/b{seed}", story(8 * number + 4 + seed), NEUTRAL)
+        answers.append(find_end_quality(compare([tmp_path / str(number)])).answer)
     assert answers.count("yes") <= 1
 
 
@@ -48,13 +48,13 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
 @pytest.mark.full
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
-        made(tmp_path / f"a{seed}", story(seed))
+        make_run(tmp_path / f"a{seed}", story(seed))
     told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds per variant" in note]
     needed = int(re.findall(r"takes about (\d+) seeds", told[0])[0])
     assert 4 <= needed <= 8
     for seed in range(needed):
-        made(tmp_path / f"b{seed}", story(100 + seed, 3 + INJECTED), NEUTRAL)
-    found = end(compare([tmp_path]))
+        make_run(tmp_path / f"b{seed}", story(100 + seed, 3 + INJECTED), NEUTRAL)
+    found = find_end_quality(compare([tmp_path]))
     assert found.answer == "yes"
     assert found.difference is not None and found.difference.low is not None and found.difference.high is not None
     assert found.difference.low < INJECTED < found.difference.high
@@ -71,8 +71,8 @@ def test_the_seeds_told_find_it_as_often_as_promised() -> None:
     assert found / 1000 > 0.77
 
 
-def rates_of(scene: Scene, repetitions: int, folder: Path) -> Rates:
-    return simulated(templates(folder, scene.seeds), scene, repetitions)
+def rates_of(scene: DivergenceScene, repetitions: int, folder: Path) -> VerdictShares:
+    return simulate_comparisons(make_templates(folder, scene.seeds), scene, repetitions)
 
 
 SHARES = ("sixth", "half")
@@ -86,7 +86,7 @@ SHARES = ("sixth", "half")
     ],
 )
 def test_a_variant_that_loses_its_unlucky_seeds_is_no_better_for_it(
-    scene: Scene, repetitions: int, tmp_path: Path
+    scene: DivergenceScene, repetitions: int, tmp_path: Path
 ) -> None:
     assert rates_of(scene, repetitions, tmp_path).better <= 0.05
 

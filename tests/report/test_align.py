@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Story, made
+from tests.support.made_runs import H200, Story, make_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.report import align, rank
@@ -19,7 +19,7 @@ Point = tuple[Story, tuple[str, ...]]
 
 def groups(tmp_path: Path, *points: Point) -> list[RunGroup]:
     for index, (story, overrides) in enumerate(points):
-        made(tmp_path / "runs" / f"{index:02}", story, *overrides)
+        make_run(tmp_path / "runs" / f"{index:02}", story, *overrides)
     return align.group_runs(collect_runs([tmp_path / "runs"]).runs)
 
 

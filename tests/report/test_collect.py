@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.made_runs import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.made_runs import BEGAN, Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
 from titan.errors import ConfigError
 from titan.metrics import columns
 from titan.report.collect import collect_runs
 from titan.sweep.ledger import SweepSpec
 
-HALF = Story(attempts=(Attempt(0, 20),))
+HALF = Story(attempts=(StoryAttempt(0, 20),))
 
 
 def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     for name in ("one", "deep/er/two"):
-        made(tmp_path / name)
-    made(tmp_path / "one/checkpoints/step-40/inner")  # below a run nothing is looked for
+        make_run(tmp_path / name)
+    make_run(tmp_path / "one/checkpoints/step-40/inner")  # below a run nothing is looked for
     found = collect_runs([tmp_path, tmp_path / "one"])
     assert [raw.directory.name for raw in found.runs] == ["two", "one"]
 
 
 def test_a_copy_of_checkpoints_is_no_run(tmp_path: Path) -> None:
-    made(tmp_path / "run")
+    make_run(tmp_path / "run")
     (tmp_path / "copies").mkdir()
     (tmp_path / "copies/run.yaml").write_text((tmp_path / "run/run.yaml").read_text())
     assert [raw.directory.name for raw in collect_runs([tmp_path]).runs] == ["run"]
@@ -46,8 +46,8 @@ def test_a_directory_without_runs_is_refused(name: str, words: str, tmp_path: Pa
 
 
 def test_a_run_whose_run_yaml_is_broken_is_listed_with_the_reason(tmp_path: Path) -> None:
-    made(tmp_path / "good")
-    made(tmp_path / "bad")
+    make_run(tmp_path / "good")
+    make_run(tmp_path / "bad")
     (tmp_path / "bad/run.yaml").write_text("{")
     found = collect_runs([tmp_path])
     assert [raw.directory.name for raw in found.runs] == ["good"]
@@ -81,7 +81,7 @@ STATES = [
     ),
     pytest.param(HALF, lambda d: _said(d, f"{EARLY} old story"), "stopped", "without an error", id="earlier-failure"),
     pytest.param(
-        Story(attempts=(Attempt(0, 10), Attempt(10, 20))),
+        Story(attempts=(StoryAttempt(0, 10), StoryAttempt(10, 20))),
         lambda d: _result(d, finished=True, step=10, attempt=1),
         "stopped",
         "without an error",
@@ -92,14 +92,14 @@ STATES = [
 
 @pytest.mark.parametrize(("story", "then", "state", "reason"), STATES)
 def test_how_a_run_stands(story: Story, then: Any, state: str, reason: str | None, tmp_path: Path) -> None:
-    then(made(tmp_path / "run", story))
+    then(make_run(tmp_path / "run", story))
     (raw,) = collect_runs([tmp_path]).runs
     assert raw.state == state
     assert raw.reason is None if reason is None else reason in (raw.reason or "")
 
 
 def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
-    made(tmp_path / "run", HALF)
+    make_run(tmp_path / "run", HALF)
     with (tmp_path / "run/.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert collect_runs([tmp_path]).runs[0].state == "running"
@@ -107,9 +107,9 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
 
 
 def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) -> None:
-    made(tmp_path / "a")
-    made(tmp_path / "b", HALF)
-    made(tmp_path / "code/c")  # not a point
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", HALF)
+    make_run(tmp_path / "code/c")  # not a point
     layouts = {"a": "fsdp", "b": "tp", "q": "pp", "p": "cp", "f": "ddp"}
     events = [
         {"event": "started", "id": "a"},
@@ -118,7 +118,9 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         {"event": "sent", "jobs": {"q": ["7_1"]}},
         {"event": "unsent", "points": ["f"], "reason": "no such partition"},
     ]
-    swept(tmp_path, SweepSpec(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events)
+    make_sweep(
+        tmp_path, SweepSpec(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events
+    )
     found = collect_runs([tmp_path])
     assert [(r.directory.name, r.state, r.reason) for r in found.runs] == [
         ("a", "finished", None),
@@ -133,12 +135,12 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
 
 
 def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path) -> None:
-    swept(tmp_path, SweepSpec(), {"p": ("x=1",)})
+    make_sweep(tmp_path, SweepSpec(), {"p": ("x=1",)})
     assert len(collect_runs([tmp_path]).failed) == 1
 
 
 def test_broken_lines_cost_only_themselves(tmp_path: Path) -> None:
-    whole = made(tmp_path / "run", Story(steps=30))
+    whole = make_run(tmp_path / "run", Story(steps=30))
     lines = [json.dumps(line) for line in read_lines(whole)]
     steps = [i for i, line in enumerate(lines) if '"loss"' in line]
     lines[steps[3]] = lines[steps[3]][:50]  # cut
@@ -152,7 +154,7 @@ def test_broken_lines_cost_only_themselves(tmp_path: Path) -> None:
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    found = columns.read(made(tmp_path / "run") / "metrics.jsonl")
+    found = columns.read(make_run(tmp_path / "run") / "metrics.jsonl")
     lines = [line for line in read_lines(tmp_path / "run") if "loss" in line]
     for column, key in (("loss", "loss"), ("norm", "grad_norm"), ("seconds", "step_seconds"), ("time", "time")):
         assert np.array_equal(getattr(found.steps, column), [line[key] for line in lines]), key

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Attempt, Story, made, swept
+from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
 from titan.sweep.ledger import SweepSpec
@@ -17,8 +17,8 @@ SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"
 
 
 def test_only_what_differs_and_what_is_shared(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    made(tmp_path / "b", S, FSDP)
+    make_run(tmp_path / "a", S, SINGLE)
+    make_run(tmp_path / "b", S, FSDP)
     found = compare([tmp_path])
     assert found.differs == {"parallelism": ("single", "fsdp")}
     assert "parallelism" not in found.common and "devices" not in found.common
@@ -28,21 +28,21 @@ def test_only_what_differs_and_what_is_shared(tmp_path: Path) -> None:
 
 
 def test_a_lone_run_is_shown(tmp_path: Path) -> None:
-    found = compare([made(tmp_path / "a")])
+    found = compare([make_run(tmp_path / "a")])
     assert len(found.variants) == 1 and found.variants[0].speed_ratio is None and found.differs == {}
 
 
 def test_the_baseline_comes_first(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    made(tmp_path / "b", S, FSDP)
+    make_run(tmp_path / "a", S, SINGLE)
+    make_run(tmp_path / "b", S, FSDP)
     assert compare([tmp_path], Options(baseline=FSDP)).variants[0].label == FSDP
     with pytest.raises(ConfigError, match="baseline=parallelism=tp"):
         compare([tmp_path], Options(baseline="parallelism=tp"))
 
 
 def test_a_ratio_from_one_run_each_has_no_interval(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, steps=200), SINGLE)
-    made(tmp_path / "b", replace(S, steps=200, seconds=0.2, luck=1), FSDP)
+    make_run(tmp_path / "a", replace(S, steps=200), SINGLE)
+    make_run(tmp_path / "b", replace(S, steps=200, seconds=0.2, luck=1), FSDP)
     variant = compare([tmp_path]).variants[1]
     assert variant.speed_ratio is not None and variant.speed_ratio.low is None and variant.few
     assert variant.speed_ratio.estimate == pytest.approx(1.25, abs=0.02)  # 2.5 times, on two devices
@@ -50,8 +50,8 @@ def test_a_ratio_from_one_run_each_has_no_interval(tmp_path: Path) -> None:
 
 def test_a_ratio_from_several_runs_is_from_pairs(tmp_path: Path) -> None:
     for seed, factor in enumerate((0.9, 1.0, 1.1)):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed, seconds=0.5 * factor, jitter=0), SINGLE)
-        made(tmp_path / f"b{seed}", replace(S, seed=seed, seconds=0.2 * factor, jitter=0), FSDP)
+        make_run(tmp_path / f"a{seed}", replace(S, seed=seed, seconds=0.5 * factor, jitter=0), SINGLE)
+        make_run(tmp_path / f"b{seed}", replace(S, seed=seed, seconds=0.2 * factor, jitter=0), FSDP)
     variant = compare([tmp_path]).variants[1]
     assert variant.speed_ratio is not None and variant.speed_ratio.low == pytest.approx(1.25)
     assert (
@@ -62,23 +62,23 @@ def test_a_ratio_from_several_runs_is_from_pairs(tmp_path: Path) -> None:
 
 def test_ratios_of_runs_without_pairs_are_of_independent_runs(tmp_path: Path) -> None:
     for seed, factor in enumerate((0.9, 1.0, 1.1)):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed, seconds=0.5 * factor, jitter=0), SINGLE)
-        made(tmp_path / f"b{seed}", replace(S, seed=seed + 5, seconds=0.2 * factor, jitter=0), FSDP)
+        make_run(tmp_path / f"a{seed}", replace(S, seed=seed, seconds=0.5 * factor, jitter=0), SINGLE)
+        make_run(tmp_path / f"b{seed}", replace(S, seed=seed + 5, seconds=0.2 * factor, jitter=0), FSDP)
     ratio = compare([tmp_path]).variants[1].speed_ratio
     assert ratio is not None and ratio.estimate == pytest.approx(1.25) and ratio.low is not None and ratio.low < 1.05
 
 
 def test_a_speed_of_few_steps_has_no_interval(tmp_path: Path) -> None:
-    found = compare([made(tmp_path / "a", Story(steps=9))]).variants[0].speed
+    found = compare([make_run(tmp_path / "a", Story(steps=9))]).variants[0].speed
     assert found is not None and found.low is None
 
 
 def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
-    made(tmp_path / "good", S, SINGLE)
-    bad = made(tmp_path / "bad", replace(S, attempts=(Attempt(0, 20),)), FSDP)
+    make_run(tmp_path / "good", S, SINGLE)
+    bad = make_run(tmp_path / "bad", replace(S, attempts=(StoryAttempt(0, 20),)), FSDP)
     (bad / "log").mkdir()
     (bad / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 out of memory in model=x\n")
-    none = made(tmp_path / "none", replace(S, attempts=(Attempt(0, 1),)), "memory=full")
+    none = make_run(tmp_path / "none", replace(S, attempts=(StoryAttempt(0, 1),)), "memory=full")
     (none / "metrics.jsonl").unlink()
     found = compare([tmp_path])
     assert {(f.label, f.state, f.reason.partition(";")[0]) for f in found.failed} == {
@@ -90,30 +90,30 @@ def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
 
 
 def test_other_code_is_noted(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    made(tmp_path / "b", replace(S, code="abc"), FSDP)
+    make_run(tmp_path / "a", S, SINGLE)
+    make_run(tmp_path / "b", replace(S, code="abc"), FSDP)
     found = compare([tmp_path])
     assert "different code: abc; the baseline: c0de00000000" in found.variants[1].notes
     assert any("2 different versions of code" in note for note in found.notes)
 
 
 def test_a_layout_that_changed_is_noted(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, (FSDP,)))))
+    make_run(tmp_path / "a", replace(S, attempts=(StoryAttempt(0, 20), StoryAttempt(20, 40, (FSDP,)))))
     assert any("settings changed between attempts" in note for note in compare([tmp_path]).variants[0].notes)
 
 
 def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
     for seed in range(4):
-        made(tmp_path / str(seed), replace(S, seed=seed, level=3 + 0.01 * (seed % 2)))
+        make_run(tmp_path / str(seed), replace(S, seed=seed, level=3 + 0.01 * (seed % 2)))
     notes = compare([tmp_path]).notes
     assert any("deviation of 0.0058 nats over 4 seeds" in note and "takes about 4 seeds" in note for note in notes)
 
 
 def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    made(tmp_path / "b", S, FSDP)
+    make_run(tmp_path / "a", S, SINGLE)
+    make_run(tmp_path / "b", S, FSDP)
     asked = SweepSpec("which layout?", {"parallelism": ("single", "fsdp")}, {"parallelism": "fsdp"}, 0.5, 3.2)
-    swept(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP,), "c": ("parallelism=tp",)})
+    make_sweep(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP,), "c": ("parallelism=tp",)})
     found = compare([tmp_path])
     assert (found.title, found.question, found.margin, found.target) == (tmp_path.name, "which layout?", 0.5, 3.2)
     assert [variant.label for variant in found.variants] == [FSDP, SINGLE] and found.variants[0].reached is not None
@@ -123,29 +123,29 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> No
 
 
 def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    swept(tmp_path, SweepSpec(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
+    make_run(tmp_path / "a", S, SINGLE)
+    make_sweep(tmp_path, SweepSpec(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
     assert any("the sweep's baseline (parallelism=tp) has no metrics" in note for note in compare([tmp_path]).notes)
 
 
 def test_of_several_sweeps_none_asks(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        made(tmp_path / name / "a", S, SINGLE)
-        swept(tmp_path / name, SweepSpec("?", margin=0.5), {"a": (SINGLE,)})
+        make_run(tmp_path / name / "a", S, SINGLE)
+        make_sweep(tmp_path / name, SweepSpec("?", margin=0.5), {"a": (SINGLE,)})
     found = compare([tmp_path / "one", tmp_path / "two"])
     assert (found.question, found.margin, len(found.variants), len(found.variants[0].runs)) == (None, 0.02, 1, 2)
     assert any("several sweeps" in note for note in found.notes)
 
 
 def test_failures_only(tmp_path: Path) -> None:
-    swept(tmp_path, SweepSpec(), {"a": ("x=1",)}, {"event": "ended", "id": "a", "code": 2, "reason": "refused"})
+    make_sweep(tmp_path, SweepSpec(), {"a": ("x=1",)}, {"event": "ended", "id": "a", "code": 2, "reason": "refused"})
     found = compare([tmp_path])
     assert (found.variants, found.failed[0].reason) == ((), "refused")
 
 
 def test_other_hardware_makes_another_variant(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
-    made(tmp_path / "b", replace(S, device=H200 | {"name": "NVIDIA H100"}))
+    make_run(tmp_path / "a", S)
+    make_run(tmp_path / "b", replace(S, device=H200 | {"name": "NVIDIA H100"}))
     assert [variant.label for variant in compare([tmp_path]).variants] == [
         "hardware=NVIDIA H200",
         "hardware=NVIDIA H100",

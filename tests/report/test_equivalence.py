@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import Attempt, Story, made
+from tests.support.made_runs import Story, StoryAttempt, make_run
 from titan.report.comparison import Options, compare
 from titan.report.equivalence import ANSWER_WORDS
 from titan.report.findings import Learning
@@ -21,9 +21,9 @@ def learning(
     tmp_path: Path, baseline: list[Story], variant: list[Story], *overrides: str, margin: float = 0.02
 ) -> Learning:
     for index, story in enumerate(baseline):
-        made(tmp_path / "runs" / f"a{index}", story, SINGLE, *overrides)
+        make_run(tmp_path / "runs" / f"a{index}", story, SINGLE, *overrides)
     for index, story in enumerate(variant):
-        made(tmp_path / "runs" / f"b{index}", story, FSDP, *overrides)
+        make_run(tmp_path / "runs" / f"b{index}", story, FSDP, *overrides)
     found = compare([tmp_path / "runs"], Options(margin=margin))
     assert [variant.label for variant in found.variants] == [SINGLE, FSDP] and found.variants[0].learning is None
     assert found.variants[1].learning is not None and not found.variants[1].quality
@@ -48,10 +48,10 @@ CASES = [
     ),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
     pytest.param(
-        [S], [replace(S, attempts=(Attempt(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"
+        [S], [replace(S, attempts=(StoryAttempt(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"
     ),
     pytest.param(
-        [S], [replace(S, attempts=(Attempt(0, 9),), batches=9)], "no", "9 of 9 steps", id="unfinished-and-wrong"
+        [S], [replace(S, attempts=(StoryAttempt(0, 9),), batches=9)], "no", "9 of 9 steps", id="unfinished-and-wrong"
     ),
     pytest.param([S], [replace(S, seed=1)], "undecided", "no seed in common", id="no-pair"),
 ]
@@ -101,8 +101,8 @@ def test_repeats_make_pairs(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_on_one_side_is_a_difference(tmp_path: Path) -> None:
-    made(tmp_path / "a", S, SINGLE)
-    lines = (made(tmp_path / "b", S, FSDP) / "metrics.jsonl").read_text().splitlines()
+    make_run(tmp_path / "a", S, SINGLE)
+    lines = (make_run(tmp_path / "b", S, FSDP) / "metrics.jsonl").read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | {"loss": None})
     (tmp_path / "b/metrics.jsonl").write_text("\n".join(lines))
     found = compare([tmp_path]).variants[1].learning
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_on_one_side_is_a_difference(tmp_path: Path) -
 def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> None:
     for name, layout, off in (("a", SINGLE, 0.0), ("b", FSDP, 0.001)):
         for seed in range(2):
-            run = made(tmp_path / f"{name}{seed}", replace(S, seed=seed, off=off * (1 + seed / 9)), layout)
+            run = make_run(tmp_path / f"{name}{seed}", replace(S, seed=seed, off=off * (1 + seed / 9)), layout)
             lines = [x for x in (run / "metrics.jsonl").read_text().splitlines() if "validation_loss" not in x]
             (run / "metrics.jsonl").write_text("\n".join(lines))
             (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "attempt": 1}))
@@ -122,7 +122,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
 
 def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
     for seed in range(2):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed))
-        made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "evaluation.tokens=512")
+        make_run(tmp_path / f"a{seed}", replace(S, seed=seed))
+        make_run(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "evaluation.tokens=512")
     found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text

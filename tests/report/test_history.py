@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
+from tests.support.made_runs import BETWEEN, START, Story, StoryAttempt, make_run, read_lines, write_lines
 from titan.report import estimate
 from titan.report.collect import RawRun, collect_runs
 from titan.report.comparison import compare
@@ -18,14 +18,19 @@ from titan.report.render import export
 from titan.report.render.table_data import build_columns
 
 SEVERAL = Story(
-    attempts=(Attempt(0, 22), Attempt(15, 30, ("parallelism=fsdp",)), Attempt(30, 40, ("parallelism=fsdp",))), jitter=0
+    attempts=(
+        StoryAttempt(0, 22),
+        StoryAttempt(15, 30, ("parallelism=fsdp",)),
+        StoryAttempt(30, 40, ("parallelism=fsdp",)),
+    ),
+    jitter=0,
 )
 """On one device to step 22, of which 7 steps are lost; then on two devices."""
 STEP, STALL = SEVERAL.seconds, SEVERAL.stall
 
 
 def read(directory: Path, story: Story, *overrides: str) -> RawRun:
-    return collect_runs([made(directory, story, *overrides)]).runs[0]
+    return collect_runs([make_run(directory, story, *overrides)]).runs[0]
 
 
 def test_each_step_counts_once_by_its_last_attempt(tmp_path: Path) -> None:
@@ -37,7 +42,7 @@ def test_each_step_counts_once_by_its_last_attempt(tmp_path: Path) -> None:
 
 
 def test_what_was_lost_and_not_done_again_does_not_count(tmp_path: Path) -> None:
-    history = History(read(tmp_path / "run", Story(attempts=(Attempt(0, 22), Attempt(15, 18)))))
+    history = History(read(tmp_path / "run", Story(attempts=(StoryAttempt(0, 22), StoryAttempt(15, 18)))))
     assert list(history.steps.step) == list(range(1, 19))
     assert [v["step"] for v in history.validations] == [10]
 
@@ -63,7 +68,7 @@ def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> No
 
 
 def test_a_run_that_did_nothing(tmp_path: Path) -> None:
-    raw = read(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
+    raw = read(tmp_path / "run", Story(attempts=(StoryAttempt(0, 20),)))
     write_lines(raw.directory, [])
     (raw,) = collect_runs([tmp_path / "run"]).runs
     found = build_member(raw, "it").run
@@ -87,7 +92,7 @@ def test_a_final_validation_that_metrics_lack_is_that_of_the_result(tmp_path: Pa
 
 
 def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
-    made(tmp_path / "run", Story(attempts=(Attempt(0, 30),)))
+    make_run(tmp_path / "run", Story(attempts=(StoryAttempt(0, 30),)))
     said = {"finished": False, "step": 30, "attempt": 1, "validation_loss": 3.0, "bits_per_byte": 1.0}
     (tmp_path / "run/result.json").write_text(json.dumps(said))
     found = build_member(collect_runs([tmp_path / "run"]).runs[0], "it").run
@@ -111,7 +116,7 @@ def test_warm_up_steps_of_each_life_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
-    assert estimate.measure_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
+    assert estimate.measure_run(read(tmp_path / "run", Story(attempts=(StoryAttempt(0, 3),)))) is None
 
 
 def test_both_conventions_of_mfu(tmp_path: Path) -> None:
@@ -160,9 +165,9 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
 
 def test_the_load_of_experts_is_compared(tmp_path: Path) -> None:
     """The mean of the last ten steps, then over seeds; columns only where a variant has experts, or dropped tokens."""
-    made(tmp_path / "dense", Story(), "model=debug", "model.vocab=64")
+    make_run(tmp_path / "dense", Story(), "model=debug", "model.vocab=64")
     for seed in (0, 1):
-        lines = read_lines(made(tmp_path / f"moe-{seed}", Story(seed=seed), "model=qwen3_moe_debug"))
+        lines = read_lines(make_run(tmp_path / f"moe-{seed}", Story(seed=seed), "model=qwen3_moe_debug"))
         first = max(line["step"] for line in lines) - 10
         load = {"expert_entropy": 0.9, "expert_dropped": 0.0}
         for line in (line for line in lines if "loss" in line):

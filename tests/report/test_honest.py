@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support import shown_report
-from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
 from titan.metrics import svg
 from titan.report.collect import collect_runs, format_setting
 from titan.report.comparison import Options, compare
@@ -40,9 +40,9 @@ def rewritten(run: Path, number: int, **changes: Any) -> Path:
 
 def held(tmp_path: Path, stories: Sequence[Story], *overrides: str, against: Sequence[Story] = (S,)) -> Variant:
     for index, story in enumerate(against):
-        made(tmp_path / f"a{index}", story)
+        make_run(tmp_path / f"a{index}", story)
     for index, story in enumerate(stories):
-        made(tmp_path / f"b{index}", story, *overrides)
+        make_run(tmp_path / f"b{index}", story, *overrides)
     return compare([tmp_path]).variants[1]
 
 
@@ -52,7 +52,7 @@ def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
 
 
 def test_of_a_seed_run_twice_the_run_that_ended_is_paired(tmp_path: Path) -> None:
-    unfinished = replace(S, attempts=(Attempt(0, 10),))
+    unfinished = replace(S, attempts=(StoryAttempt(0, 10),))
     learning = held(tmp_path, [S], FSDP, against=[unfinished, S]).learning
     assert learning is not None and (learning.answer, learning.pairs) == ("yes", 1)
 
@@ -91,16 +91,18 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_after_such_a_step_says_so(tmp_path: Path) -> None:
-    spoilt(made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20),))), 20, "grad_norm")
+    spoilt(make_run(tmp_path / "a", replace(S, attempts=(StoryAttempt(0, 20),))), 20, "grad_norm")
     assert (
         collect_runs([tmp_path]).runs[0].reason == "it ended after step 20, whose loss or gradient norm is not finite"
     )
 
 
 def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
+    make_run(tmp_path / "a", S)
     rewritten(
-        made(tmp_path / "b", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40)))), 0, config__training__steps=20
+        make_run(tmp_path / "b", replace(S, attempts=(StoryAttempt(0, 20), StoryAttempt(20, 40)))),
+        0,
+        config__training__steps=20,
     )
     found = compare([tmp_path])
     assert [variant.label for variant in found.variants] == ["continued_from=no", "continued_from=20"]
@@ -109,9 +111,9 @@ def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, level=2.0))
+    make_run(tmp_path / "a", replace(S, level=2.0))
     for seed in (1, 2):
-        failed = made(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(Attempt(0, 10),)))
+        failed = make_run(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(StoryAttempt(0, 10),)))
         (failed / "log").mkdir()
         (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row were not finite\n")
     reached = compare([tmp_path], Options(target=2.3)).variants[0].reached
@@ -119,7 +121,7 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
 
 
 def test_variants_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
-    variant = held(tmp_path, [replace(S, attempts=(Attempt(0, 2),))], "optimizer.lr=0.1")
+    variant = held(tmp_path, [replace(S, attempts=(StoryAttempt(0, 2),))], "optimizer.lr=0.1")
     assert variant.speed_ratio is None and not variant.few and not any("speed ratio" in note for note in variant.notes)
 
 
@@ -132,10 +134,10 @@ def test_few_runs_are_neither_faster_nor_slower(tmp_path: Path) -> None:
 
 def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_path: Path) -> None:
     for seed, level in enumerate((0.0, 0.02, -0.01, 0.01)):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
+        make_run(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
     for variant in (2, 3, 4, 5):
         for seed, level in enumerate((-0.045, 0.002, -0.05, -0.01)):
-            made(
+            make_run(
                 tmp_path / f"b{variant}{seed}",
                 replace(S, seed=seed, level=3 + level),
                 f"optimizer.weight_decay=0.{variant}",
@@ -153,7 +155,7 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
         ("d", 3.0, ("optimizer.lr=1e-3", "optimizer.weight_decay=0.2")),
     ):
         for seed in range(2):
-            made(tmp_path / f"{letter}{seed}", replace(S, seed=seed, level=level + seed / 1000), *more)
+            make_run(tmp_path / f"{letter}{seed}", replace(S, seed=seed, level=level + seed / 1000), *more)
     base, *others = compare([tmp_path]).variants
     assert base.label == "parallelism=single lr=0.003 weight_decay=0.1" and base.baseline and base.tried == 2
     named = {variant.label: variant for variant in others}
@@ -167,11 +169,11 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
 
 
 def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
+    make_run(tmp_path / "a", S)
     for rate in ("1e-3", "1e9"):
-        made(
+        make_run(
             tmp_path / f"b{rate}",
-            replace(S, attempts=(Attempt(0, 20),)),
+            replace(S, attempts=(StoryAttempt(0, 20),)),
             f"optimizer.lr={rate}",
             "training.bad_steps=2",
         )
@@ -181,7 +183,7 @@ def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: P
 
 
 def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
-    swept(tmp_path, SweepSpec("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
+    make_sweep(tmp_path, SweepSpec("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
     found = compare([tmp_path])
     assert sentences.format_lead(found) == ["No run has metrics.", "2 trials without metrics yet."]
     assert found.failed[0].label == "optimizer.lr=1e9"
@@ -189,15 +191,15 @@ def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_version_of_titan_is_listed(tmp_path: Path) -> None:
-    made(tmp_path / "good")
-    rewritten(made(tmp_path / "bad"), 0, ids__group=None)
+    make_run(tmp_path / "good")
+    rewritten(make_run(tmp_path / "bad"), 0, ids__group=None)
     (failed,) = compare([tmp_path]).failed
     assert failed.reason.startswith("its run.yaml has no ids.group")
 
 
 def test_an_execution_setting_that_an_older_titan_lacked_splits_no_variant(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
-    rewritten(made(tmp_path / "b", replace(S, seed=1)), 0, config__checkpoint__minutes=None)
+    make_run(tmp_path / "a", S)
+    rewritten(make_run(tmp_path / "b", replace(S, seed=1)), 0, config__checkpoint__minutes=None)
     (variant,) = compare([tmp_path]).variants
     assert len(variant.runs) == 2
 
@@ -205,14 +207,14 @@ def test_an_execution_setting_that_an_older_titan_lacked_splits_no_variant(tmp_p
 def test_a_sweeps_baseline_that_fits_several_variants_is_said(tmp_path: Path) -> None:
     asked = SweepSpec(baseline={"parallelism": "single"})
     for name, rate in (("a", "1e-3"), ("b", "3e-3")):
-        made(tmp_path / name, S, SINGLE, f"optimizer.lr={rate}")
-    swept(tmp_path, asked, {"a": (SINGLE, "optimizer.lr=1e-3"), "b": (SINGLE, "optimizer.lr=3e-3")})
+        make_run(tmp_path / name, S, SINGLE, f"optimizer.lr={rate}")
+    make_sweep(tmp_path, asked, {"a": (SINGLE, "optimizer.lr=1e-3"), "b": (SINGLE, "optimizer.lr=3e-3")})
     notes = compare([tmp_path]).notes
     assert any("baseline matches 2 variants: the first one found, lr=0.001, is used" in note for note in notes)
 
 
 def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, ("memory=full",)))))
+    make_run(tmp_path / "a", replace(S, attempts=(StoryAttempt(0, 20), StoryAttempt(20, 40, ("memory=full",)))))
     (variant,) = compare([tmp_path]).variants
     assert variant.runs[0].speed is not None and variant.runs[0].speed.steps == 17
     assert any("memory or compile settings changed between attempts" in note for note in variant.notes)
@@ -230,13 +232,15 @@ def test_a_single_validation_is_seen() -> None:
 
 def test_better_variants_were_not_compared_with_each_other() -> None:
     variants = [
-        shown_report.variant(
-            f"x={number}", quality=(replace(shown_report.quality(difference=by), measure=measure),), same_science=False
+        shown_report.make_variant(
+            f"x={number}",
+            quality=(replace(shown_report.make_quality(difference=by), measure=measure),),
+            same_science=False,
         )
         for number, (by, measure) in enumerate([(-0.2, "bits per byte"), (-0.1, "bits per byte")])
     ]
     told = " ".join(
-        sentences.format_lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
+        sentences.format_lead(shown_report.make_comparison(shown_report.make_variant("base", baseline=True), *variants))
     )
     assert told.startswith("Best so far: x=0, bits per byte ")
     assert told.endswith("The better variants were not compared with each other.")

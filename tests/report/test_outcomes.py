@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
 from tests.support.tiers import full
 from titan.report import rank
 from titan.report.comparison import Options, compare
@@ -38,7 +38,7 @@ def seeds(levels: Seeds, story: Story = S) -> list[Story]:
 def grid(folder: Path, *variants: tuple[Sequence[Story], tuple[str, ...]], **options: Any) -> Comparison:
     for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
         for index, story in enumerate(stories):
-            made(folder / f"{letter}{index}", story, *overrides)
+            make_run(folder / f"{letter}{index}", story, *overrides)
     return compare([folder], Options(**options))
 
 
@@ -95,7 +95,7 @@ def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Pa
 
 
 def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
+    make_run(tmp_path / "a", S)
     lines = [
         line | ({"validation_loss": None} if "validation_loss" in line else {}) for line in read_lines(tmp_path / "a")
     ]
@@ -104,7 +104,7 @@ def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -
 
 
 def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
-    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(Attempt(0, 0),))], (WD,)))
+    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(StoryAttempt(0, 0),))], (WD,)))
     assert found.variants[1].outcomes == Outcomes(diverged=1)
     assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.format_lead(found))
 
@@ -121,8 +121,8 @@ MISSING = [
 def test_a_failed_machine_is_no_outcome_of_the_recipe(
     reason: str, outcomes: Outcomes, note: str, tmp_path: Path
 ) -> None:
-    made(tmp_path / "a", S)
-    (made(tmp_path / "b", replace(S, seed=1, attempts=(Attempt(0, 30),))) / "log").mkdir()
+    make_run(tmp_path / "a", S)
+    (make_run(tmp_path / "b", replace(S, seed=1, attempts=(StoryAttempt(0, 30),))) / "log").mkdir()
     (tmp_path / "b/log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {reason}\n")
     (variant,) = compare([tmp_path]).variants
     assert variant.outcomes == outcomes and any(note in each for each in variant.notes)
@@ -130,9 +130,9 @@ def test_a_failed_machine_is_no_outcome_of_the_recipe(
 
 def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> None:
     for seed in range(2):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed), WD)
+        make_run(tmp_path / f"a{seed}", replace(S, seed=seed), WD)
     points = {f"a{seed}": (WD, f"training.seed={seed}") for seed in range(4)}
-    swept(tmp_path, SweepSpec(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
+    make_sweep(tmp_path, SweepSpec(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
     found = compare([tmp_path])
     assert found.variants[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
     assert any(
@@ -284,7 +284,7 @@ def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     variants = []
     for host, begin, seconds in zip(hosts, begins, (0.5, 0.4), strict=True):
         story = replace(S, host=host, seconds=seconds, jitter=0.001)
-        variants.append([replace(story, seed=seed, luck=seed, began=begin + 5000 * seed) for seed in range(3)])
+        variants.append([replace(story, seed=seed, luck=seed, start_offset=begin + 5000 * seed) for seed in range(3)])
     found = grid(tmp_path, (variants[0], ()), (variants[1], ("memory=full",)))
     variant = found.variants[1]
     assert (variant.speed_doubt == "trials ran on one machine at the same time") == shared

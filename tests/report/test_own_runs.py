@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support import made_runs
-from tests.support.composing import composed
-from tests.support.made_runs import Attempt, Story, made
+from tests.support.composing import compose_test_run
+from tests.support.made_runs import Story, StoryAttempt, make_run
 from tests.support.runs import TINY
-from tests.support.runs import train as train_ranks
+from tests.support.runs import train_run as train_ranks
 from titan import plan
 from titan.errors import ConfigError
 from titan.estimate import plan as planning
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 @cache
 def planned_run(*overrides: str) -> Run:
-    return composed([*TINY, "evaluation.tokens=1024", *HARDWARE, *overrides, "hydra.run.dir=/nowhere"])
+    return compose_test_run([*TINY, "evaluation.tokens=1024", *HARDWARE, *overrides, "hydra.run.dir=/nowhere"])
 
 
 @cache
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that compute half as fast and communicate twice as fast as predicted; none recorded any hardware."""
     place = tmp_path_factory.mktemp("runs")
     for name, overrides in LAYOUTS.items():
-        made(place / name, Story(seconds=taken(name, 2.0, 0.5), jitter=0.0, device=device()), *overrides)
+        make_run(place / name, Story(seconds=taken(name, 2.0, 0.5), jitter=0.0, device=device()), *overrides)
     return place
 
 
@@ -104,17 +104,17 @@ def test_a_sweep_is_refined_too(
 OTHERS = {
     "another device": (Story(device=made_runs.H200), (), "ran on NVIDIA H200, not "),
     "another type": (Story(), ("precision=bf16",), "computed in bf16, not fp32"),
-    "not finished": (Story(attempts=(Attempt(0, 20),)), (), "is not finished (stopped)"),
+    "not finished": (Story(attempts=(StoryAttempt(0, 20),)), (), "is not finished (stopped)"),
     "too short": (Story(steps=5), (), "has fewer than 3 timed steps"),
     "growing batch": (Story(), ("training.grow=[[10,256]]",), "its batch grows"),
 }
 
 
 def test_runs_of_another_kind_are_listed_with_the_reason(tmp_path: Path) -> None:
-    made(tmp_path / "usable", Story(device=device()))
+    make_run(tmp_path / "usable", Story(device=device()))
     for name, (story, overrides, _) in OTHERS.items():
         here = story if name == "another device" else dataclasses.replace(story, device=device())
-        made(tmp_path / name, here, *overrides)
+        make_run(tmp_path / name, here, *overrides)
     runs = own_runs.read(str(tmp_path), planned_run())
     assert len(runs.samples) == 1
     unused = dict(runs.unused)
@@ -126,7 +126,7 @@ def test_runs_of_another_kind_are_listed_with_the_reason(tmp_path: Path) -> None
 
 def test_runs_that_shared_a_machine_do_not_count(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        made(tmp_path / name, Story(device=device(), host="here"))
+        make_run(tmp_path / name, Story(device=device(), host="here"))
     runs = own_runs.read(str(tmp_path), planned_run())
     assert not runs.samples and "another run used its machine" in runs.unused[0][1]
 
@@ -142,14 +142,14 @@ def test_without_a_usable_run_the_plan_is_rejected(
     made_so: dict[str, Any] | None, sentence: str, tmp_path: Path
 ) -> None:
     if made_so is not None:
-        made(tmp_path / "run", Story(**made_so))
+        make_run(tmp_path / "run", Story(**made_so))
     with pytest.raises(ConfigError, match=sentence):
         own_runs.read(str(tmp_path), planned_run()).fit_refinement()
 
 
 def test_models_optimizers_and_masks_are_those_of_the_run(tmp_path: Path) -> None:
     overrides = ("model=qwen3_debug", "optimizer=muon", "dataset.mask_documents=true")
-    made(tmp_path / "run", Story(device=device()), *overrides)
+    make_run(tmp_path / "run", Story(device=device()), *overrides)
     (raw,) = collect_runs([tmp_path / "run"]).runs
     run = planned_run(*overrides)
     recipe = own_runs.rebuild_recipe(raw, run.cluster.hardware)
@@ -159,7 +159,7 @@ def test_models_optimizers_and_masks_are_those_of_the_run(tmp_path: Path) -> Non
 
 
 def test_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = composed([*TINY, *HARDWARE, "training.steps=12", f"hydra.run.dir={tmp_path}/run"])
+    run = compose_test_run([*TINY, *HARDWARE, "training.steps=12", f"hydra.run.dir={tmp_path}/run"])
     train_ranks(run)
     runs = own_runs.read(str(tmp_path / "run"), run)
     found = runs.fit_refinement()

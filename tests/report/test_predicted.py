@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.made_runs import Attempt, Story, made, read_lines, write_lines
+from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
 from titan.report.comparison import compare
 from titan.report.findings import Comparison, RunPrediction, RunResult
 from titan.report.render import export, html, markdown, predicted, table
@@ -22,9 +22,9 @@ STILL: dict[str, Any] = {"jitter": 0.0}
 def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """A variant whose step is predicted 10 % too long and one that takes twice as long as predicted; one without."""
     folder = tmp_path_factory.mktemp("runs")
-    made(folder / "single", Story(predicted=0.55, **STILL), "parallelism=single")
-    made(folder / "fsdp", Story(predicted=0.25, **STILL), "parallelism=fsdp")
-    made(folder / "ddp", Story(**STILL), "parallelism=ddp")
+    make_run(folder / "single", Story(predicted=0.55, **STILL), "parallelism=single")
+    make_run(folder / "fsdp", Story(predicted=0.25, **STILL), "parallelism=fsdp")
+    make_run(folder / "ddp", Story(**STILL), "parallelism=ddp")
     return compare([folder / name for name in ("single", "fsdp", "ddp")])
 
 
@@ -46,7 +46,7 @@ def test_errors_are_of_the_steady_step(found: Comparison) -> None:
 
 
 def test_a_slow_first_step_is_no_error(tmp_path: Path) -> None:
-    made(tmp_path / "run", Story(predicted=0.5, steps=8, **STILL))
+    make_run(tmp_path / "run", Story(predicted=0.5, steps=8, **STILL))
     lines = read_lines(tmp_path / "run")
     lines[0]["step_seconds"] = 60.0
     write_lines(tmp_path / "run", lines)
@@ -54,7 +54,7 @@ def test_a_slow_first_step_is_no_error(tmp_path: Path) -> None:
 
 
 def test_measured_causes(tmp_path: Path) -> None:
-    made(tmp_path / "run", Story(predicted=0.5, **STILL))
+    make_run(tmp_path / "run", Story(predicted=0.5, **STILL))
     lines = read_lines(tmp_path / "run")
     for line in lines[[line["step"] for line in lines].index(10) + 1 :]:  # the evaluation of step 10 takes 4 s
         line["time"] += 4.0
@@ -65,8 +65,8 @@ def test_measured_causes(tmp_path: Path) -> None:
 
 
 def test_the_last_attempt_is_compared(tmp_path: Path) -> None:
-    attempts = (Attempt(0, 20, ("parallelism=single",)), Attempt(20, 40, ("parallelism=fsdp",)))
-    made(tmp_path / "run", Story(predicted=0.5, attempts=attempts, **STILL))
+    attempts = (StoryAttempt(0, 20, ("parallelism=single",)), StoryAttempt(20, 40, ("parallelism=fsdp",)))
+    make_run(tmp_path / "run", Story(predicted=0.5, attempts=attempts, **STILL))
     file = tmp_path / "run" / "run.yaml"
     file.write_text(file.read_text().replace("value: 0.5", "value: 9.0", 1))  # of the first attempt
     assert prediction(compare([tmp_path / "run"]), "run").step_error == pytest.approx(0)
@@ -97,7 +97,7 @@ SHOWN = {"text": lambda c: table.format_report(c, 300), "markdown": markdown.for
 def test_every_form_shows_the_table_if_a_run_has_a_prediction(form: str, found: Comparison, tmp_path: Path) -> None:
     shown = SHOWN[form](found)  # type: ignore[no-untyped-call]
     assert predicted.TITLE in shown and "+10.0%" in shown and "ms predicted" in shown
-    made(tmp_path / "run", Story())
+    make_run(tmp_path / "run", Story())
     assert predicted.TITLE not in SHOWN[form](compare([tmp_path / "run"]))  # type: ignore[no-untyped-call]
 
 
@@ -110,5 +110,5 @@ def test_csv_and_json(found: Comparison, tmp_path: Path) -> None:
     variants = json.loads(export.format_json(found))["variants"]
     told = {Path(run["directory"]).name: run["predicted"] for variant in variants for run in variant["runs"]}
     assert told["single"]["step_seconds"]["estimate"] == 0.55 and told["ddp"] is None
-    made(tmp_path / "run", Story())
+    make_run(tmp_path / "run", Story())
     assert "predicted" not in export.format_csv(compare([tmp_path / "run"]))

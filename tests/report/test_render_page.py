@@ -7,26 +7,28 @@ import re
 import pytest
 
 from tests.support import shown_report
-from tests.support.page_reader import Reader
+from tests.support.page_reader import PageReader
 from titan.report.findings import Comparison
 from titan.report.render.html import render_page
 from titan.report.render.template import POLICY
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
-COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))
+COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
     text = render_page(comparison)
-    read = Reader(text)
+    read = PageReader(text)
     assert read.open == []
     assert (
-        not read.of("src") and not read.of("href") and not re.search(r"https?:|@import|//[a-z]", without_script(text))
+        not read.list_values("src")
+        and not read.list_values("href")
+        and not re.search(r"https?:|@import|//[a-z]", without_script(text))
     )
     assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
-    assert len(read.of("id")) == len(set(read.of("id"))) and POLICY in read.of("content")
-    assert "nan" not in " ".join(read.of("points") + read.of("d") + read.of("width")).lower()
+    assert len(read.list_values("id")) == len(set(read.list_values("id"))) and POLICY in read.list_values("content")
+    assert "nan" not in " ".join(read.list_values("points") + read.list_values("d") + read.list_values("width")).lower()
 
 
 def without_script(text: str) -> str:
@@ -35,7 +37,7 @@ def without_script(text: str) -> str:
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_says_it_all(comparison: Comparison) -> None:
-    read = Reader(render_page(comparison, "made today"))
+    read = PageReader(render_page(comparison, "made today"))
     for variant in comparison.variants:
         assert variant.label in read.text
         assert all(run.directory in read.text and run.label in read.text for run in variant.runs)
@@ -44,14 +46,16 @@ def test_it_says_it_all(comparison: Comparison) -> None:
     for failed in comparison.failed:
         assert failed.reason in read.text and failed.directory in read.text
     assert all(note.rstrip(".") in read.text for note in comparison.notes) and "made today" in read.text
-    assert {str(i) for i in range(len(comparison.variants))} == set(read.of("data-variant"))
+    assert {str(i) for i in range(len(comparison.variants))} == set(read.list_values("data-variant"))
 
 
 def test_labels_can_not_break_out() -> None:
-    assert shown_report.NASTY in Reader(render_page(shown_report.mixed())).text
-    read = Reader(
+    assert shown_report.NASTY in PageReader(render_page(shown_report.make_mixed())).text
+    read = PageReader(
         render_page(
-            shown_report.comparison(*shown_report.mixed().variants, title=shown_report.NASTY, question='"><img src=x>')
+            shown_report.make_comparison(
+                *shown_report.make_mixed().variants, title=shown_report.NASTY, question='"><img src=x>'
+            )
         )
     )
     assert read.tags.count("script") == 1 and "img" not in read.tags
@@ -66,31 +70,33 @@ KNOWN = {
 
 
 def test_sections_come_in_order() -> None:
-    read = render_page(shown_report.mixed())
+    read = render_page(shown_report.make_mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
     assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
     ]  # fmt: skip
-    assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.failures_only())) == ["Failures", "Settings"]
+    assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.make_failures())) == ["Failures", "Settings"]
 
 
 def test_a_large_comparison_stays_small() -> None:
-    text = render_page(shown_report.many(64, 10_000))
+    text = render_page(shown_report.make_many_variants(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
 
 
 def test_the_loss_is_never_out_of_sight() -> None:
-    heads = re.findall(r"<th title=[^>]*>(\w+)", render_page(shown_report.mixed()))
+    heads = re.findall(r"<th title=[^>]*>(\w+)", render_page(shown_report.make_mixed()))
     assert heads[:2] == ["answer", "validation"]
-    style = render_page(shown_report.mixed()).partition("<style>")[2].partition("</style>")[0]
+    style = render_page(shown_report.make_mixed()).partition("<style>")[2].partition("</style>")[0]
     assert int(re.findall(r"main { max-width: (\d+)px", style)[0]) > 1600
     assert ".scroll td small { white-space: normal; }" in style  # an interval widens no column
 
 
 def test_what_qualifies_an_answer_is_in_the_table() -> None:
-    lost = shown_report.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
-    variant = shown_report.variant("lr=3", quality=(lost,), same_science=False)
-    read = Reader(render_page(shown_report.comparison(shown_report.variant("base", baseline=True), variant)))
+    lost = shown_report.make_quality("undecided", better=4, worse=2, pairs=6, diverged=2)
+    variant = shown_report.make_variant("lr=3", quality=(lost,), same_science=False)
+    read = PageReader(
+        render_page(shown_report.make_comparison(shown_report.make_variant("base", baseline=True), variant))
+    )
     assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

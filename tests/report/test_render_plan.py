@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.page_reader import Reader
-from tests.support.tiers import table
+from tests.support.composing import compose_test_run
+from tests.support.page_reader import PageReader
+from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, build_plan
@@ -44,7 +44,7 @@ RUNS = {
 @cache
 def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
     given = (*COMMON, *RUNS[name], *more)
-    run = composed([*given], elsewhere=True)
+    run = compose_test_run([*given], remote=True)
     planned = build_plan(run, run.layout, run.microbatches, run.machine)
     changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine)
     rank = planned.memory.index(planned.fullest)
@@ -70,15 +70,19 @@ def grid() -> str:
 PAGES = [*RUNS, "search", "grid"]
 
 
-@pytest.mark.parametrize("name", table(PAGES, ("fsdp", "few-steps-of-one-row", "grid")))
+@pytest.mark.parametrize("name", select_cases(PAGES, ("fsdp", "few-steps-of-one-row", "grid")))
 def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     text = grid() if name == "grid" else page(name)
-    read = Reader(text)
-    assert read.open == [] and POLICY in read.of("content") and "made today" in read.text
-    assert not read.of("src") and not read.of("href") and not re.search(r"https?:|@import|//[a-z]|url\(", text)
+    read = PageReader(text)
+    assert read.open == [] and POLICY in read.list_values("content") and "made today" in read.text
+    assert (
+        not read.list_values("src")
+        and not read.list_values("href")
+        and not re.search(r"https?:|@import|//[a-z]|url\(", text)
+    )
     drawings = re.findall(r"<svg.*?</svg>", text, flags=re.S)
     assert len(drawings) >= 2 and all(ElementTree.fromstring(drawing) is not None for drawing in drawings)
-    assert "nan" not in " ".join(read.of("d") + read.of("width") + read.of("x")).lower()
+    assert "nan" not in " ".join(read.list_values("d") + read.list_values("width") + read.list_values("x")).lower()
     charts = [drawing for drawing in drawings if 'class="chart"' in drawing]
     assert all(re.search(r'class="name"[^>]*>[^<]*(GiB|, m?s|in their order)', chart) for chart in charts)
 
@@ -86,7 +90,7 @@ def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
 def test_a_page_has_the_figures_of_the_plan(name: str) -> None:
     outcome, _, _ = made(name)
-    text = Reader(page(name)).text
+    text = PageReader(page(name)).text
     for figure in list_figures(outcome.plan):
         assert figure.value in text and figure.interval in text and figure.unit in text, figure
     assert outcome.format_command() in text
@@ -99,7 +103,7 @@ def test_a_page_has_the_figures_of_the_plan(name: str) -> None:
 def test_a_search_is_shown_with_its_command_lines_and_its_front() -> None:
     outcome, _, _ = searched()
     assert outcome.search_result is not None
-    text = Reader(page("search")).text
+    text = PageReader(page("search")).text
     for result in (*outcome.search_result.best, *outcome.search_result.front):
         assert outcome.format_command(result) in text
     assert "as given" in text
@@ -183,12 +187,12 @@ def test_names_can_not_break_out() -> None:
         plan_html.render_page(hostile, rank, steps, NASTY),
         plan_html.render_grid_page([NASTY], [outcome.plan], NASTY),
     ):
-        read = Reader(text)
+        read = PageReader(text)
         assert "script" not in read.tags and NASTY in read.text
 
 
 def test_a_grid_has_every_trial() -> None:
-    text = Reader(grid()).text
+    text = PageReader(grid()).text
     for name in RUNS:
         planned: Plan = made(name)[0].plan
         assert text.count(name) >= 3  # in the table and both charts

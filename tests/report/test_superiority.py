@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Attempt, Story, made
+from tests.support.made_runs import H200, Story, StoryAttempt, make_run
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
@@ -21,7 +21,7 @@ WD = "optimizer.weight_decay=0.2"
 def compared(tmp_path: Path, *variants: tuple[Sequence[Story], tuple[str, ...]]) -> Comparison:
     for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
         for index, story in enumerate(stories):
-            made(tmp_path / "runs" / f"{letter}{index}", story, *overrides)
+            make_run(tmp_path / "runs" / f"{letter}{index}", story, *overrides)
     return compare([tmp_path / "runs"])
 
 
@@ -103,7 +103,7 @@ def test_one_seed_each_that_is_not_the_same_says_nothing(tmp_path: Path) -> None
 
 
 def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
-    half = [replace(story, attempts=(Attempt(0, 30),), level=2.0) for story in BASE]
+    half = [replace(story, attempts=(StoryAttempt(0, 30),), level=2.0) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (half, (WD,)))
     ends = qualities(found)
     assert ends["the end"].difference is None and "unfinished runs are not ranked" in ends["the end"].text
@@ -214,10 +214,10 @@ def reached(variant: Variant) -> tuple[int, int, float | None]:
 
 
 def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
-    made(tmp_path / "early", replace(S, seed=0, level=2.0))
-    made(tmp_path / "middle", replace(S, seed=1, level=2.4))
-    made(tmp_path / "never", replace(S, seed=2, level=4.0))
-    made(tmp_path / "unfinished", replace(S, seed=3, level=4.0, attempts=(Attempt(0, 10),)))
+    make_run(tmp_path / "early", replace(S, seed=0, level=2.0))
+    make_run(tmp_path / "middle", replace(S, seed=1, level=2.4))
+    make_run(tmp_path / "never", replace(S, seed=2, level=4.0))
+    make_run(tmp_path / "unfinished", replace(S, seed=3, level=4.0, attempts=(StoryAttempt(0, 10),)))
     found = {target: reached(compare([tmp_path], Options(target=target)).variants[0]) for target in (2.3, 2.6, 4.2)}
     assert found[2.3] == (4, 1, None)
     assert found[2.6][:2] == (4, 2) and found[4.2] == (4, 3, 10 * 128)
@@ -228,15 +228,15 @@ def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
 
 
 def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
-    made(tmp_path / "a", S)
-    made(tmp_path / "b", S, "training.seq_len=32")
+    make_run(tmp_path / "a", S)
+    make_run(tmp_path / "b", S, "training.seq_len=32")
     found = compare([tmp_path], Options(target=4.0))
     assert found.variants[0].reached is not None and found.variants[1].reached is None
 
 
 def test_a_failed_run_does_not_draw_equal_tokens_to_its_end(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE[:2]]
-    failed = replace(S, seed=2, steps=80, attempts=(Attempt(0, 10),))
+    failed = replace(S, seed=2, steps=80, attempts=(StoryAttempt(0, 10),))
     compared(tmp_path, (BASE, ()), ([*longer, failed], (WD,)))
     (tmp_path / "runs/b2/log").mkdir()
     (tmp_path / "runs/b2/log/launcher.log").write_text("2030-01-01T00:00:00+00:00 not finite\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
 
@@ -16,8 +16,8 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Variant]:
     folder = tmp_path_factory.mktemp("trained")
     for seed in range(2):
         for layout in ("single", "fsdp2"):
-            train(tiny(folder / f"{layout}-{seed}", *MORE, f"training.seed={seed}", layout=layout))
-        train(tiny(folder / f"wrong-{seed}", *MORE, f"training.seed={seed}", "optimizer.lr=5e-2"))
+            train_run(compose_tiny_run(folder / f"{layout}-{seed}", *MORE, f"training.seed={seed}", layout=layout))
+        train_run(compose_tiny_run(folder / f"wrong-{seed}", *MORE, f"training.seed={seed}", "optimizer.lr=5e-2"))
     found = compare([folder], Options(baseline="parallelism=single,lr=0.001"))
     return {variant.label: variant for variant in found.variants}
 

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from launchers import start
-from tests.support.composing import composed
-from tests.support.machines import detector
-from tests.support.runs import TINY, begin, save_of
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, begin_run, write_run_checkpoint
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.compare import PAGE
@@ -42,13 +42,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 
 @functools.cache
 def once_composed(*overrides: str) -> Run:
-    return composed([*TINY, "name=x", *overrides])
+    return compose_test_run([*TINY, "name=x", *overrides])
 
 
 def tiny(*overrides: str, name: str = "x") -> Run:
@@ -59,7 +59,7 @@ def tiny(*overrides: str, name: str = "x") -> Run:
 
 def lived(run: Run) -> Attempt:
     """The attempt that begins."""
-    attempt = begin(run)
+    attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
     return attempt
 
@@ -100,8 +100,8 @@ def test_life_without_a_checkpoint_starts_again() -> None:
 def test_resume_from_the_last_checkpoint() -> None:
     run = tiny()
     lived(run)
-    save_of(run, 1)
-    last = save_of(run, 2)
+    write_run_checkpoint(run, 1)
+    last = write_run_checkpoint(run, 2)
     attempt = lived(tiny())
     assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "resume", str(last), 2)
     assert attempt.rows == 2 * run.training.rows
@@ -115,7 +115,7 @@ def test_resume_from_the_last_checkpoint() -> None:
 def test_resume_with_another_execution(override: str) -> None:
     run = tiny()
     first = lived(run)
-    save_of(run, 2)
+    write_run_checkpoint(run, 2)
     attempt = lived(tiny(override))
     assert (attempt.kind, attempt.step, attempt.run_id) == ("resume", 2, first.run_id)
     assert attempt.ids.science == first.ids.science
@@ -125,9 +125,9 @@ def test_resume_with_another_execution(override: str) -> None:
 def test_finished() -> None:
     run = tiny()
     lived(run)
-    save_of(run, 3)
+    write_run_checkpoint(run, 3)
     finish(run)
-    found = begin(tiny())
+    found = begin_run(tiny())
     assert found == FinishedRun(run.directory, {"finished": True, "step": 3})
     assert len(read_attempts(Path(run.directory))) == 1, "nothing is recorded"
 
@@ -145,7 +145,7 @@ def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_continuation() -> None:
     run = tiny()
     first = lived(run)
-    last = save_of(run, 3)
+    last = write_run_checkpoint(run, 3)
     finish(run)
     attempt = lived(tiny("training.steps=5"))
     assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "continuation", str(last), 3)
@@ -156,12 +156,12 @@ def test_continuation() -> None:
 def test_continuation_is_resumed_under_its_own_steps() -> None:
     run = tiny()
     lived(run)
-    save_of(run, 3)
+    write_run_checkpoint(run, 3)
     finish(run)
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
     with pytest.raises(ConfigError, match=r"training.steps=3: .* has 5; give 5 or more"):
-        begin(tiny())
+        begin_run(tiny())
 
 
 def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
@@ -169,14 +169,14 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
     lived(run)
     finish(run)
     with pytest.raises(ConfigError, match="no checkpoint to continue from; choose another name"):
-        begin(tiny("training.steps=5"))
+        begin_run(tiny("training.steps=5"))
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])
 def test_fork(what: str) -> None:
     parent = tiny(name="parent")
     lived(parent)
-    folder = save_of(parent, 2, science="abcdef")
+    folder = write_run_checkpoint(parent, 2, science="abcdef")
     path = parent.directory if what == "run" else folder
     attempt = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
     assert (attempt.number, attempt.kind, attempt.parent, attempt.checkpoint) == (1, "fork", "abcdef@2", str(folder))
@@ -186,10 +186,10 @@ def test_fork(what: str) -> None:
 def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
     parent = tiny(name="parent")
     lived(parent)
-    folder = save_of(parent, 1, science="abcdef")
+    folder = write_run_checkpoint(parent, 1, science="abcdef")
     fork = tiny("checkpoint.resume=runs/parent")
     first = lived(fork)
-    own = save_of(fork, 2)
+    own = write_run_checkpoint(fork, 2)
     (folder / "weights").unlink()
     attempt = lived(fork)
     assert (attempt.kind, attempt.checkpoint, attempt.parent, attempt.ids) == (
@@ -203,10 +203,10 @@ def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> No
 def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     parent = tiny(name="parent")
     fresh = lived(parent)
-    save_of(parent, 1)
+    write_run_checkpoint(parent, 1)
     lived(tiny("checkpoint.resume=runs/parent"))
     with pytest.raises(ConfigError, match=r"parent was 000000000000@1, now null"):
-        begin(tiny())
+        begin_run(tiny())
     assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
 
 
@@ -214,7 +214,7 @@ def test_refusal_names_every_field_that_differs() -> None:
     run = tiny()
     lived(run)
     with pytest.raises(ConfigError) as refusal:
-        begin(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
+        begin_run(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
     expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
     assert expected in str(refusal.value)
 
@@ -288,7 +288,7 @@ def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
 def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
     run = tiny()
     lived(run)
-    good, bad = save_of(run, 1), save_of(run, 2)
+    good, bad = write_run_checkpoint(run, 1), write_run_checkpoint(run, 2)
     (bad / "weights").write_bytes(b"w")
     attempt = lived(run)
     assert (attempt.checkpoint, attempt.step) == (str(good), 1)
@@ -360,7 +360,7 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
     ):
         full(after, patch)
         with lock_directory(Path(run.directory)):
-            begin(run)
+            begin_run(run)
     assert not Path(run.directory).exists(), "the name can be used again"
     with lock_directory(Path(run.directory)):
         lived(run)
@@ -369,12 +369,12 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
 def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
     lived(run)
-    save_of(run, 1)
+    write_run_checkpoint(run, 1)
     before = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
     for after in range(3):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device\); free some"):
             full(after, patch)
-            begin(run)
+            begin_run(run)
     now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
     assert now == before
     assert lived(run).number == 2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.runs import steps, tiny, train
+from tests.support.composing import compose_test_run
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.run import command_line, summary
@@ -18,26 +18,32 @@ CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
 
 @pytest.mark.parametrize("step", [2, full(4)])
 def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
-    train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=6", "checkpoint.every=2", "checkpoint.keep=9"))
+    train_run(
+        compose_tiny_run(tmp_path / "trunk", *CONSTANT, "training.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+    )
     source = f"checkpoint.resume={tmp_path}/trunk/checkpoints/step-{step}"
-    branch = tiny(tmp_path / "branch", *CONSTANT, source, "checkpoint.decay_steps=4")
+    branch = compose_tiny_run(tmp_path / "branch", *CONSTANT, source, "checkpoint.decay_steps=4")
     assert branch.training.steps == step + 4
-    assert [seen.code for seen in train(branch)] == [0]
-    rates = [line["lr"] for line in steps(branch)]
+    assert [seen.code for seen in train_run(branch)] == [0]
+    rates = [line["lr"] for line in read_step_records(branch)]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
-    again = tiny(tmp_path / "x", *CONSTANT, source, f"training.steps={step + 4}", f"schedule.decay={4 / (step + 4)}")
+    again = compose_tiny_run(
+        tmp_path / "x", *CONSTANT, source, f"training.steps={step + 4}", f"schedule.decay={4 / (step + 4)}"
+    )
     assert again.training == branch.training
 
 
 @pytest.mark.full
 def test_a_branch_is_continued_by_the_command_that_is_shown(tmp_path: Path) -> None:
-    train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=2"))
-    short = tiny(tmp_path / "branch", *CONSTANT, f"checkpoint.resume={tmp_path}/trunk", "checkpoint.decay_steps=2")
-    train(short)
+    train_run(compose_tiny_run(tmp_path / "trunk", *CONSTANT, "training.steps=2"))
+    short = compose_tiny_run(
+        tmp_path / "branch", *CONSTANT, f"checkpoint.resume={tmp_path}/trunk", "checkpoint.decay_steps=2"
+    )
+    train_run(short)
     command = summary.build_next_command(short, {"finished": True}).removeprefix("python -m titan.train ")
-    longer = composed(command_line.parse(shlex.split(command)).overrides)
-    assert [seen.code for seen in train(longer)] == [0]
-    assert [(line["step"], line["lr"]) for line in steps(longer)][2:] == [
+    longer = compose_test_run(command_line.parse(shlex.split(command)).overrides)
+    assert [seen.code for seen in train_run(longer)] == [0]
+    assert [(line["step"], line["lr"]) for line in read_step_records(longer)][2:] == [
         (5, 0.01), (6, 0.0075), (7, 0.005), (8, 0.0025),
     ]  # fmt: skip
 
@@ -52,5 +58,5 @@ def test_a_branch_is_continued_by_the_command_that_is_shown(tmp_path: Path) -> N
 )
 def test_what_can_not_decay_is_rejected(more: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as rejected:
-        tiny(Path("/nowhere"), "checkpoint.decay_steps=4", *more)
+        compose_tiny_run(Path("/nowhere"), "checkpoint.decay_steps=4", *more)
     assert message in str(rejected.value)

@@ -13,8 +13,8 @@ import pytest
 import titan
 from launchers import start
 from launchers.command import run_command
-from tests.support.machines import detector
-from tests.support.runs import TINY, begin
+from tests.support.machines import make_detector
+from tests.support.runs import TINY, begin_run
 from tests.support.tiers import full
 from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import command as bench
@@ -34,7 +34,7 @@ from titan.sweep.schema import SlurmLaunch
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -49,7 +49,7 @@ def begun(*words: str) -> Run:
     """A run of which an attempt has begun, as far as its directory knows."""
     (run,) = ran(*TINY, *words)
     Path(run.directory).mkdir(parents=True)
-    begin(run)
+    begin_run(run)
     return run
 
 
@@ -91,7 +91,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(start, "run_local", lambda run, **_: runs.append(run) or 0)
     assert run_command(line, start.run_local) == 0
     Path(runs[0].directory).mkdir(parents=True)
-    begin(runs[0])
+    begin_run(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
 

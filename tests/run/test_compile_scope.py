@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.tiers import full
 from titan.cluster import devices
 from titan.compile.compiler import find_missing_compiler
@@ -42,8 +42,8 @@ def programs(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Run:
-    monkeypatch.setattr(devices, "detect_machine", detector(kind))
-    return composed(overrides, **how)
+    monkeypatch.setattr(devices, "detect_machine", make_detector(kind))
+    return compose_test_run(overrides, **how)
 
 
 CHOSEN = [
@@ -102,7 +102,7 @@ def test_compilers_that_it_takes(
     programs(*there, monkeypatch=monkeypatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    machine = detector(kind)()
+    machine = make_detector(kind)()
     assert find_missing_compiler(machine, "inductor") == why
     for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
         assert find_missing_compiler(machine, backend, elsewhere) is None
@@ -114,7 +114,7 @@ def test_compilers_that_it_takes(
 
 
 def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = detector("gpu")()
+    machine = make_detector("gpu")()
     for capability, why in ((6.1, "compute capability 6.1, but triton needs 7.0 or higher"), (7.0, ""), (None, "")):
         found = find_missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
         assert (found or "").endswith(why) and bool(found) == bool(why)
@@ -156,7 +156,7 @@ def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_scope, "read_torch_version", lambda: (2, 11))
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
     assert on("gpu", "parallelism=fsdp", monkeypatch=monkeypatch).compile.scope == "block"
-    job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, elsewhere=True)
+    job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, remote=True)
     assert job.compile.scope == "block"
     monkeypatch.setattr(compile_scope, "read_torch_version", tuple)  # there is none
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
@@ -187,7 +187,7 @@ def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
-    run = on("cpu", *nodes, monkeypatch=monkeypatch, elsewhere=True)
+    run = on("cpu", *nodes, monkeypatch=monkeypatch, remote=True)
     alone = on("cpu", "training.steps=8000", monkeypatch=monkeypatch)
     assert estimate_eager_seconds(run) == pytest.approx(estimate_eager_seconds(alone) / 4)
     assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
@@ -195,13 +195,13 @@ def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)  # none on the login node
-    run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, elsewhere=True)
+    run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, remote=True)
     assert run.compile.scope == "block"
-    here = adapt_to_machine(run, detector("gpu")("cuda"))
+    here = adapt_to_machine(run, make_detector("gpu")("cuda"))
     assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
-    said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
+    said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, remote=True)
     with pytest.raises(ConfigError, match="triton is not installed; fix this, or give compile=off"):
-        adapt_to_machine(said, detector("gpu")("cuda"))
+        adapt_to_machine(said, make_detector("gpu")("cuda"))
 
 
 @pytest.mark.full

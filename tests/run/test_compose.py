@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from launchers import start
 from launchers.command import run_command
-from tests.support.machines import detector
-from tests.support.tiers import full, table
+from tests.support.machines import make_detector
+from tests.support.tiers import full, select_cases
 from titan.cluster import devices
 from titan.config import help
 from titan.errors import ConfigError
@@ -38,7 +38,7 @@ NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_CONF", raising=False)
 
@@ -66,7 +66,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize(
-    ("axis", "choice"), table([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=4)
+    ("axis", "choice"), select_cases([pytest.param(*c, id="=".join(c)) for c in CHOICES], QUICK, one_in=4)
 )
 def test_every_choice_composes(axis: str, choice: str, request: pytest.FixtureRequest) -> None:
     memory = "cluster.memory_gib=1000000"
@@ -341,7 +341,7 @@ def test_run_is_frozen_and_pickles() -> None:
 def test_defaults_follow_from_the_machine(
     kind: str, overrides: list[str], compute: str, devices_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector(kind))
+    monkeypatch.setattr(devices, "detect_machine", make_detector(kind))
     run = compose_run(overrides)
     assert (run.precision.compute, run.layout.devices) == (compute, devices_)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.composing import composed
-from tests.support.machines import NO_COMPILER, detector
-from tests.support.tiers import full, table
+from tests.support.composing import compose_test_run
+from tests.support.machines import NO_COMPILER, make_detector
+from tests.support.tiers import full, select_cases
 from titan.cluster import devices
 from titan.config import settings
 from titan.dataset.schema import KINDS as DATASETS
@@ -42,14 +42,14 @@ ALL = [pytest.param(axis, kind, id=kind.__name__) for axis, kinds in KINDS.items
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
 
 
 @pytest.fixture(scope="module")
 def base() -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "detect_machine", detector("cpu"))
-        return composed(["name=x"])
+        patch.setattr(devices, "detect_machine", make_detector("cpu"))
+        return compose_test_run(["name=x"])
 
 
 def another(value: Any, kind: Any) -> Any:
@@ -74,7 +74,9 @@ def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
     return identity.compute_ids(run, identity.collect_science(run, digest, parent))
 
 
-@pytest.mark.parametrize(("axis", "kind"), table(ALL, ("AdamW", "WSD", "InverseSqrt", "Constant", "Memory", "Debug")))
+@pytest.mark.parametrize(
+    ("axis", "kind"), select_cases(ALL, ("AdamW", "WSD", "InverseSqrt", "Constant", "Memory", "Debug"))
+)
 def test_every_field_is_in_one_id_and_not_in_the_other_or_untold(axis: str, kind: type, base: Run) -> None:
     differ = {}
     for field in dataclasses.fields(kind):
@@ -153,13 +155,13 @@ def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run
      full("debug=deterministic"), "profile=once", full("cluster=cpu"), full("name=y"), full("hydra.run.dir=z")],
 )  # fmt: skip
 def test_execution_choices_change_no_science(override: str, base: Run) -> None:
-    assert of(composed([override])).science == of(base).science
+    assert of(compose_test_run([override])).science == of(base).science
 
 
 def test_layout_as_resolved_is_execution() -> None:
     assert (
-        of(composed(["parallelism=fsdp"])).execution
-        != of(composed(["parallelism=fsdp", "cluster.devices=3"])).execution
+        of(compose_test_run(["parallelism=fsdp"])).execution
+        != of(compose_test_run(["parallelism=fsdp", "cluster.devices=3"])).execution
     )
 
 
@@ -169,7 +171,7 @@ def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:
         for axis in ("training", "parallelism", "memory", "debug")
         for field in dataclasses.fields(KINDS[axis][0])
     ]
-    assert of(composed(defaults)) == of(base)
+    assert of(compose_test_run(defaults)) == of(base)
 
 
 def test_a_new_field_with_its_old_meaning_changes_no_id(base: Run) -> None:
@@ -196,15 +198,15 @@ def test_data_and_parent_are_science(base: Run) -> None:
 
 
 def test_group_is_the_same_for_all_seeds(base: Run) -> None:
-    runs = [composed([f"training.seed={seed}"]) for seed in range(3)]
+    runs = [compose_test_run([f"training.seed={seed}"]) for seed in range(3)]
     assert len({of(run).science for run in runs}) == 3
     assert {of(run).group for run in runs} == {of(base).group}
 
 
 @pytest.mark.parametrize(("kind", "same_as"), [full("cpu", "fp32"), ("gpu", "bf16")])
 def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector(kind))
-    ids = {choice: of(composed([f"precision={choice}"])).science for choice in ("auto", "fp32", "bf16")}
+    monkeypatch.setattr(devices, "detect_machine", make_detector(kind))
+    ids = {choice: of(compose_test_run([f"precision={choice}"])).science for choice in ("auto", "fp32", "bf16")}
     assert ids["auto"] == ids[same_as]
     assert ids["fp32"] != ids["bf16"]
 
@@ -212,8 +214,8 @@ def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pyte
 def test_ids_are_the_same_in_another_process(base: Run) -> None:
     program = (
         "from titan.run import compose, identity; from titan.cluster import devices\n"
-        "from tests.support.machines import detector\n"
-        "devices.detect_machine = detector('cpu'); run = compose.compose_run(['name=y'])\n"
+        "from tests.support.machines import make_detector\n"
+        "devices.detect_machine = make_detector('cpu'); run = compose.compose_run(['name=y'])\n"
         "ids = identity.compute_ids(run, identity.collect_science(run, 'd', None))\n"
         "print(ids.science, ids.group, ids.execution)"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import TINY, begin
+from tests.support.runs import TINY, begin_run
 from titan.run import prediction, summary
 from titan.run.attempts import Attempt
 from titan.run.compose import compose_run
@@ -30,7 +30,7 @@ def tiny(directory: Path, *overrides: str) -> Run:
 
 def begun(run: Run) -> Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    attempt = begin(run)
+    attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
     return attempt
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import detector
+from tests.support.machines import make_detector
 from tests.support.runs import TINY
 from titan.cluster import devices
 from titan.console.numbers import format_count
@@ -35,7 +35,7 @@ def test_the_model_and_the_layout(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("cpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
     monkeypatch.chdir(tmp_path)
     run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))

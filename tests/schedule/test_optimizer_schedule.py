@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import stop_at
-from tests.support.runs import same, saved, steps, tiny, train
+from tests.support.runs import are_identical, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from titan.schedule.optimizer_schedule import OptimizerSchedule
 from titan.schedule.schema import Constant, Linear, Schedule
 from titan.training import metrics_setup
@@ -60,7 +60,7 @@ def test_weight_decay_is_recorded_where_the_schedule_changes_it(
 
 
 def watch(trainer: Trainer) -> list[tuple[float, ...]]:
-    """For `train`: give learning rate and weight decay of every group at each update."""
+    """For `train_run`: give learning rate and weight decay of every group at each update."""
     optimizer, found = trainer.train_step.optimizer, list[tuple[float, ...]]()
     optimizer.register_step_pre_hook(
         lambda *_: found.append(tuple(g[k] for g in optimizer.param_groups for k in ("lr", "weight_decay")))
@@ -70,14 +70,14 @@ def watch(trainer: Trainer) -> list[tuple[float, ...]]:
 
 def test_a_resumed_run_has_the_same_rates_and_weights(tmp_path: Path) -> None:
     how = ["schedule=cosine", "schedule.weight_decay_shape=linear", "schedule.warmup=1", "training.steps=5", OF_NORMS]
-    whole, part = (tiny(tmp_path / name, *how) for name in ("whole", "part"))
-    (expected,) = (one.extra for one in train(whole, watch))
-    train(part, stop_at(2))
-    (found,) = (one.extra for one in train(part, watch))
+    whole, part = (compose_tiny_run(tmp_path / name, *how) for name in ("whole", "part"))
+    (expected,) = (one.extra for one in train_run(whole, watch))
+    train_run(part, stop_at(2))
+    (found,) = (one.extra for one in train_run(part, watch))
     assert found == expected[-len(found) :] and 0 < len(found) < 5
     decays = [[round(row[i], 9) for row in expected] for i in (1, 3)]
     assert sorted(decays) == [[0.1, 0.08, 0.06, 0.04, 0.02], [0.4, 0.32, 0.24, 0.16, 0.08]]
     for key in ("lr", "weight_decay"):
-        assert [line[key] for line in steps(part)] == [line[key] for line in steps(whole)]
-    assert [line["weight_decay"] for line in steps(part)] == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
-    assert same(saved(part, 5), saved(whole, 5))
+        assert [line[key] for line in read_step_records(part)] == [line[key] for line in read_step_records(whole)]
+    assert [line["weight_decay"] for line in read_step_records(part)] == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
+    assert are_identical(read_checkpoint(part, 5), read_checkpoint(whole, 5))

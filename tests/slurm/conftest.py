@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_cluster import Slurm, missing
+from tests.support.slurm_cluster import Slurm, list_missing
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def one_slurm() -> Iterator[Slurm]:
 
 def skip_without_slurm() -> None:
     """Skip the test where Slurm is not installed."""
-    if absent := missing():
+    if absent := list_missing():
         pytest.skip(f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client munge")
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from launchers.slurm import queue
 from launchers.slurm.state import read_state
-from tests.support.processes import ROOT, ended, program, until
-from tests.support.runs import TINY, learned, tiny, train
+from tests.support.processes import ROOT, run_program, wait_for_end, wait_until
+from tests.support.runs import TINY, compose_tiny_run, read_learned_values, train_run
 from tests.support.slurm_cluster import Slurm
 from titan.metrics.reader import read_records
 from titan.sweep import ledger
@@ -51,7 +51,7 @@ def one(folder: Path, name: str) -> TrialState:
 
 @pytest.mark.full
 def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm: Slurm, tmp_path: Path) -> None:
-    before = slurm.jobs().keys()
+    before = slurm.read_jobs().keys()
     grid = ["-m", "name=grid", *TINY, *LAUNCH, "parallelism=single,fsdp", "training.seed=0,1"]
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "")
@@ -60,27 +60,29 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
     assert {p.state for p in found.values()} == {"finished"} and len(found) == 4
     arrays = {p.job.partition("_")[0] for p in found.values() if p.job}
     assert len(arrays) == 2
-    until(lambda: {slurm.jobs()[str(p.job)] for p in found.values()} == {"COMPLETED"}, "Slurm to know that all ended")
+    wait_until(
+        lambda: {slurm.read_jobs()[str(p.job)] for p in found.values()} == {"COMPLETED"}, "Slurm to know that all ended"
+    )
     assert len(list((tmp_path / "runs/grid/slurm/code").iterdir())) == 1
     for word, point in found.items():
         layout = "fsdp2" if "fsdp" in word else "single"
-        alone = tiny(tmp_path / "alone" / point.id, point.overrides[1], layout=layout)
-        train(alone)
+        alone = compose_tiny_run(tmp_path / "alone" / point.id, point.overrides[1], layout=layout)
+        train_run(alone)
         env = json.loads((Path(point.directory) / "env.json").read_text())
-        here = tiny(Path(point.directory), point.overrides[1], layout=layout)
-        assert learned(here) == learned(alone) and env["code"]["commit"]
+        here = compose_tiny_run(Path(point.directory), point.overrides[1], layout=layout)
+        assert read_learned_values(here) == read_learned_values(alone) and env["code"]["commit"]
         assert (Path(point.directory) / "log" / "rank-0.log").read_text().count("Done after step 3 of 3") == 1
 
     code, out, err = titan(tmp_path, *grid, "cluster.time=10")
-    assert (code, err) == (0, "") and "4 of 4 trials: finished" in out and len(slurm.jobs().keys() - before) == 4
+    assert (code, err) == (0, "") and "4 of 4 trials: finished" in out and len(slurm.read_jobs().keys() - before) == 4
 
     grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
     code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
     assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 trials; device-hours" in out
-    assert out.count("#SBATCH --nodes") == 2 and len(slurm.jobs().keys() - before) == 4
+    assert out.count("#SBATCH --nodes") == 2 and len(slurm.read_jobs().keys() - before) == 4
     code, out, err = titan(tmp_path, *grown)
     assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 nodes x 1 rank)" in out
-    assert len(slurm.jobs().keys() - before) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {
+    assert len(slurm.read_jobs().keys() - before) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {
         "finished"
     }
     code, out, _ = titan(tmp_path, "runs/grid", module="titan.status")
@@ -88,11 +90,11 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
 
 
 def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_path: Path) -> None:
-    before = slurm.jobs()
+    before = slurm.read_jobs()
     tiny = [override for override in TINY if not override.startswith("model.heads=")]
     code, out, err = titan(tmp_path, "-m", "name=bad", *tiny, *LAUNCH, "model.heads=2,3,4")
     assert (code, out) == (2, "") and "trial 2 of the sweep" in err and "nothing was started" in err
-    assert slurm.jobs() == before and not (tmp_path / "runs").exists()
+    assert slurm.read_jobs() == before and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.full
@@ -138,7 +140,7 @@ def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm:
     assert titan(tmp_path, "name=dead", *run, "training.steps=4")[0] == 0
     assert titan(tmp_path, "name=chain", *run, "training.steps=4", "cluster.chain=2")[0] == 0
     assert titan(tmp_path, "name=loop", *loop, "hydra.launcher.wait=false")[0] == 0
-    until(lambda: one(tmp_path, "dead").state == one(tmp_path, "chain").state == "finished", "the ends", SECONDS)
+    wait_until(lambda: one(tmp_path, "dead").state == one(tmp_path, "chain").state == "finished", "the ends", SECONDS)
     for name in ("dead", "chain"):
         folder, point = tmp_path / "runs" / name, one(tmp_path, name)
         assert _from_steps(folder)[0] == 0 < _from_steps(folder)[1]
@@ -148,7 +150,7 @@ def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm:
         said = slurm.run("scontrol", "show", "job", "--oneliner", point.jobs[-1])
         assert f"ExcNodeList={bad} " in said and f" NodeList={bad}" not in said
     assert "restart 1 of 2 without node" in (tmp_path / "runs/dead/log/launcher.log").read_text()
-    until(lambda: one(tmp_path, "loop").state == "failed", "the end", SECONDS)
+    wait_until(lambda: one(tmp_path, "loop").state == "failed", "the end", SECONDS)
     assert "not restarted, since no checkpoint was saved" in str(one(tmp_path, "loop").reason)
     assert _from_steps(tmp_path / "runs/loop") == [0, 0]
 
@@ -163,22 +165,22 @@ def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm,
     code, out, err = titan(tmp_path, "-m", "name=dis", *TINY, *LAUNCH, *HARM, *small, *job)
     assert (code, err) == (0, ""), err
     nodes = {}
-    until(lambda: len(_nodes(slurm, nodes)) == 4, "four running jobs", SECONDS)
+    wait_until(lambda: len(_nodes(slurm, nodes)) == 4, "four running jobs", SECONDS)
     folders = {p.job: Path(p.directory) for p in points(tmp_path, "dis").values()}
     for name, folder in folders.items():
         enough = 2 if name == max(nodes) else 12
-        until(lambda at=folder, least=enough: _lines(at) >= least, f"steps of {name}", SECONDS)
+        wait_until(lambda at=folder, least=enough: _lines(at) >= least, f"steps of {name}", SECONDS)
     preempted, lost, cancelled, limited = sorted(nodes)
     slurm.run("sbatch", "-p", "high", "-w", nodes[preempted], "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2")
     slurm.run("scancel", cancelled)
     slurm.run("scontrol", "update", f"JobId={limited}", "TimeLimit=2")  # from its start: so it hears of it at once
     # between two checkpoints: right after one, no step would be lost
-    until(lambda: 2 <= _lines(folders[lost]) % 10 <= 6, "steps after a checkpoint", SECONDS)
+    wait_until(lambda: 2 <= _lines(folders[lost]) % 10 <= 6, "steps after a checkpoint", SECONDS)
     slurm.kill_node(nodes[lost])
     slurm.revive_node(nodes[lost])
-    until(lambda: list((tmp_path / "runs/dis/slurm").glob(f"{limited}.0.end")), "the end of an attempt", SECONDS)
+    wait_until(lambda: list((tmp_path / "runs/dis/slurm").glob(f"{limited}.0.end")), "the end of an attempt", SECONDS)
     slurm.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
-    until(
+    wait_until(
         lambda: all(p.state in ("finished", "stopped") for p in points(tmp_path, "dis").values()), "the ends", SECONDS
     )
     found = {str(p.job): p for p in points(tmp_path, "dis").values()}
@@ -189,10 +191,10 @@ def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm,
     code, out, err = titan(tmp_path, "-m", "name=dis", *TINY, *LAUNCH, *HARM, *small, "cluster.exclusive=true")
     assert (code, err) == (0, "") and "3 of 4 trials: finished" in out
     for job, point in found.items():
-        run = tiny(Path(point.directory), *small[:2], *point.overrides, layout="fsdp2")
-        whole = tiny(tmp_path / "whole" / job, *small[:2], *point.overrides, layout="fsdp2")
-        train(whole)
-        assert learned(run) == learned(whole), job
+        run = compose_tiny_run(Path(point.directory), *small[:2], *point.overrides, layout="fsdp2")
+        whole = compose_tiny_run(tmp_path / "whole" / job, *small[:2], *point.overrides, layout="fsdp2")
+        train_run(whole)
+        assert read_learned_values(run) == read_learned_values(whole), job
         begun = _from_steps(Path(point.directory))
         assert len(begun) >= 2 and all(step > 0 for step in begun[1:])
         again = _lines(Path(point.directory)) - 100
@@ -231,12 +233,14 @@ def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) ->
     assert len(scripts) == 3 and {script.stat().st_mode & 0o777 for script in scripts} == {0o600}
     (point,) = points(tmp_path, "chained").values()
     assert len(point.jobs) == 3
-    until(lambda: _lines(Path(point.directory)) >= 5, "five steps", SECONDS)
+    wait_until(lambda: _lines(Path(point.directory)) >= 5, "five steps", SECONDS)
     assert point.jobs[0] in [job.id for job in queue.find_sent_jobs(_token(tmp_path / "runs/chained"))]
     slurm.run("scancel", "--signal=USR1", point.jobs[0])
-    until(lambda: {slurm.jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS)
+    wait_until(
+        lambda: {slurm.read_jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS
+    )
     (point,) = points(tmp_path, "chained").values()
-    states = [slurm.jobs()[job] for job in point.jobs]
+    states = [slurm.read_jobs()[job] for job in point.jobs]
     assert point.state == "finished" and states == ["FAILED", "COMPLETED", "COMPLETED"]
     assert len(_from_steps(Path(point.directory))) == 2
 
@@ -247,7 +251,7 @@ def _token(sweep: Path) -> str:
 
 @pytest.mark.full
 def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: Path) -> None:
-    before = slurm.jobs().keys()
+    before = slurm.read_jobs().keys()
     grid = [
         "-m",
         f"hydra.sweep.dir={tmp_path}/runs/cut",
@@ -257,14 +261,14 @@ def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: 
         "hydra.launcher.array_size=1",
     ]
     slow = {**slurm.env, "PATH": f"{_slow_sbatch(tmp_path)}{os.pathsep}{os.environ['PATH']}"}
-    with program("-m", "titan.train", *grid, env=slow) as process:
-        until(lambda: (tmp_path / "second").exists(), "the second submission", SECONDS)
+    with run_program("-m", "titan.train", *grid, env=slow) as process:
+        wait_until(lambda: (tmp_path / "second").exists(), "the second submission", SECONDS)
         process.send_signal(signal.SIGKILL)
-        ended(process)
-    until(lambda: len(slurm.jobs().keys() - before) == 2, "the second job")
+        wait_for_end(process)
+    wait_until(lambda: len(slurm.read_jobs().keys() - before) == 2, "the second job")
     assert [e["event"] for e in ledger.read_events(tmp_path / "runs/cut")][-3:] == ["sending", "sent", "sending"]
     code, _, err = titan(tmp_path, *grid)
-    assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 3
+    assert (code, err) == (0, "") and len(slurm.read_jobs().keys() - before) == 3
     assert [(p.state, p.submissions) for p in points(tmp_path, "cut").values()] == [("finished", 1)] * 3
 
 
@@ -283,10 +287,12 @@ def _slow_sbatch(folder: Path) -> Path:
 
 @pytest.mark.full
 def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) -> None:
-    before = slurm.jobs().keys()
+    before = slurm.read_jobs().keys()
     grid = ["-m", "name=few", *TINY, *LAUNCH, "training.seed=0,1,2", "hydra.launcher.max_jobs=2"]
     code, out, err = titan(tmp_path, *grid, "hydra.launcher.wait=false")
-    assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 2 and "1 trials were not submitted" in out
+    assert (
+        (code, err) == (0, "") and len(slurm.read_jobs().keys() - before) == 2 and "1 trials were not submitted" in out
+    )
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
 
@@ -324,17 +330,17 @@ def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> Non
 def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path, by: str) -> None:
     slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
     run = ["-m", "titan.train", f"hydra.run.dir={tmp_path}/run", *TINY, *LAUNCH, *HARM, "training.steps=300", slow]
-    with program(*run, env=slurm.env) as process:
-        until(lambda: _lines(tmp_path / "run") >= 3, "three steps", SECONDS)
-        (job,) = (name for name, state in slurm.jobs().items() if state == "RUNNING")
+    with run_program(*run, env=slurm.env) as process:
+        wait_until(lambda: _lines(tmp_path / "run") >= 3, "three steps", SECONDS)
+        (job,) = (name for name, state in slurm.read_jobs().items() if state == "RUNNING")
         slurm.run("scancel", job) if by == "scancel" else process.send_signal(signal.SIGINT)
-        code, out, _ = ended(process)
+        code, out, _ = wait_for_end(process)
     assert code == 130
     if by == "launcher":
-        assert "The jobs continue" in out and f"scancel {job}" in out and slurm.jobs()[job] == "RUNNING"
-        before = slurm.jobs()
+        assert "The jobs continue" in out and f"scancel {job}" in out and slurm.read_jobs()[job] == "RUNNING"
+        before = slurm.read_jobs()
         code, out, err = titan(tmp_path, *run[2:], "hydra.launcher.wait=false")
-        assert (code, err) == (0, "") and "1 of 1 trials: running" in out and slurm.jobs().keys() == before.keys()
+        assert (code, err) == (0, "") and "1 of 1 trials: running" in out and slurm.read_jobs().keys() == before.keys()
     else:
         assert "stopped" in out and "(cancelled)" in out
 
@@ -353,21 +359,21 @@ def test_what_is_submitted_runs_also_when_the_checkout_changes_and_is_where_jobs
     assert (code, err) == (0, "")
     (checkout / "titan" / "worker.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "go").touch()
-    until(lambda: one(checkout, "kept").state in ("finished", "failed"), "the end", SECONDS)
+    wait_until(lambda: one(checkout, "kept").state in ("finished", "failed"), "the end", SECONDS)
     assert one(checkout, "kept").state == "finished"
 
 
 @pytest.mark.full
 def test_a_single_run_is_known_by_its_directory(slurm: Slurm, tmp_path: Path) -> None:
     run = ["name=one", *TINY, *LAUNCH]
-    before = slurm.jobs().keys()
+    before = slurm.read_jobs().keys()
     assert titan(tmp_path, *run)[0] == 0
     code, out, _ = titan(tmp_path, *run)
     assert code == 0 and "is finished: 3 steps; nothing to do" in out
     code, _, err = titan(tmp_path, *run, "optimizer.lr=0.5")
     assert code == 2 and "holds another experiment (optimizer.lr was" in err
     code, _, err = titan(tmp_path, *run, "training.steps=2")
-    assert code == 2 and "has 3; give 3 or more" in err and len(slurm.jobs().keys() - before) == 1
+    assert code == 2 and "has 3; give 3 or more" in err and len(slurm.read_jobs().keys() - before) == 1
     code, _, err = titan(tmp_path, *run, "training.steps=4", "parallelism=fsdp")
     assert (code, err) == (0, "") and len(_from_steps(tmp_path / "runs/one")) == 2
     (tmp_path / "runs/foreign").mkdir()
@@ -382,9 +388,9 @@ def test_a_job_is_not_started_more_often_than_allowed(slurm: Slurm, tmp_path: Pa
     run = ["name=often", *TINY, *LAUNCH, *HARM, slow, "training.steps=300", "cluster.requeues=0"]
     assert titan(tmp_path, *run, "hydra.launcher.wait=false")[0] == 0
     (point,) = points(tmp_path, "often").values()
-    until(lambda: _lines(Path(point.directory)) >= 3, "three steps", SECONDS)
+    wait_until(lambda: _lines(Path(point.directory)) >= 3, "three steps", SECONDS)
     slurm.run("scontrol", "requeue", str(point.job))
-    until(lambda: one(tmp_path, "often").state == "stopped", "the end", SECONDS)
+    wait_until(lambda: one(tmp_path, "often").state == "stopped", "the end", SECONDS)
     reason = one(tmp_path, "often").reason
     assert reason == "started again more often than cluster.requeues=0 allows"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.made_runs import read_lines, write_lines
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality
 
@@ -32,44 +32,48 @@ SEEDS, COMPARISONS, POOL = 4, 20, 40
 
 def main(folder: Path) -> bool:
     """Train, compare, print; whether all came out as it should."""
-    variants = {letter: [_trained(folder, letter, seed) for seed in range(POOL)] for letter in ("a", "b")}
-    flagged = [_flagged(variants, number) for number in range(COMPARISONS)]
+    variants = {letter: [_train_variant(folder, letter, seed) for seed in range(POOL)] for letter in ("a", "b")}
+    flagged = [_finds_difference(variants, number) for number in range(COMPARISONS)]
     print(f"A/A: {sum(flagged)} of {COMPARISONS} comparisons of {SEEDS} against {SEEDS} seeds found a difference")
-    return bool(_found(folder, variants)) and sum(flagged) <= 1
+    return bool(_finds_injected_loss(folder, variants)) and sum(flagged) <= 1
 
 
-def _trained(folder: Path, letter: str, seed: int) -> Path:
+def _train_variant(folder: Path, letter: str, seed: int) -> Path:
     """A run of one of the variants; the second variant's seeds are others than the first's."""
     number, directory = seed + (POOL if letter == "b" else 0), folder / f"{letter}{seed}"
     if not (directory / "result.json").is_file():
         overrides = [*RECIPE, f"training.seed={number}"] + [NEUTRAL] * (letter == "b")
-        codes = [seen.code for seen in train(tiny(directory, *overrides))]
+        codes = [result.code for result in train_run(compose_tiny_run(directory, *overrides))]
         if codes != [0]:
             raise RuntimeError(f"{directory} could not be trained: {codes}")
     return directory
 
 
-def _flagged(variants: dict[str, list[Path]], number: int) -> bool:
+def _finds_difference(variants: dict[str, list[Path]], number: int) -> bool:
     """Whether a comparison of equals finds a difference; every `POOL / SEEDS` comparisons seeds are drawn anew."""
     draw, part = divmod(number, POOL // SEEDS)
-    chosen = [np.random.default_rng([draw, i]).permutation(POOL)[part * SEEDS :][:SEEDS] for i in range(2)]
-    found = compare([variants[letter][seed] for letter, seeds in zip("ab", chosen, strict=True) for seed in seeds])
-    return end(found).answer == "yes"
+    seed_groups = [np.random.default_rng([draw, i]).permutation(POOL)[part * SEEDS :][:SEEDS] for i in range(2)]
+    comparison = compare(
+        [variants[letter][seed] for letter, seeds in zip("ab", seed_groups, strict=True) for seed in seeds]
+    )
+    return find_end_quality(comparison).answer == "yes"
 
 
-def _found(folder: Path, variants: dict[str, list[Path]]) -> bool:
+def _finds_injected_loss(folder: Path, variants: dict[str, list[Path]]) -> bool:
     """Whether the injected difference is found with the seeds that are told beforehand."""
     beforehand = compare(variants["a"][:12], Options(margin=INJECTED))
-    told = next(note for note in beforehand.notes if "seeds per variant" in note)
-    needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", told)[0].replace(",", "")))
-    print(f"beforehand, of one variant's 12 seeds: {told}")
-    worse = [injected(directory, folder / f"worse{i}") for i, directory in enumerate(variants["b"][:needed])]
-    quality = end(compare([*variants["a"][:needed], *worse]))
+    seeds_note = next(note for note in beforehand.notes if "seeds per variant" in note)
+    needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", seeds_note)[0].replace(",", "")))
+    print(f"beforehand, of one variant's 12 seeds: {seeds_note}")
+    worse = [
+        copy_with_worse_loss(directory, folder / f"worse{i}") for i, directory in enumerate(variants["b"][:needed])
+    ]
+    quality = find_end_quality(compare([*variants["a"][:needed], *worse]))
     print(f"with {INJECTED} nats added: {quality.text}")
     return quality.answer == "yes"
 
 
-def injected(directory: Path, copy: Path) -> Path:
+def copy_with_worse_loss(directory: Path, copy: Path) -> Path:
     """A copy of a run whose validation loss is worse."""
     shutil.copytree(directory, copy, dirs_exist_ok=True)
     lines = read_lines(copy)
@@ -80,14 +84,14 @@ def injected(directory: Path, copy: Path) -> Path:
     return copy
 
 
-def end(found: Comparison) -> Quality:
+def find_end_quality(comparison: Comparison) -> Quality:
     """What the comparison of two variants says of their ends."""
-    (quality,) = [quality for quality in found.variants[1].quality if quality.at == "the end"]
+    (quality,) = [quality for quality in comparison.variants[1].quality if quality.at == "the end"]
     return quality
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(not main(Path(sys.argv[1])))
-    with tempfile.TemporaryDirectory() as place:
-        sys.exit(not main(Path(place)))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        sys.exit(not main(Path(temporary_folder)))

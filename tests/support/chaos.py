@@ -32,8 +32,18 @@ from typing import Any
 
 import torch
 
-from tests.support.processes import alive, descendants, kill, program
-from tests.support.runs import LAYOUTS, TINY, Seen, Tensors, difference, same, saved, steps, train
+from tests.support.processes import is_alive, kill_process, list_descendants, run_program
+from tests.support.runs import (
+    LAYOUTS,
+    TINY,
+    RankOutcome,
+    Tensors,
+    are_identical,
+    compute_difference,
+    read_checkpoint,
+    read_step_records,
+    train_run,
+)
 from tests.training.test_loader_setup import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import CheckpointReader
@@ -66,7 +76,7 @@ PIPELINE = ["parallelism=pp", "parallelism.microbatches=4"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class KillPlan:
     """A run that is to be killed.
 
     Attributes:
@@ -82,29 +92,29 @@ class Plan:
     restarts: bool = False
 
     @property
-    def moves(self) -> bool:
+    def changes_layout(self) -> bool:
         """Whether attempts have different layouts."""
         return len(self.layouts) > 1
 
 
-def _layouts(*layouts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _freeze_layouts(*layouts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, layouts))
 
 
 FSDP3 = LAYOUTS["fsdp3"]
 PLANS = {
-    "single, mixture": Plan((*MIXED, *SAME), _layouts(LAYOUTS["single"])),
-    "ddp 2": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["ddp2"])),
-    "fsdp 2, copied": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), copied=True),
-    "fsdp 2, restarts itself": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), restarts=True),
-    "another layout each attempt": Plan(
-        (*MIXED, *MOVING), _layouts(LAYOUTS["single"], FSDP3, LAYOUTS["ddp2"], TENSOR, PIPELINE, CONTEXT)
+    "single, mixture": KillPlan((*MIXED, *SAME), _freeze_layouts(LAYOUTS["single"])),
+    "ddp 2": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["ddp2"])),
+    "fsdp 2, copied": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["fsdp2"]), copied=True),
+    "fsdp 2, restarts itself": KillPlan((*PLAIN, *SAME), _freeze_layouts(LAYOUTS["fsdp2"]), restarts=True),
+    "another layout each attempt": KillPlan(
+        (*MIXED, *MOVING), _freeze_layouts(LAYOUTS["single"], FSDP3, LAYOUTS["ddp2"], TENSOR, PIPELINE, CONTEXT)
     ),
 }
 
 
 @dataclass
-class Report:
+class ChaosReport:
     """What came of a run.
 
     Attributes:
@@ -131,7 +141,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def row(self) -> str:
+    def format_row(self) -> str:
         """As a line of the table."""
         figures = f"{self.kills} ({self.during}) | {self.attempts} ({self.resumed}) | {self.checkpoints} | {self.again}"
         differences = f"{self.loss:.0e} | {self.later:.0e}"
@@ -147,7 +157,7 @@ HEADER = (
 class Chaos:
     """One run, its killer and its witness."""
 
-    def __init__(self, name: str, plan: Plan, kills: int, dice: random.Random, folder: Path) -> None:
+    def __init__(self, name: str, plan: KillPlan, kills: int, dice: random.Random, folder: Path) -> None:
         """Nothing is started yet.
 
         Args:
@@ -160,130 +170,135 @@ class Chaos:
         self.plan, self.kills, self.dice, self.folder = plan, kills, dice, folder
         self.directory = folder / "run"
         self.steps = 40 + 12 * kills
-        self.report = Report(name)
+        self.report = ChaosReport(name)
         self.last = 0
         self.halves: set[tuple[str, int]] = set()
 
-    def endure(self) -> Report:
+    def kill_and_compare(self) -> ChaosReport:
         """Kill the run until it has had enough, let it end, and compare."""
-        began = time.monotonic()
-        (self._in_one_process if self.plan.restarts else self._in_many)()
+        start = time.monotonic()
+        (self._run_one_process if self.plan.restarts else self._run_processes)()
         if not self.report.wrong:
-            self._compare()
-        self.report.seconds = time.monotonic() - began
+            self._compare_runs()
+        self.report.seconds = time.monotonic() - start
         return self.report
 
-    def _in_many(self) -> None:
+    def _run_processes(self) -> None:
         """Each attempt is a process that we start."""
         while not self.report.wrong:
-            with self._started() as process:
-                if not self._struck(process):
-                    return self._ended(process)
-                until(lambda process=process: process.poll() is not None, "the killed run to end")
-                self._witness(verify=True)
+            with self._start_attempt() as process:
+                if not self._kill_at_moment(process):
+                    return self._wait_for_end(process)
+                wait_until(lambda process=process: process.poll() is not None, "the killed run to end")
+                self._check_checkpoints(verify=True)
 
-    def _in_one_process(self) -> None:
+    def _run_one_process(self) -> None:
         """One process, which starts its ranks again."""
-        with self._started(f"cluster.restarts={self.kills}") as process:
-            while self._struck(process):
-                self._witness(verify=False)
-                attempts = self._attempts()
-                until(
-                    lambda attempts=attempts: self._attempts() > attempts or process.poll() is not None, "the restart"
+        with self._start_attempt(f"cluster.restarts={self.kills}") as process:
+            while self._kill_at_moment(process):
+                self._check_checkpoints(verify=False)
+                attempts = self._count_attempts()
+                wait_until(
+                    lambda attempts=attempts: self._count_attempts() > attempts or process.poll() is not None,
+                    "the restart",
                 )
-            self._ended(process)
+            self._wait_for_end(process)
 
-    def _started(self, *more: str) -> Any:
-        layout = self.plan.layouts[self._attempts() % len(self.plan.layouts)]
-        command = ["-m", "titan.train", *self._settings(self.directory), *layout, *more]
+    def _start_attempt(self, *overrides: str) -> Any:
+        layout = self.plan.layouts[self._count_attempts() % len(self.plan.layouts)]
+        command = ["-m", "titan.train", *self._build_settings(self.directory), *layout, *overrides]
         self.folder.mkdir(exist_ok=True)
-        return program(*command, output=(self.folder / "output").open("a"))
+        return run_program(*command, output=(self.folder / "output").open("a"))
 
-    def _settings(self, directory: Path) -> list[str]:
+    def _build_settings(self, directory: Path) -> list[str]:
         common = [setting for setting in TINY if not setting.startswith("dataset")]
         saves = ["checkpoint=async", f"checkpoint.every={EVERY}", "checkpoint.keep=3", "checkpoint.grace=0"]
         copies = [f"checkpoint.path={self.folder}/copies"] if self.plan.copied and directory == self.directory else []
         shape = ["model.heads=4", "model.kv_heads=2", f"training.steps={self.steps}", "metrics.sample_tokens=0"]
         return [*common, *self.plan.settings, *shape, *saves, *copies, f"hydra.run.dir={directory}"]
 
-    def _struck(self, process: subprocess.Popen[str]) -> bool:
+    def _kill_at_moment(self, process: subprocess.Popen[str]) -> bool:
         """Wait for a moment and kill; False when the run is to end by itself, or has ended."""
         if self.report.kills >= self.kills:
             return False
-        moment = self.dice.choices([None, self._in_steps, self._in_save], [1, 3, 6])[0]
-        if not self._begun(process, moment is None):
+        moment = self.dice.choices([None, self._wait_for_steps, self._wait_for_save], [1, 3, 6])[0]
+        if not self._wait_for_start(process, moment is None):
             return False
-        ranks = _ranks(process.pid)  # looked for now: it takes longer than a save
-        victims = self._victims(process.pid, ranks)
+        ranks = _list_rank_pids(process.pid)  # looked for now: it takes longer than a save
+        victims = self._choose_victims(process.pid, ranks)
         if moment and not moment(process):
             return False
         for pid in victims:
-            kill(pid)
+            kill_process(pid)
         self.report.kills += 1
-        until(lambda: not any(map(alive, [*victims, *ranks])), "all ranks to die")
+        wait_until(lambda: not any(map(is_alive, [*victims, *ranks])), "all ranks to die")
         return True
 
-    def _victims(self, parent: int, ranks: list[int]) -> list[int]:
+    def _choose_victims(self, parent: int, ranks: list[int]) -> list[int]:
         """One rank, all of them, or the parent; where there are no ranks, the parent."""
         if not ranks:
             return [parent]
         choices = [[self.dice.choice(ranks)], ranks, *([] if self.plan.restarts else [[parent]])]
         return self.dice.choice(choices)
 
-    def _begun(self, process: subprocess.Popen[str], early: bool) -> bool:
+    def _wait_for_start(self, process: subprocess.Popen[str], early: bool) -> bool:
         """Wait for the attempt's first steps, or for less; for ranks where only ranks are killed."""
         if early and not self.plan.restarts:
-            return _passed(process, self.dice.uniform(1.0, 5.0))
+            return _sleep_while_running(process, self.dice.uniform(1.0, 5.0))
         if early:
-            ready = _waited(process, lambda: _ranks(process.pid))
-            return ready and _passed(process, self.dice.uniform(0.0, 4.0))
-        before = self._lines()
-        return _waited(process, lambda: self._lines() > before)
+            ready = _wait_while_running(process, lambda: _list_rank_pids(process.pid))
+            return ready and _sleep_while_running(process, self.dice.uniform(0.0, 4.0))
+        initial_count = self._count_lines()
+        return _wait_while_running(process, lambda: self._count_lines() > initial_count)
 
-    def _in_steps(self, process: subprocess.Popen[str]) -> bool:
+    def _wait_for_steps(self, process: subprocess.Popen[str]) -> bool:
         """Some steps after the start."""
-        enough = self._lines() + self.dice.randrange(1, 4 * EVERY)
-        return _waited(process, lambda: self._lines() >= enough) and _passed(process, self.dice.uniform(0, 0.05))
+        enough = self._count_lines() + self.dice.randrange(1, 4 * EVERY)
+        return _wait_while_running(process, lambda: self._count_lines() >= enough) and _sleep_while_running(
+            process, self.dice.uniform(0, 0.05)
+        )
 
-    def _in_save(self, process: subprocess.Popen[str]) -> bool:
+    def _wait_for_save(self, process: subprocess.Popen[str]) -> bool:
         """When a checkpoint's folder has appeared, and its manifest has not; a little later.
 
         Not always in the attempt's first save: a run that never gets further would prove little.
         """
-        enough = self._newest() + EVERY * self.dice.randrange(4)
-        seen = _waited(process, lambda: any(int(name[5:]) > enough for name, _ in self._half()))
-        return seen and _passed(process, self.dice.uniform(0, 0.01))
+        enough = self._find_last_step() + EVERY * self.dice.randrange(4)
+        has_begun = _wait_while_running(
+            process, lambda: any(int(name[5:]) > enough for name, _ in self._list_half_saves())
+        )
+        return has_begun and _sleep_while_running(process, self.dice.uniform(0, 0.01))
 
-    def _newest(self) -> int:
+    def _find_last_step(self) -> int:
         """The step of the last checkpoint."""
         return max((int(folder.name[5:]) for folder in manifest.list_complete(self.directory)), default=0)
 
-    def _half(self) -> set[tuple[str, int]]:
+    def _list_half_saves(self) -> set[tuple[str, int]]:
         """Folders of saves that have not ended, each with what tells it from one of the same name."""
-        found = set()
+        half_saves = set()
         for folder in manifest.list_folders(self.directory):
             names = (manifest.NAME, manifest.RETIRED, manifest.DAMAGED)
             try:
                 if not any((folder / name).exists() for name in names):
-                    found.add((folder.name, folder.stat().st_ino))
+                    half_saves.add((folder.name, folder.stat().st_ino))
             except FileNotFoundError:
                 continue
-        return found
+        return half_saves
 
-    def _lines(self) -> int:
+    def _count_lines(self) -> int:
         file = self.directory / "metrics.jsonl"
         return file.read_bytes().count(b'"loss"') if file.is_file() else 0
 
-    def _attempts(self) -> int:
+    def _count_attempts(self) -> int:
         file = self.directory / "run.yaml"
         return file.read_text().count("\nattempt: ") if file.is_file() else 0
 
-    def _witness(self, verify: bool) -> None:
+    def _check_checkpoints(self, verify: bool) -> None:
         """Look at what a kill has left."""
-        half = self._half()
+        half = self._list_half_saves()
         self.report.during += bool(half - self.halves)
         self.halves = half
-        complete, last = manifest.list_complete(self.directory), self._newest()
+        complete, last = manifest.list_complete(self.directory), self._find_last_step()
         if last < self.last:
             self.report.wrong.append(f"kill {self.report.kills}: the last checkpoint was {self.last} and is {last}")
         self.last = last
@@ -294,45 +309,49 @@ class Chaos:
             except Exception as error:
                 self.report.wrong.append(f"kill {self.report.kills}: {folder.name} is not whole: {error}")
 
-    def _ended(self, process: subprocess.Popen[str]) -> None:
+    def _wait_for_end(self, process: subprocess.Popen[str]) -> None:
         """Wait for the end, which must be a good one."""
-        until(lambda: process.poll() is not None, "the end", seconds=10 * LONG)
+        wait_until(lambda: process.poll() is not None, "the end", seconds=10 * LONG)
         if process.returncode:
             tail = " ".join((self.folder / "output").read_text()[-600:].split())
             self.report.wrong.append(f"exit code {process.returncode} after {self.report.kills} kills: {tail}")
 
-    def _compare(self) -> None:
+    def _compare_runs(self) -> None:
         """With the undisturbed run."""
-        one = compose_run([*self._settings(self.folder / "alone"), *self.plan.layouts[0]])
-        ranks, mine = train(one, timeout=600), compose_run(self._settings(self.directory))
-        self._compare_steps(one, mine)
-        self._compare_ends(ranks[0], saved(mine, self.steps))
-        self._compare_folders(mine)
+        undisturbed = compose_run([*self._build_settings(self.folder / "alone"), *self.plan.layouts[0]])
+        ranks, run = train_run(undisturbed, timeout=600), compose_run(self._build_settings(self.directory))
+        self._compare_steps(undisturbed, run)
+        self._compare_ends(ranks[0], read_checkpoint(run, self.steps))
+        self._compare_folders(run)
 
-    def _compare_steps(self, one: Run, mine: Run) -> None:
+    def _compare_steps(self, undisturbed: Run, run: Run) -> None:
         lines = [json.loads(text) for text in (self.directory / "metrics.jsonl").read_text().splitlines()]
-        logged, expected = [line for line in lines if "loss" in line], steps(one)
-        report, last = self.report, steps(mine)
-        report.attempts = self._attempts()
-        report.resumed = sum(begun["from_step"] > 0 for begun in read_attempts(self.directory))
+        logged, expected = [line for line in lines if "loss" in line], read_step_records(undisturbed)
+        report, last = self.report, read_step_records(run)
+        report.attempts = self._count_attempts()
+        report.resumed = sum(attempt["from_step"] > 0 for attempt in read_attempts(self.directory))
         report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
         report.again = len(logged) - len(last)
         firsts = {line["attempt"]: line for line in reversed(logged)}.values()
-        report.loss = max(_apart(line, expected) for line in (firsts if self.plan.moves else logged))
-        report.later = max(_apart(line, expected) for line in logged)
-        if report.loss > (EXACT if self.plan.moves else 0):
+        report.loss = max(
+            _compute_deviation(line, expected) for line in (firsts if self.plan.changes_layout else logged)
+        )
+        report.later = max(_compute_deviation(line, expected) for line in logged)
+        if report.loss > (EXACT if self.plan.changes_layout else 0):
             report.wrong.append("losses differ")
-        if [(line["rows"], line["batch_hash"]) for line in last] != expected_rows(one):
+        if [(line["rows"], line["batch_hash"]) for line in last] != expected_rows(undisturbed):
             report.wrong.append("rows are not those of the data's order")
         if any(line["batch_hash"] != expected[line["step"] - 1]["batch_hash"] for line in logged):
             report.wrong.append("a step that was done again read other rows")
 
-    def _compare_ends(self, alone: Seen, state: Tensors) -> None:
+    def _compare_ends(self, alone: RankOutcome, state: Tensors) -> None:
         """The last checkpoint against the state of the undisturbed run."""
-        if self.plan.moves:
-            if difference(state, alone.last) > 1e-3:  # rounding of hundreds of steps; a lost momentum is far more
-                self.report.wrong.append(f"the last states differ by {difference(state, alone.last):.0e}")
-        elif not same(state, alone.last):
+        if self.plan.changes_layout:
+            if (
+                compute_difference(state, alone.last) > 1e-3
+            ):  # rounding of hundreds of steps; a lost momentum is far more
+                self.report.wrong.append(f"the last states differ by {compute_difference(state, alone.last):.0e}")
+        elif not are_identical(state, alone.last):
             self.report.wrong.append("the last states are not the same")
 
     def _compare_folders(self, run: Run) -> None:
@@ -352,36 +371,36 @@ class Chaos:
             manifest.verify_checksums(copies / f"step-{step}", manifest.inspect(copies / f"step-{step}").files)  # type: ignore[union-attr]
 
 
-def _apart(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:
+def _compute_deviation(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:
     """How far a step's loss and norm are from those of the undisturbed run, relatively."""
-    other = expected[line["step"] - 1]
-    return max(abs(line[key] / other[key] - 1) for key in ("loss", "grad_norm"))
+    expected_line = expected[line["step"] - 1]
+    return max(abs(line[key] / expected_line[key] - 1) for key in ("loss", "grad_norm"))
 
 
-def _ranks(parent: int) -> list[int]:
-    return [pid for pid in descendants(parent) if "titan.training.rank" in _command(pid)]
+def _list_rank_pids(parent: int) -> list[int]:
+    return [pid for pid in list_descendants(parent) if "titan.training.rank" in _read_command(pid)]
 
 
-def _command(pid: int) -> str:
+def _read_command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = LONG) -> None:
-    """Wait until `true()` is."""
+def wait_until(is_true: Callable[[], Any], description: str, seconds: float = LONG) -> None:
+    """Wait until `is_true()` is."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not is_true():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:g} seconds in vain for {what}")
+            raise TimeoutError(f"waited {seconds:g} seconds in vain for {description}")
         time.sleep(0.01)
 
 
-def _waited(process: subprocess.Popen[str], true: Callable[[], Any]) -> bool:
-    """Wait until `true()` is; False when the process has ended before."""
+def _wait_while_running(process: subprocess.Popen[str], is_true: Callable[[], Any]) -> bool:
+    """Wait until `is_true()` is; False when the process has ended before."""
     deadline = time.monotonic() + LONG
-    while not true():
+    while not is_true():
         if process.poll() is not None:
             return False
         if time.monotonic() > deadline:
@@ -390,18 +409,18 @@ def _waited(process: subprocess.Popen[str], true: Callable[[], Any]) -> bool:
     return process.poll() is None
 
 
-def _passed(process: subprocess.Popen[str], seconds: float) -> bool:
+def _sleep_while_running(process: subprocess.Popen[str], seconds: float) -> bool:
     """Let time pass; False when the process has ended by then."""
     time.sleep(seconds)
     return process.poll() is None
 
 
-def endure(name: str, kills: int, dice: random.Random, folder: Path) -> list[Report]:
+def kill_repeatedly(name: str, kills: int, dice: random.Random, folder: Path) -> list[ChaosReport]:
     """Kill a run so many times; a run that ends before that is followed by another one like it."""
-    reports: list[Report] = []
-    while (left := kills - sum(report.kills for report in reports)) > 0 and len(reports) < kills + MOST:
-        chaos = Chaos(name, PLANS[name], left, dice, folder / str(len(reports)))
-        reports.append(chaos.endure())
+    reports: list[ChaosReport] = []
+    while (remaining_kills := kills - sum(report.kills for report in reports)) > 0 and len(reports) < kills + MOST:
+        chaos = Chaos(name, PLANS[name], remaining_kills, dice, folder / str(len(reports)))
+        reports.append(chaos.kill_and_compare())
         if reports[-1].wrong:
             break
     return reports
@@ -418,15 +437,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for name in PLANS if args.runs in name]
     torch.set_num_threads(1)
     print(HEADER, flush=True)
-    reports: list[Report] = []
+    reports: list[ChaosReport] = []
     for i, name in enumerate(names):
         share = args.kills * (i + 1) // len(names) - args.kills * i // len(names)
         with tempfile.TemporaryDirectory(prefix="titan-chaos-") as folder:
             os.environ["TITAN_CACHE"] = f"{folder}/cache"
-            for report in _quietly(name, share, random.Random(args.seed * 1000 + i), Path(folder)):
-                print(report.row(), flush=True)
+            for report in _kill_silently(name, share, random.Random(args.seed * 1000 + i), Path(folder)):
+                print(report.format_row(), flush=True)
                 reports.append(report)
-    total = Report(
+    total = ChaosReport(
         "all",
         *(
             sum(getattr(r, f) for r in reports)
@@ -435,17 +454,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     total.seconds, total.loss = sum(r.seconds for r in reports), max(r.loss for r in reports)
     total.later, total.wrong = max(r.later for r in reports), [f"{r.name}: {w}" for r in reports for w in r.wrong]
-    print(total.row())
+    print(total.format_row())
     if args.json:
         args.json.write_text(json.dumps([asdict(report) for report in (*reports, total)], indent=1))
     return bool(total.wrong)
 
 
-def _quietly(name: str, kills: int, dice: random.Random, folder: Path) -> list[Report]:
-    from tests.support.checkpoint_layouts import silent
+def _kill_silently(name: str, kills: int, dice: random.Random, folder: Path) -> list[ChaosReport]:
+    from tests.support.checkpoint_layouts import silence_output
 
-    with silent():
-        return endure(name, kills, dice, folder)
+    with silence_output():
+        return kill_repeatedly(name, kills, dice, folder)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import Tensors, begin, difference, same, tiny, train, weights, whole
+from tests.support.runs import (
+    Tensors,
+    are_identical,
+    begin_run,
+    compose_tiny_run,
+    compute_difference,
+    gather_tensors,
+    select_weights,
+    train_run,
+)
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import CheckpointReader
@@ -63,7 +72,7 @@ EXACT = 1e-5
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """What a layout saved: the folder, and the whole state at that moment."""
 
     folder: Path
@@ -71,7 +80,7 @@ class Saved:
 
 
 @dataclass
-class Loaded:
+class LoadedState:
     """What a layout made of a checkpoint: the state, then one step's loss and norm and the weights after it."""
 
     state: Tensors
@@ -81,7 +90,7 @@ class Loaded:
 
 
 @dataclass
-class Cell:
+class LayoutDeviation:
     """How far a layout is from what was saved, and after a step from one device.
 
     Attributes:
@@ -101,129 +110,133 @@ class Cell:
 
 
 @dataclass
-class Table:
+class LayoutTable:
     """The checkpoints of a kind, made when they are first asked for."""
 
     folder: Path
     kind: str
-    saved: dict[str, Saved] = field(default_factory=dict)
-    expected: dict[str, Loaded] = field(default_factory=dict)
+    saved: dict[str, SavedState] = field(default_factory=dict)
+    expected: dict[str, LoadedState] = field(default_factory=dict)
 
-    def save(self, layout: str) -> Saved:
+    def save_layout(self, layout: str) -> SavedState:
         """What a layout saves after three steps."""
         if layout not in self.saved:
-            run = self._run(f"saved-{layout}", layout, f"training.steps={STEPS}")
-            states = [seen.last for seen in train(run)]
+            run = self._compose_run(f"saved-{layout}", layout, f"training.steps={STEPS}")
+            states = [result.last for result in train_run(run)]
             (folder,) = manifest.list_complete(Path(run.directory))
-            self.saved[layout] = Saved(folder, merged(states))
+            self.saved[layout] = SavedState(folder, merge_states(states))
         return self.saved[layout]
 
-    def load(self, layout: str, rows: Sequence[str]) -> dict[str, Loaded]:
+    def load_layout(self, layout: str, rows: Sequence[str]) -> dict[str, LoadedState]:
         """What a layout makes of the checkpoints of others."""
-        run = self._run(
+        run = self._compose_run(
             f"loaded-{layout}",
             layout,
             f"training.steps={STEPS + 1}",
             "checkpoint=off",
-            f"checkpoint.resume={self.save('single').folder}",
+            f"checkpoint.resume={self.save_layout('single').folder}",
         )
-        folders = [self.save(row).folder for row in rows]
+        folders = [self.save_layout(row).folder for row in rows]
         with lock_directory(Path(run.directory)):
-            attempt = begin(run)
+            attempt = begin_run(run)
         assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
-            ranks = run_ranks(_load, run.layout.devices, run, attempt, meeting, folders, timeout=600, joined=False)
-        return {row: _together([rank[i] for rank in ranks]) for i, row in enumerate(rows)}
+            ranks = run_ranks(
+                _load_checkpoints, run.layout.devices, run, attempt, meeting, folders, timeout=600, joined=False
+            )
+        return {row: _merge_ranks([rank[i] for rank in ranks]) for i, row in enumerate(rows)}
 
-    def cells(self, layout: str, rows: Sequence[str]) -> dict[str, Cell]:
+    def compute_column(self, layout: str, rows: Sequence[str]) -> dict[str, LayoutDeviation]:
         """A column of the table, against what one device makes of each checkpoint."""
         if missing := [row for row in rows if row not in self.expected]:
-            self.expected |= self.load("single", missing)
-        loaded = self.load(layout, rows) if layout != "single" else self.expected
-        return {row: _cell(loaded[row], self.save(row), self.expected[row]) for row in rows}
+            self.expected |= self.load_layout("single", missing)
+        loaded = self.load_layout(layout, rows) if layout != "single" else self.expected
+        return {row: _compute_deviation(loaded[row], self.save_layout(row), self.expected[row]) for row in rows}
 
-    def _run(self, name: str, layout: str, *more: str) -> Run:
+    def _compose_run(self, name: str, layout: str, *overrides: str) -> Run:
         directory = self.folder / name.replace(" ", "-")
         while directory.exists():
             directory = directory.with_name(f"{directory.name}+")
-        return tiny(directory, *SHAPE, *KINDS[self.kind], *LAYOUTS[layout], *more)
+        return compose_tiny_run(directory, *SHAPE, *KINDS[self.kind], *LAYOUTS[layout], *overrides)
 
 
-def merged(states: Iterable[Tensors]) -> Tensors:
+def merge_states(states: Iterable[Tensors]) -> Tensors:
     """Whole tensors of all ranks, each of which has some or all of them: the same ones."""
     out: Tensors = {}
     for state in states:
-        again = {name: out[name] for name in state if name in out}
-        if not same({name: state[name] for name in again}, again):
+        common = {name: out[name] for name in state if name in out}
+        if not are_identical({name: state[name] for name in common}, common):
             raise AssertionError("ranks differ")
         out |= state
     return out
 
 
-def _together(ranks: Sequence[Loaded]) -> Loaded:
-    state, after = merged(rank.state for rank in ranks), merged(rank.weights for rank in ranks)
+def _merge_ranks(ranks: Sequence[LoadedState]) -> LoadedState:
+    state, final_weights = merge_states(rank.state for rank in ranks), merge_states(rank.weights for rank in ranks)
     if len({(rank.loss, rank.norm) for rank in ranks}) > 1:
         raise AssertionError("ranks read different figures")
-    return Loaded(state, ranks[0].loss, ranks[0].norm, after)
+    return LoadedState(state, ranks[0].loss, ranks[0].norm, final_weights)
 
 
-def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
-    return Cell(
-        exact=same(loaded.state, saved.state),
-        loss=abs(loaded.loss / one.loss - 1),
-        norm=abs(loaded.norm / one.norm - 1),
-        weights=difference(loaded.weights, one.weights),
+def _compute_deviation(loaded: LoadedState, saved: SavedState, expected: LoadedState) -> LayoutDeviation:
+    return LayoutDeviation(
+        exact=are_identical(loaded.state, saved.state),
+        loss=abs(loaded.loss / expected.loss - 1),
+        norm=abs(loaded.norm / expected.norm - 1),
+        weights=compute_difference(loaded.weights, expected.weights),
     )
 
 
-def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
+def _load_checkpoints(
+    rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]
+) -> list[LoadedState]:
     """On one rank: each checkpoint in turn, and a step from it."""
-    place = RankInfo(rank, size, rank, meeting if size > 1 else "")
-    world = mesh.connect_world(place, run.layout, "cpu", run.cluster.timeout, connect_exchange=True)
+    rank_info = RankInfo(rank, size, rank, meeting if size > 1 else "")
+    world = mesh.connect_world(rank_info, run.layout, "cpu", run.cluster.timeout, connect_exchange=True)
     trainer = Trainer(run, attempt, world, build_train_step(run, world), StopSignals())
     with trainer.loader as loader:
         batch, trainer.loader = next(loader), None  # type: ignore[assignment]
-        loaded = [_try(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]
+        loaded = [_load_and_step(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]
     world.barrier()  # before anyone leaves; one that fails leaves at once, after its error is told
     trainer.saving.close()
     world.close()
     return loaded
 
 
-def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
+def _load_and_step(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> LoadedState:
     repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
     restore_train_state(trainer.train_step, CheckpointReader(folder), coordinator)
-    state = whole(train_state_dict(trainer.train_step))
+    state = gather_tensors(train_state_dict(trainer.train_step))
     result = trainer._step().read(0, 0)
-    after = weights(whole(train_state_dict(trainer.train_step)))
-    return Loaded(state, result.loss, result.grad_norm, after)
+    final_weights = select_weights(gather_tensors(train_state_dict(trainer.train_step)))
+    return LoadedState(state, result.loss, result.grad_norm, final_weights)
 
 
-def markdown(title: str, columns: Mapping[str, Mapping[str, Cell]]) -> str:
+def format_table(title: str, columns: Mapping[str, Mapping[str, LayoutDeviation]]) -> str:
     """The table of a kind; a cell is the largest difference after a step, or says what is wrong."""
     head = f"| {title}: saved by | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}"
-    lines = [f"| {row} | {' | '.join(_word(columns[c][row]) for c in columns)} |" for row in columns]
+    lines = [f"| {row} | {' | '.join(_format_deviation(columns[c][row]) for c in columns)} |" for row in columns]
     return "\n".join([head, *lines])
 
 
-def _word(cell: Cell) -> str:
+def _format_deviation(cell: LayoutDeviation) -> str:
     return f"{cell.worst:.0e}" if cell.exact else "not the same"
 
 
 @contextmanager
-def silent() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     """Without what runs and their ranks write to the terminal."""
     sys.stdout.flush()
-    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    saved_outputs, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         yield
     finally:
         sys.stdout.flush()
-        for number, copy in zip((1, 2), kept, strict=True):
+        for number, copy in zip((1, 2), saved_outputs, strict=True):
             os.dup2(copy, number)
             os.close(copy)
         os.close(nowhere)
@@ -233,10 +246,10 @@ def main() -> int:
     """Measure every cell and print the tables; 1 when one is beyond the bound."""
     failed = []
     for kind in KINDS:
-        with tempfile.TemporaryDirectory() as folder, silent():
-            table = Table(Path(folder), kind)
-            columns = {layout: table.cells(layout, list(LAYOUTS)) for layout in LAYOUTS}
-        print(markdown(kind, columns), end="\n\n", flush=True)
+        with tempfile.TemporaryDirectory() as folder, silence_output():
+            table = LayoutTable(Path(folder), kind)
+            columns = {layout: table.compute_column(layout, list(LAYOUTS)) for layout in LAYOUTS}
+        print(format_table(kind, columns), end="\n\n", flush=True)
         cells = ((c, r, cell) for c, column in columns.items() for r, cell in column.items())
         failed += [f"{r} -> {c} ({kind})" for c, r, cell in cells if not (cell.exact and cell.worst <= EXACT)]
     moves = len(KINDS) * len(LAYOUTS) ** 2

@@ -24,25 +24,25 @@ DIRECTORY = "hydra.run.dir="
 
 
 @cache
-def _composer(folders: str) -> Composer:
+def _load_composer(folders: str) -> Composer:
     """Return the composer for what $TITAN_CONF adds to titan's own choices."""
     with Session() as loader:
         return Composer(loader, compose_config([]))
 
 
-def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
+def compose_test_run(overrides: Sequence[str], ranks: int | None = None, remote: bool = False) -> Run:
     """Return the run of a list of overrides; of Hydra's node, it takes the run's directory only."""
     lines = [o for o in overrides if not o.startswith(DIRECTORY)]
     directories = [o.removeprefix(DIRECTORY) for o in overrides if o.startswith(DIRECTORY)]
     if any(o.lstrip("+~").startswith(("hydra", "sweep")) for o in lines):
-        return compose.compose_run(overrides, ranks, elsewhere)
+        return compose.compose_run(overrides, ranks, remote)
     compose.register_configs()
     with HydraErrors(lines):
         trusted = modules.list_trusted_packages(lines)
-        composer = _composer(os.environ.get("TITAN_CONF", ""))
+        composer = _load_composer(os.environ.get("TITAN_CONF", ""))
         cfg = composer(lines)
         OmegaConf.clear_cache(cfg)  # the time, which is in the directory's name
         check_optional(composer.list_choices, cfg)
         if directories:
             cfg.hydra.run.dir = directories[-1].strip("'\"")
-        return compose.freeze_run(cfg, ranks=ranks, remote=elsewhere, trusted=trusted)
+        return compose.freeze_run(cfg, ranks=ranks, remote=remote, trusted=trusted)

@@ -27,9 +27,9 @@ import torch
 import yaml
 
 from tests.checkpoint.test_manager import stop_at
-from tests.support.composing import composed
-from tests.support.ranks import RankFailed
-from tests.support.runs import TINY, Tensors, learned, same, train
+from tests.support.composing import compose_test_run
+from tests.support.ranks import RankFailedError
+from tests.support.runs import TINY, Tensors, are_identical, read_learned_values, train_run
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train as train_tokenizer
 from titan.errors import ConfigError
@@ -42,7 +42,7 @@ WORDS = "one fish two fish red fish blue fish\nthe quick brown fox jumps over th
 
 
 @dataclass(frozen=True)
-class Scene:
+class DamageScene:
     """A run's place: its directory, a copy of its checkpoints elsewhere, and where a trap would leave its mark."""
 
     folder: Path
@@ -57,7 +57,7 @@ class Scene:
         return manifest.folder_of(self.directory, 4)
 
     @property
-    def before(self) -> Path:
+    def previous(self) -> Path:
         """The one before it."""
         return manifest.folder_of(self.directory, 2)
 
@@ -69,12 +69,12 @@ class Scene:
     def mark(self) -> Path:
         return self.folder / "mark"
 
-    def run(self, *more: str) -> Run:
+    def compose_run(self, *overrides: str) -> Run:
         """The command that is given twice."""
         text, vocabulary = self.folder.parent / "text.txt", self.folder.parent / "own.tiktoken"
         data = ("dataset=text", f"dataset.path={text}", f"dataset.tokenizer={vocabulary}")
         common = (setting for setting in TINY if not setting.startswith("dataset"))
-        return composed([*common, *data, *SETTINGS, f"hydra.run.dir={self.directory}", *more])
+        return compose_test_run([*common, *data, *SETTINGS, f"hydra.run.dir={self.directory}", *overrides])
 
 
 URL, FOLDER = "file://", ""
@@ -91,9 +91,9 @@ class Damage:
     Attributes:
         name: for the table and for pytest.
         do: the damage.
-        said: a pattern of what the user reads; empty where nothing is to be said.
+        message_pattern: a pattern of what the user reads; empty where nothing is to be said.
         used: the step from which the run goes on; None where it does not.
-        more: settings of the second command.
+        overrides: settings of the second command.
         remote: how the place of the checkpoints' copies is written; None where there are none.
         during: what happens while the second command trains, on each rank.
         code: the exit code of the second command; -1 where it was killed.
@@ -101,10 +101,10 @@ class Damage:
     """
 
     name: str
-    do: Callable[[Scene], Any]
-    said: str
+    do: Callable[[DamageScene], Any]
+    message_pattern: str
     used: int | None = 2
-    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     remote: str | None = None
     during: Callable[[Trainer], Any] | None = None
     code: int = 0
@@ -125,75 +125,75 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Found:
+class DamageResult:
     """What came of a damage: the exit code, what was read, the step it went on from, whether it ended as it should."""
 
     code: int
-    said: str
-    began: int | None
+    output: str
+    start_step: int | None
     same: bool
     ran_code: bool
 
-    def sentence(self, pattern: str) -> str:
+    def find_sentence(self, pattern: str) -> str:
         """What of it the pattern means: its whole line."""
-        found = re.search(f"[^\n]*({pattern})[^\n]*", self.said) if pattern else None
-        return re.sub(r"^(note|\d+) +", "", found[0].strip()) if found else ""
+        match = re.search(f"[^\n]*({pattern})[^\n]*", self.output) if pattern else None
+        return re.sub(r"^(note|\d+) +", "", match[0].strip()) if match else ""
 
 
 @dataclass
-class Made:
+class OriginalRun:
     """The run before the damage, made once; and what it becomes where nothing is damaged."""
 
     folder: Path
     last: Tensors
     lines: list[tuple[Any, ...]]
 
-    def scene(self, name: str, copied: bool) -> Scene:
+    def copy_scene(self, name: str, copied: bool) -> DamageScene:
         """A copy of it."""
         folder = self.folder / name
         shutil.copytree(self.folder / ("remote" if copied else "plain"), folder)
-        return Scene(folder)
+        return DamageScene(folder)
 
 
-def made(folder: Path) -> Made:
+def make_original_run(folder: Path) -> OriginalRun:
     """Train the runs that are to be damaged, and one that is not."""
     (folder / "text.txt").write_text(WORDS * 300)
     train_tokenizer.main([str(folder / "text.txt"), f"to={folder}/own.tiktoken", "ranks=260"])
     for name in ("plain", "remote"):
-        scene = Scene(folder / name)
-        train(scene.run(*_copied(scene, FOLDER if name == "remote" else None)), stop_at(3))
-    whole = Scene(folder / "whole")
-    return Made(folder, train(whole.run())[0].last, learned(whole.run()))
+        scene = DamageScene(folder / name)
+        train_run(scene.compose_run(*_build_remote_settings(scene, FOLDER if name == "remote" else None)), stop_at(3))
+    undamaged = DamageScene(folder / "whole")
+    return OriginalRun(folder, train_run(undamaged.compose_run())[0].last, read_learned_values(undamaged.compose_run()))
 
 
-def _copied(scene: Scene, remote: str | None) -> tuple[str, ...]:
+def _build_remote_settings(scene: DamageScene, remote: str | None) -> tuple[str, ...]:
     return () if remote is None else (f"checkpoint.path={remote}{scene.folder / 'remote'}",)
 
 
-def outcome(damage: Damage, origin: Made) -> Found:
+def apply_damage(damage: Damage, origin: OriginalRun) -> DamageResult:
     """Damage a copy of the run, and give the command again."""
-    scene = origin.scene(damage.id, damage.remote is not None)
+    scene = origin.copy_scene(damage.id, damage.remote is not None)
     damage.do(scene)
-    said = io.TextIOWrapper((scene.folder / "said").open("wb", buffering=0), write_through=True)
+    output = io.TextIOWrapper((scene.folder / "said").open("wb", buffering=0), write_through=True)
     code, ended = 0, False
-    with redirect_stdout(said):
+    with redirect_stdout(output):
         try:
-            run = scene.run(*_copied(scene, damage.remote), *damage.more)
-            seen = train(run, damage.during)[0]
-            code = 0 if seen.failure is None else 1
-            said.write(seen.failure or "")
-            ended = code == 0 and same(seen.last, origin.last) and learned(run) == origin.lines
+            run = scene.compose_run(*_build_remote_settings(scene, damage.remote), *damage.overrides)
+            result = train_run(run, damage.during)[0]
+            code = 0 if result.failure is None else 1
+            output.write(result.failure or "")
+            ended = code == 0 and are_identical(result.last, origin.last) and read_learned_values(run) == origin.lines
         except ConfigError as refusal:
-            code, _ = 2, said.write(str(refusal))
-        except RankFailed as failed:
+            code, _ = 2, output.write(str(refusal))
+        except RankFailedError as failed:
             text = str(failed)
             code = 2 if "titan.errors.ConfigError: " in text else -1
-            said.write(text.rpartition("titan.errors.ConfigError: ")[2])
+            output.write(text.rpartition("titan.errors.ConfigError: ")[2])
     words = (scene.folder / "said").read_text()
-    return Found(code, words, _began(scene), ended, scene.mark.exists())
+    return DamageResult(code, words, _read_start_step(scene), ended, scene.mark.exists())
 
 
-def _began(scene: Scene) -> int | None:
+def _read_start_step(scene: DamageScene) -> int | None:
     """From which step the second attempt began; None when there was none."""
     try:
         documents = [d for d in yaml.safe_load_all((scene.directory / "run.yaml").read_text()) if d]
@@ -203,64 +203,64 @@ def _began(scene: Scene) -> int | None:
         return None
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     """Change one bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
 
 
-def cut(file: Path) -> None:
+def cut_file(file: Path) -> None:
     """Take the second half of a file away."""
     os.truncate(file, file.stat().st_size // 2)
 
 
-def append(file: Path) -> None:
+def append_bytes(file: Path) -> None:
     with file.open("ab") as out:
         out.write(b"more")
 
 
-def directory(file: Path) -> None:
+def replace_by_directory(file: Path) -> None:
     """Put a directory in a file's place."""
     file.unlink()
     file.mkdir()
 
 
-def loop(file: Path) -> None:
+def replace_by_loop(file: Path) -> None:
     """Put a link that leads to itself in a file's place: it can't be opened, by nobody."""
     file.unlink()
     file.symlink_to(file)
 
 
-def broken(file: Path) -> None:
+def replace_by_unreadable(file: Path) -> None:
     """Put a file in its place that gives an error when it is read, as a failing disk does (Linux)."""
     file.unlink()
     file.symlink_to("/proc/self/mem")
 
 
-def swap(one: Path, other: Path) -> None:
+def swap_files(first: Path, second: Path) -> None:
     """Let two files have each other's content."""
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
 
 
-def say(folder: Path, **values: Any) -> None:
+def edit_manifest(folder: Path, **values: Any) -> None:
     """Change what a manifest says."""
     file = folder / MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def reseal(folder: Path) -> None:
+def update_checksums(folder: Path) -> None:
     """Let a manifest say of its files what they are now: as somebody would who means harm."""
     files = {}
     for file in (f for f in folder.iterdir() if f.name != MANIFEST):
         with file.open("rb") as content:
             files[file.name] = vars(manifest.checksum_stream(content))
-    say(folder, files=files)
+    edit_manifest(folder, files=files)
 
 
-def tokenizer(folder: Path) -> Path:
+def find_tokenizer(folder: Path) -> Path:
     """The tokenizer's file of a checkpoint."""
     return folder / str(json.loads((folder / MANIFEST).read_text())["tokenizer"])
 
@@ -269,126 +269,126 @@ class Trap:
     """Pickles to something that does harm when it is loaded."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
-        self.made = (function, arguments)
+        self.call = (function, arguments)
 
     def __reduce__(self) -> Any:
-        return self.made
+        return self.call
 
 
-def system(scene: Scene) -> Trap:
+def make_shell_trap(scene: DamageScene) -> Trap:
     """A trap that leaves its mark through a shell."""
     return Trap(os.system, f"touch {scene.mark}")
 
 
-def opened(scene: Scene) -> Trap:
+def make_open_trap(scene: DamageScene) -> Trap:
     """A trap that leaves its mark with no more than a built-in function."""
     return Trap(open, str(scene.mark), "w")
 
 
-def loaded(scene: Scene) -> Trap:
+def make_load_trap(scene: DamageScene) -> Trap:
     """A trap that has torch load another file, which holds the trap proper."""
     hidden = scene.last / "hidden"
-    torch.save(system(scene), hidden)
+    torch.save(make_shell_trap(scene), hidden)
     return Trap(_load, str(hidden))
 
 
-def trap(kind: Callable[[Scene], Trap], name: str = METADATA) -> Callable[[Scene], None]:
+def plant_trap(kind: Callable[[DamageScene], Trap], name: str = METADATA) -> Callable[[DamageScene], None]:
     """Put a trap in a file's place, and correct the manifest."""
 
-    def do(scene: Scene) -> None:
+    def plant(scene: DamageScene) -> None:
         (scene.last / name).write_bytes(pickle.dumps(kind(scene)))
-        reseal(scene.last)
+        update_checksums(scene.last)
 
-    return do
+    return plant
 
 
-def torch_trap(scene: Scene) -> None:
+def plant_torch_trap(scene: DamageScene) -> None:
     """The data file is what `torch.save` made of a trap, over and over: wherever it is read, it is there."""
-    made_, file = io.BytesIO(), scene.last / DATA
-    torch.save(system(scene), made_)
+    buffer, file = io.BytesIO(), scene.last / DATA
+    torch.save(make_shell_trap(scene), buffer)
     metadata = pickle.loads((scene.last / METADATA).read_bytes())
-    whole = made_.getvalue()
-    for index, place in metadata.storage_data.items():
-        metadata.storage_data[index] = replace(place, offset=0, length=len(whole))
-    file.write_bytes(whole)
+    trap_bytes = buffer.getvalue()
+    for index, storage_info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(storage_info, offset=0, length=len(trap_bytes))
+    file.write_bytes(trap_bytes)
     (scene.last / METADATA).write_bytes(pickle.dumps(metadata))
-    reseal(scene.last)
+    update_checksums(scene.last)
 
 
-def described(change: Callable[[Scene, Any], Any]) -> Callable[[Scene], None]:
+def change_metadata(change: Callable[[DamageScene, Any], Any]) -> Callable[[DamageScene], None]:
     """Change the metadata, and correct the manifest."""
 
-    def do(scene: Scene) -> None:
+    def change_and_reseal(scene: DamageScene) -> None:
         file = scene.last / METADATA
         metadata = pickle.loads(file.read_bytes())
         change(scene, metadata)
         file.write_bytes(pickle.dumps(metadata))
-        reseal(scene.last)
+        update_checksums(scene.last)
 
-    return do
+    return change_and_reseal
 
 
-def as_bytes(scene: Scene, metadata: Any) -> None:
+def describe_as_bytes(scene: DamageScene, metadata: Any) -> None:
     """Say of a tensor that it is an object: torch's own reader would unpickle it without limits."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     metadata.state_dict_metadata[next(iter(metadata.state_dict_metadata))] = BytesStorageMetadata()
 
 
-def outside(scene: Scene, metadata: Any) -> None:
+def lead_outside(scene: DamageScene, metadata: Any) -> None:
     """Say of all tensors that they are in the checkpoint before."""
-    for index, place in metadata.storage_data.items():
-        metadata.storage_data[index] = replace(place, relative_path=f"../step-2/{DATA}")
+    for index, storage_info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(storage_info, relative_path=f"../step-2/{DATA}")
 
 
-def nested(scene: Scene, metadata: Any) -> None:
+def hide_trap(scene: DamageScene, metadata: Any) -> None:
     """Hide a trap where the metadata may hold anything."""
-    metadata.planner_data = {"harmless": [system(scene)]}
+    metadata.planner_data = {"harmless": [make_shell_trap(scene)]}
 
 
-def limited(bytes_: int) -> Callable[[Trainer], None]:
+def limit_file_size(bytes_: int) -> Callable[[Trainer], None]:
     """No file may grow beyond so many bytes while steps 5 and 6 are done: what a full disk does."""
     import resource
 
-    def during(trainer: Trainer) -> None:
+    def set_limit(trainer: Trainer) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
-        impatient()
+        skip_save_delays()
 
-    return during
+    return set_limit
 
 
-def killed(trainer: Trainer) -> None:
+def kill_before_manifest(trainer: Trainer) -> None:
     """The rank dies when all files of a checkpoint are there, and only its manifest is missing."""
-    manifest.write = lambda folder, about: os._exit(9)  # type: ignore[assignment]
+    manifest.write = lambda folder, record: os._exit(9)  # type: ignore[assignment]
 
 
 def _load(file: str) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def powerless(trainer: Trainer) -> None:
+def drop_privileges(trainer: Trainer) -> None:
     """Be a user who may write nowhere, once training has begun."""
     update = trainer._update
 
-    def later(bad: torch.Tensor) -> None:
+    def update_without_privileges(bad: torch.Tensor) -> None:
         os.seteuid(65534)
         update(bad)
 
-    trainer._update = later  # type: ignore[method-assign]
-    impatient()
+    trainer._update = update_without_privileges  # type: ignore[method-assign]
+    skip_save_delays()
 
 
-def impatient() -> None:
+def skip_save_delays() -> None:
     """Try the last save again at once."""
     checkpointing.time = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)  # type: ignore[assignment]
 
 
-def both(harm: Callable[[Path], Any]) -> Callable[[Scene], None]:
+def damage_both(harm: Callable[[Path], Any]) -> Callable[[DamageScene], None]:
     """The same harm to both checkpoints."""
-    return lambda scene: [harm(scene.last), harm(scene.before)][0]
+    return lambda scene: [harm(scene.last), harm(scene.previous)][0]
 
 
-def replaced(folder: Path) -> None:
+def replace_by_file(folder: Path) -> None:
     """Put a file in a folder's place."""
     shutil.rmtree(folder)
     folder.write_text("")
@@ -398,141 +398,201 @@ SIZE = "has [0-9,]+ bytes instead of [0-9,]+"
 CHECKSUM = "has the checksum [0-9a-f]{8} instead of [0-9a-f]{8}"
 
 
-def _said(what: str, step: int = 4) -> str:
-    return f"checkpoint step-{step} is damaged and not used: {what}"
+def _match_damage(reason: str, step: int = 4) -> str:
+    return f"checkpoint step-{step} is damaged and not used: {reason}"
 
 
-def _files() -> Iterator[Damage]:
+def _list_file_damages() -> Iterator[Damage]:
     """What happens to single files."""
     for name, title in ((DATA, "data"), (METADATA, "metadata")):
         named = re.escape(name)
-        yield Damage(f"{title} cut in half", lambda s, n=name: cut(s.last / n), _said(f"{named} {SIZE}"))
-        yield Damage(f"{title} with one bit flipped", lambda s, n=name: flip(s.last / n), _said(f"{named} {CHECKSUM}"))
+        yield Damage(f"{title} cut in half", lambda s, n=name: cut_file(s.last / n), _match_damage(f"{named} {SIZE}"))
         yield Damage(
-            f"{title} deleted", lambda s, n=name: (s.last / n).unlink(), _said(f"{named} can't be read .No such")
+            f"{title} with one bit flipped",
+            lambda s, n=name: flip_bit(s.last / n),
+            _match_damage(f"{named} {CHECKSUM}"),
         )
-        yield Damage(f"{title} empty", lambda s, n=name: (s.last / n).write_bytes(b""), _said(f"{named} has 0 bytes"))
-        yield Damage(f"{title} longer", lambda s, n=name: append(s.last / n), _said(f"{named} {SIZE}"))
-        yield Damage(f"{title} a directory", lambda s, n=name: directory(s.last / n), _said(f"{named} {SIZE}"))
+        yield Damage(
+            f"{title} deleted",
+            lambda s, n=name: (s.last / n).unlink(),
+            _match_damage(f"{named} can't be read .No such"),
+        )
+        yield Damage(
+            f"{title} empty", lambda s, n=name: (s.last / n).write_bytes(b""), _match_damage(f"{named} has 0 bytes")
+        )
+        yield Damage(f"{title} longer", lambda s, n=name: append_bytes(s.last / n), _match_damage(f"{named} {SIZE}"))
+        yield Damage(
+            f"{title} a directory", lambda s, n=name: replace_by_directory(s.last / n), _match_damage(f"{named} {SIZE}")
+        )
         yield Damage(
             f"{title} of another checkpoint",
-            lambda s, n=name: (s.last / n).write_bytes((s.before / n).read_bytes()),
-            _said(f"{named} ({CHECKSUM}|{SIZE})"),
+            lambda s, n=name: (s.last / n).write_bytes((s.previous / n).read_bytes()),
+            _match_damage(f"{named} ({CHECKSUM}|{SIZE})"),
         )
-    yield Damage("data that can not be opened", lambda s: loop(s.last / DATA), _said(f"{DATA} can't be read .Too many"))
-    yield Damage("data and metadata swapped", lambda s: swap(s.last / DATA, s.last / METADATA), _said(rf"\S+ {SIZE}"))
-    yield Damage("tokenizer with one bit flipped", lambda s: flip(tokenizer(s.last)), _said(rf"\S+ {CHECKSUM}"))
-    yield Damage("tokenizer deleted", lambda s: tokenizer(s.last).unlink(), _said(".* can't be read .No such file"))
-
-
-def _manifests() -> Iterator[Damage]:
-    """What happens to a manifest."""
-    none = _said(f"{MANIFEST} is not a manifest")
-    yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "attempt 2, resume from step 2")
-    yield Damage("manifest cut in half", lambda s: cut(s.last / MANIFEST), none)
-    yield Damage("manifest empty", lambda s: (s.last / MANIFEST).write_bytes(b""), none)
-    yield Damage("manifest not UTF-8", lambda s: (s.last / MANIFEST).write_bytes(b"\xff\xfe{}"), none)
-    yield Damage("manifest of other types", lambda s: say(s.last, step="four", files=[]), none)
     yield Damage(
-        "manifest a directory", lambda s: directory(s.last / MANIFEST), _said(f"{MANIFEST} can't be read .Is a")
+        "data that can not be opened",
+        lambda s: replace_by_loop(s.last / DATA),
+        _match_damage(f"{DATA} can't be read .Too many"),
     )
     yield Damage(
-        "manifest on a failing disk", lambda s: broken(s.last / MANIFEST), _said(f"{MANIFEST} can't be read .Input")
+        "data and metadata swapped",
+        lambda s: swap_files(s.last / DATA, s.last / METADATA),
+        _match_damage(rf"\S+ {SIZE}"),
+    )
+    yield Damage(
+        "tokenizer with one bit flipped", lambda s: flip_bit(find_tokenizer(s.last)), _match_damage(rf"\S+ {CHECKSUM}")
+    )
+    yield Damage(
+        "tokenizer deleted", lambda s: find_tokenizer(s.last).unlink(), _match_damage(".* can't be read .No such file")
+    )
+
+
+def _list_manifest_damages() -> Iterator[Damage]:
+    """What happens to a manifest."""
+    none = _match_damage(f"{MANIFEST} is not a manifest")
+    yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "attempt 2, resume from step 2")
+    yield Damage("manifest cut in half", lambda s: cut_file(s.last / MANIFEST), none)
+    yield Damage("manifest empty", lambda s: (s.last / MANIFEST).write_bytes(b""), none)
+    yield Damage("manifest not UTF-8", lambda s: (s.last / MANIFEST).write_bytes(b"\xff\xfe{}"), none)
+    yield Damage("manifest of other types", lambda s: edit_manifest(s.last, step="four", files=[]), none)
+    yield Damage(
+        "manifest a directory",
+        lambda s: replace_by_directory(s.last / MANIFEST),
+        _match_damage(f"{MANIFEST} can't be read .Is a"),
+    )
+    yield Damage(
+        "manifest on a failing disk",
+        lambda s: replace_by_unreadable(s.last / MANIFEST),
+        _match_damage(f"{MANIFEST} can't be read .Input"),
     )
     yield Damage(
         "manifest of another checkpoint",
-        lambda s: shutil.copy(s.before / MANIFEST, s.last / MANIFEST),
-        _said(f"{MANIFEST} is of step 2"),
+        lambda s: shutil.copy(s.previous / MANIFEST, s.last / MANIFEST),
+        _match_damage(f"{MANIFEST} is of step 2"),
     )
     yield Damage(
         "manifest of another format",
-        lambda s: say(s.last, format=7),
-        _said(f"{MANIFEST} has format 7, and this titan reads"),
+        lambda s: edit_manifest(s.last, format=7),
+        _match_damage(f"{MANIFEST} has format 7, and this titan reads"),
     )
     yield Damage(
         "manifest that names files outside",
-        lambda s: say(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
-        _said(f"{MANIFEST} is not a manifest .it names '../step-2/manifest.json', which is not a file in its folder"),
+        lambda s: edit_manifest(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
+        _match_damage(
+            f"{MANIFEST} is not a manifest .it names '../step-2/manifest.json', which is not a file in its folder"
+        ),
     )
-    yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
-    other = lambda s: {METADATA: vars(manifest.checksum_file(s.last / METADATA))}
-    yield Damage("manifest that lists no tensors", lambda s: say(s.last, files=other(s)), _said(".* does not list __0"))
-    yield Damage("checkpoint of another run", lambda s: say(s.last, run_id="other"), _said(".* is of another run"))
+    yield Damage(
+        "manifest without data",
+        lambda s: edit_manifest(s.last, data=None),
+        _match_damage(".* .data is None, where a mapping"),
+    )
+    list_metadata_only = lambda s: {METADATA: vars(manifest.checksum_file(s.last / METADATA))}
+    yield Damage(
+        "manifest that lists no tensors",
+        lambda s: edit_manifest(s.last, files=list_metadata_only(s)),
+        _match_damage(".* does not list __0"),
+    )
+    yield Damage(
+        "checkpoint of another run",
+        lambda s: edit_manifest(s.last, run_id="other"),
+        _match_damage(".* is of another run"),
+    )
 
 
-def _folders() -> Iterator[Damage]:
+def _list_folder_damages() -> Iterator[Damage]:
     """What happens to folders."""
     none = "there is no checkpoint any more of a run that had got to step 4"
     yield Damage("checkpoint removed", lambda s: shutil.rmtree(s.last), "attempt 2, resume from step 2")
-    yield Damage("checkpoint a file", lambda s: replaced(s.last), "attempt 2, resume from step 2")
+    yield Damage("checkpoint a file", lambda s: replace_by_file(s.last), "attempt 2, resume from step 2")
     yield Damage("all checkpoints removed", lambda s: shutil.rmtree(s.last.parent), none, 0)
     yield Damage(
         "all checkpoints a file",
-        lambda s: replaced(s.last.parent),
+        lambda s: replace_by_file(s.last.parent),
         "checkpoints in it is a file instead of the folder of checkpoints; ",
         None,
         code=2,
     )
     yield Damage(
         "both checkpoints damaged",
-        both(lambda folder: flip(folder / DATA)),
+        damage_both(lambda folder: flip_bit(folder / DATA)),
         "step-4 is damaged .*; checkpoint step-2 is damaged .*; and there is no other. Bring back a copy of one, or",
         None,
         code=2,
     )
     yield Damage(
-        "both manifests cut", both(lambda folder: cut(folder / MANIFEST)), "and there is no other", None, code=2
+        "both manifests cut",
+        damage_both(lambda folder: cut_file(folder / MANIFEST)),
+        "and there is no other",
+        None,
+        code=2,
     )
 
 
-def _traps() -> Iterator[Damage]:
+def _list_trap_damages() -> Iterator[Damage]:
     """What somebody may put in a checkpoint who wants code to be run."""
     names = "it names {}, which doesn't occur in checkpoints"
-    for more in ((), ("checkpoint.verify=false",)):
-        how = " unverified" if more else ""
-        yield Damage(f"metadata run a shell{how}", trap(system), _said(names.format("posix.system")), more=more)
-        yield Damage(f"metadata open a file{how}", trap(opened), _said(names.format(r"io.open")), more=more)
+    for overrides in ((), ("checkpoint.verify=false",)):
+        suffix = " unverified" if overrides else ""
+        yield Damage(
+            f"metadata run a shell{suffix}",
+            plant_trap(make_shell_trap),
+            _match_damage(names.format("posix.system")),
+            overrides=overrides,
+        )
+        yield Damage(
+            f"metadata open a file{suffix}",
+            plant_trap(make_open_trap),
+            _match_damage(names.format(r"io.open")),
+            overrides=overrides,
+        )
     yield Damage(
-        "metadata load another file", trap(loaded), _said(names.format(r"(__main__|tests.support.corruption)._load"))
+        "metadata load another file",
+        plant_trap(make_load_trap),
+        _match_damage(names.format(r"(__main__|tests.support.corruption)._load")),
     )
-    yield Damage("metadata hide a shell", described(nested), _said(names.format("posix.system")))
-    objects = _said(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
-    yield Damage("metadata of objects", described(as_bytes), objects)
-    yield Damage("metadata that lead outside", described(outside), _said("it leads to '../step-2/"))
+    yield Damage("metadata hide a shell", change_metadata(hide_trap), _match_damage(names.format("posix.system")))
+    objects = _match_damage(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
+    yield Damage("metadata of objects", change_metadata(describe_as_bytes), objects)
+    yield Damage("metadata that lead outside", change_metadata(lead_outside), _match_damage("it leads to '../step-2/"))
     refused = "the checkpoint .*step-4 can't be read: .*; remove"
-    yield Damage("data run a shell", torch_trap, refused, None, code=1)
-    yield Damage("data a pickle", trap(system, DATA), refused, None, code=1)
+    yield Damage("data run a shell", plant_torch_trap, refused, None, code=1)
+    yield Damage("data a pickle", plant_trap(make_shell_trap, DATA), refused, None, code=1)
 
 
-def _remotes() -> Iterator[Damage]:
+def _list_remote_damages() -> Iterator[Damage]:
     """What happens to the copies elsewhere."""
-    gone = lambda scene: shutil.rmtree(scene.last.parent)
-    yield Damage("here all removed, copies whole", gone, "attempt 2, resume from step 4", 4, remote=URL)
+    remove_all = lambda scene: shutil.rmtree(scene.last.parent)
+    yield Damage("here all removed, copies whole", remove_all, "attempt 2, resume from step 4", 4, remote=URL)
     yield Damage(
-        "here the last damaged, copies whole", lambda s: cut(s.last / DATA), _said(f"{DATA} {SIZE}"), 4, remote=URL
+        "here the last damaged, copies whole",
+        lambda s: cut_file(s.last / DATA),
+        _match_damage(f"{DATA} {SIZE}"),
+        4,
+        remote=URL,
     )
     yield Damage(
         "here the last flipped, copies whole",
-        lambda s: flip(s.last / DATA),
-        _said(f"{DATA} {CHECKSUM}"),
+        lambda s: flip_bit(s.last / DATA),
+        _match_damage(f"{DATA} {CHECKSUM}"),
         4,
         remote=URL,
     )
     yield Damage(
         "here all removed, copied data flipped",
-        lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
-        _said(f".*step-4/{DATA} has another checksum than when it was saved"),
+        lambda s: (remove_all(s), flip_bit(s.remote / "step-4" / DATA)),
+        _match_damage(f".*step-4/{DATA} has another checksum than when it was saved"),
         remote=URL,
     )
     yield Damage(
         "here all removed, data in a folder of copies flipped",
-        lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
-        _said(rf"\S*step-4/{DATA} has another checksum than when it was saved"),
+        lambda s: (remove_all(s), flip_bit(s.remote / "step-4" / DATA)),
+        _match_damage(rf"\S*step-4/{DATA} has another checksum than when it was saved"),
         remote=FOLDER,
     )
     yield Damage(
         "here all removed, copied manifest deleted",
-        lambda s: (gone(s), (s.remote / "step-4" / MANIFEST).unlink()),
+        lambda s: (remove_all(s), (s.remote / "step-4" / MANIFEST).unlink()),
         f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing",
         remote=URL,
     )
@@ -544,7 +604,7 @@ def _remotes() -> Iterator[Damage]:
     yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "attempt 2, resume from step 4", 4, remote=URL)
     yield Damage(
         "here all removed, copies' index garbage",
-        lambda s: (gone(s), (s.remote / "index.json").write_bytes(b"[]")),
+        lambda s: (remove_all(s), (s.remote / "index.json").write_bytes(b"[]")),
         "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; make it readable",
         None,
         remote=URL,
@@ -552,26 +612,35 @@ def _remotes() -> Iterator[Damage]:
     )
 
 
-def _others() -> Iterator[Damage]:
+def _list_other_damages() -> Iterator[Damage]:
     """What happens to other files of a run, and while it saves."""
     attempts = "hydra.run.dir=.*run.yaml can't be read .*; repair it, or choose another name"
     for title, harm in (
-        ("cut in half", cut),
+        ("cut in half", cut_file),
         ("not YAML", lambda f: f.write_text("a: [")),
         ("text", lambda f: f.write_text("x")),
     ):
         yield Damage(f"run.yaml {title}", lambda s, h=harm: h(s.directory / "run.yaml"), attempts, None, code=2)
-    yield Damage("metrics.jsonl cut", lambda s: append(s.directory / "metrics.jsonl"), "resume from step 4", 4)
-    yield Damage("result.json garbage", lambda s: cut(s.directory / "result.json"), "resume from step 4", 4)
+    yield Damage("metrics.jsonl cut", lambda s: append_bytes(s.directory / "metrics.jsonl"), "resume from step 4", 4)
+    yield Damage("result.json garbage", lambda s: cut_file(s.directory / "result.json"), "resume from step 4", 4)
     full = "the last checkpoint, of step 6, could not be saved in 3 attempts; fix the error above"
-    yield Damage("a disk that is full", lambda s: None, full, 4, during=limited(20_000), code=1)
-    yield Damage("a directory that is read-only", lambda s: None, full, 4, during=powerless, code=1, root=True)
-    yield Damage("killed before the manifest", lambda s: None, "resume from step 4", 4, during=killed, code=-1)
+    yield Damage("a disk that is full", lambda s: None, full, 4, during=limit_file_size(20_000), code=1)
+    yield Damage("a directory that is read-only", lambda s: None, full, 4, during=drop_privileges, code=1, root=True)
+    yield Damage(
+        "killed before the manifest", lambda s: None, "resume from step 4", 4, during=kill_before_manifest, code=-1
+    )
 
 
-def table() -> list[Damage]:
+def list_damages() -> list[Damage]:
     """All of them."""
-    return [*_files(), *_manifests(), *_folders(), *_traps(), *_remotes(), *_others()]
+    return [
+        *_list_file_damages(),
+        *_list_manifest_damages(),
+        *_list_folder_damages(),
+        *_list_trap_damages(),
+        *_list_remote_damages(),
+        *_list_other_damages(),
+    ]
 
 
 def main(text: str = "") -> int:
@@ -579,16 +648,19 @@ def main(text: str = "") -> int:
     failed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        origin = made(folder)
+        origin = make_original_run(folder)
         print("| damage | what the user reads | lost | code run |\n| --- | --- | --- | --- |")
-        for damage in (d for d in table() if text in d.name):
-            found = outcome(damage, origin)
-            words = found.sentence(damage.said).replace(f"{folder}/{damage.id}/", "") or found.said[-200:]
-            good = found.code == damage.code and (damage.used is None or found.began == damage.used)
-            good = good and found.same == (damage.code == 0)
-            read = bool(re.search(damage.said, found.said))
-            failed += [] if good and read and not found.ran_code else [damage.name]
-            print(f"| {damage.name} | {words} | {damage.lost} | {'YES' if found.ran_code else 'no'} |", flush=True)
+        for damage in (d for d in list_damages() if text in d.name):
+            result = apply_damage(damage, origin)
+            words = (
+                result.find_sentence(damage.message_pattern).replace(f"{folder}/{damage.id}/", "")
+                or result.output[-200:]
+            )
+            good = result.code == damage.code and (damage.used is None or result.start_step == damage.used)
+            good = good and result.same == (damage.code == 0)
+            read = bool(re.search(damage.message_pattern, result.output))
+            failed += [] if good and read and not result.ran_code else [damage.name]
+            print(f"| {damage.name} | {words} | {damage.lost} | {'YES' if result.ran_code else 'no'} |", flush=True)
     print(f"{len(failed)} not as they should be{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
     return len(failed) > 0
 

@@ -24,36 +24,36 @@ KEY = "cpu_seconds"
 """In what a worker of pytest-xdist returns: pairs of a name and seconds, of all and of those above the limit."""
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return the processes below one, without those that its dead children left to others.
 
     A process that ends before its parent waits for it is still there; one whose parent never does is lost.
     """
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, children.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+                pids += [child, *list_descendants(child)]
+    return pids
 
 
-def cpu_seconds() -> float:
+def measure_cpu_seconds() -> float:
     """Return what this process, its ended children and its live descendants have taken."""
     times = os.times()
     total = times.user + times.system + times.children_user + times.children_system
-    for pid in descendants(os.getpid()):
+    for pid in list_descendants(os.getpid()):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) / TICKS
     return total
 
 
-def slowness() -> float:
+def measure_slowness() -> float:
     """Return how many times slower than the machine of docs/benchmarks.md this one is now; 1 where it is faster."""
-    began, total = time.process_time(), 0
+    start, total = time.process_time(), 0
     for number in range(LOOP):
         total += number
-    return max(1.0, (time.process_time() - began) / LOOP_SECONDS)
+    return max(1.0, (time.process_time() - start) / LOOP_SECONDS)
 
 
 class CpuTime:
@@ -83,17 +83,17 @@ class CpuTime:
 
     @contextlib.contextmanager
     def _measure(self, name: str) -> Generator[None, None, None]:
-        before = cpu_seconds()
+        start_seconds = measure_cpu_seconds()
         self.inner.append(0.0)
         try:
             yield
         finally:
-            within, seconds = self.inner.pop(), cpu_seconds() - before
+            within, seconds = self.inner.pop(), measure_cpu_seconds() - start_seconds
             self.inner[-1] += seconds
-            own = max(seconds - within, 0.0)  # a process that was lost took its time along
-            self.measured.append((name, own))
-            if self.limit is not None and own > self.limit * slowness():
-                self.above.append((name, own))
+            own_seconds = max(seconds - within, 0.0)  # a process that was lost took its time along
+            self.measured.append((name, own_seconds))
+            if self.limit is not None and own_seconds > self.limit * measure_slowness():
+                self.above.append((name, own_seconds))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

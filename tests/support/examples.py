@@ -15,35 +15,35 @@ import pytest
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
 
 
-def section(name: str) -> str:
+def read_section(name: str) -> str:
     """The text below a heading of the second level, up to the next one."""
     return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
 
 
-def files(text: str = PAGE) -> dict[str, str]:
+def read_files(text: str = PAGE) -> dict[str, str]:
     """The contents of files that a text shows, by their names."""
     return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
 
 
-def lines(text: str = PAGE) -> list[str]:
+def read_commands(text: str = PAGE) -> list[str]:
     """The lines of its blocks of commands."""
     return [line for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()]
 
 
-def trainings(text: str = PAGE) -> list[str]:
+def read_trainings(text: str = PAGE) -> list[str]:
     """What follows `titan.train` in its commands."""
-    return [line.partition("titan.train ")[2] for line in lines(text) if "titan.train " in line]
+    return [line.partition("titan.train ")[2] for line in read_commands(text) if "titan.train " in line]
 
 
 @contextmanager
-def written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def write_examples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Go into a folder with all files of the page, and with the environment that its first block sets."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PWD", str(folder))
-    for name, text in {**files(), "mine/__init__.py": ""}.items():
+    for name, text in {**read_files(), "mine/__init__.py": ""}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    (exports,) = [line for line in lines() if line.startswith("export ")]
+    (exports,) = [line for line in read_commands() if line.startswith("export ")]
     for setting in shlex.split(os.path.expandvars(exports))[1:]:
         monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.syspath_prepend(os.environ["PYTHONPATH"])

@@ -23,5 +23,5 @@ class Fault:
     tests: tuple[str, ...]
 
 
-def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+def define_fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
     return Fault(name, file, old, new, tuple(f"tests/{test}" for test in tests))

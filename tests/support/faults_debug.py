@@ -5,178 +5,178 @@ Their texts occur once in their files.
 
 from __future__ import annotations
 
-from tests.support.fault import fault
+from tests.support.fault import define_fault
 
 FAULTS = (
-    fault(
+    define_fault(
         "hangs: ranks that are ahead are the late ones",
         "titan/debug/diagnosis.py",
         "peer_state.entered.get(op.group, 0) < op.number",
         "peer_state.entered.get(op.group, 0) > op.number",
         "debug/test_diagnosis.py",
     ),
-    fault(
+    define_fault(
         "hangs: a stopped rank counts as alive",
         "titan/debug/diagnosis.py",
         "if missing := run_state.silent_ranks | set(range(run_state.size)) - run_state.states.keys():",
         "if missing := set(range(run_state.size)) - run_state.states.keys():",
         "debug/test_diagnosis.py",
     ),
-    fault(
+    define_fault(
         "hangs: the timeout of the collective comes first",
         "titan/debug/judge.py",
         "is_over = age >= limit - self.clock.lead_seconds(limit)",
         "is_over = age >= limit + 60",
         "debug/test_judge.py",
     ),
-    fault(
+    define_fault(
         "hangs: a rank that makes progress hangs",
         "titan/debug/judge.py",
         "return bool(late) and max(late) < 0.5",
         "return bool(late) and max(late) < 0",
         "debug/test_judge.py",
     ),
-    fault(
+    define_fault(
         "hangs: batches and tensors are no progress",
         "titan/debug/activity.py",
         "self.since, self._progress_time, self",
         "self.since, self",
         "debug/test_judge.py",
     ),
-    fault(
+    define_fault(
         "hangs: NCCL's collectives are looked for among gloo's",
         "titan/debug/flight.py",
         "for name in (names if _uses_nccl() else names[::-1])",
         "for name in names[::-1]",
         "debug/test_flight.py",
     ),
-    fault(
+    define_fault(
         "hangs: NCCL's collectives wait from the beginning",
         "titan/debug/flight.py",
         'entry["state"] == "started" if has_timing else None',
         'entry["state"] == "started"',
         "debug/test_flight.py",
     ),
-    fault(
+    define_fault(
         "hangs: every node reads the states of all nodes",
         "titan/debug/states.py",
         "return self.is_writer() and self._is_first and not any",
         "return self.is_writer() and not any",
         "debug/test_states.py::test_the_file_system_is_asked_little_in_every_phase",
     ),
-    fault(
+    define_fault(
         "hangs: each rank writes into the run's directory",
         "titan/debug/states.py",
         "if not self.is_writer():\n            return",
         "if False:\n            return",
         "debug/test_states.py::test_a_node_writes_one_file",
     ),
-    fault(
+    define_fault(
         "bad nodes: a setting that is wrong is the node's fault",
         "titan/sweep/job_exit.py",
         "return None if first.code == 2 else first.node or None",
         "return first.node or None",
         "launchers/test_bad_nodes.py",
     ),
-    fault(
+    define_fault(
         "not finite: rows are counted from the micro-batch",
         "titan/training/not_finite.py",
         "row_number_of(origin.microbatch * rows_per_microbatch + row)",
         "row_number_of(row)",
         "training/test_not_finite.py::test_the_origin_of_a_planted_value_is_named[single-forward]",
     ),
-    fault(
+    define_fault(
         "not finite: backward passes come first",
         "titan/training/not_finite.py",
         "return backward, origin.microbatch, stage, origin.order, origin.rank",
         "return not backward, origin.microbatch, stage, origin.order, origin.rank",
         "training/test_not_finite.py::test_the_origin_of_a_planted_value_is_named[single-forward]",
     ),
-    fault(
+    define_fault(
         "not finite: the step behind it changes the weights, and is repeated",
         "titan/training/trainer.py",
         "skipped = bad | self.bad_steps.latest | (metrics[VOID] > 0)",
         "skipped = bad | (metrics[VOID] > 0)",
         "training/test_not_finite.py::test_steps_after_it_are_those_of_a_run_that_skips_it",
     ),
-    fault(
+    define_fault(
         "not finite: the operation is the last one",
         "titan/training/non_finite_op_mode.py",
         "skips_check = self._first is not None or not _completes_result(func, name)",
         "skips_check = not _completes_result(func, name)",
         "training/test_not_finite.py::test_the_first_operation_with_a_value_that_is_not_finite",
     ),
-    fault(
+    define_fault(
         "spikes: the window's largest loss is its middle",
         "titan/metrics/spikes.py",
         "window_median = median(self.losses)",
         "window_median = max(self.losses)",
         "metrics/test_spikes.py",
     ),
-    fault(
+    define_fault(
         "replay: a checkpoint behind the step",
         "titan/training/replay/request.py",
         "earlier_steps = [step for step in checkpoints if step < settings.step]",
         "earlier_steps = [step for step in checkpoints if step <= settings.step]",
         "commands/test_replay.py::test_what_can_not_be_replayed_is_refused",
     ),
-    fault(
+    define_fault(
         "replay: the text is that of the rows before",
         "titan/replay.py",
         "first = side.run.training.count_rows_before(settings.step)",
         "first = side.run.training.count_rows_before(settings.step - 1)",
         "commands/test_replay.py::test_the_largest_losses_are_those_of_the_step",
     ),
-    fault(
+    define_fault(
         "layers: replicas count twice",
         "titan/training/layer_norms.py",
         "square = sum_row_squares(part).sum() / count_replicas(parameter, world)",
         "square = sum_row_squares(part).sum()",
         "training/test_layer_metrics.py::test_the_numbers_are_those_of_one_device[ddp tied]",
     ),
-    fault(
+    define_fault(
         "slow ranks: every rank reads the times of all",
         "titan/training/rank_times.py",
         "if measured is None or self.rank != 0:",
         "if measured is None:",
         "training/test_rank_times.py::test_the_slow_rank_is_named[ddp]",
     ),
-    fault(
+    define_fault(
         "slow ranks: waiting for others is a rank's own time",
         "titan/training/rank_times.py",
         'own_seconds = figures["step_seconds"] - figures["wait_seconds"]',
         'own_seconds = figures["step_seconds"]',
         "training/test_rank_times.py::test_the_slow_rank_is_named[ddp]",
     ),
-    fault(
+    define_fault(
         "profile: hidden communication is exposed",
         "titan/profile/breakdown.py",
         "parts[kind], remaining = _subtract_part(remaining, exchanges)",
         "parts[kind] = sum_lengths(exchanges) / 1e6",
         "profile/test_breakdown.py::test_a_step_on_a_cpu",
     ),
-    fault(
+    define_fault(
         "profile: recomputation counts as matmuls",
         "titan/profile/breakdown.py",
         "yield kinds.RECOMPUTATION if is_recomputed else kind, event.start, event.end",
         "yield kind, event.start, event.end",
         "profile/test_breakdown.py::test_a_step_on_a_gpu",
     ),
-    fault(
+    define_fault(
         "profile: what a forward pass releases is kept",
         "titan/profile/memory.py",
         "return ACTIVATIONS if block.end > forward_range.end else TEMPORARY",
         "return ACTIVATIONS if block.end < forward_range.end else TEMPORARY",
         "profile/test_memory.py",
     ),
-    fault(
+    define_fault(
         "rank times: what an evaluation waited counts as the next step's",
         "titan/training/rank_times.py",
         "if not follows:",
         "if False:",
         "training/test_rank_times.py::test_waits_belong_to_the_step_in_which_they_came",
     ),
-    fault(
+    define_fault(
         "acceptance: runs of other code are judged",
         "titan/bench/acceptance/report.py",
         "    lab.remove_runs(part.name)\n",

@@ -5,17 +5,17 @@ Each is of a kind that a test was written for; their texts occur once in their f
 
 from __future__ import annotations
 
-from tests.support.fault import fault
+from tests.support.fault import define_fault
 
 CHECKPOINTS = (
-    fault(
+    define_fault(
         "manifest: sizes are not compared",
         "titan/checkpoint/manifest.py",
         "if size != file.bytes:",
         "if False:",
         "checkpoint/test_manifest.py::test_a_damaged_checkpoint_is_named_and_does_not_count",
     ),
-    fault(
+    define_fault(
         "manifest: of another step it counts",
         "titan/checkpoint/manifest.py",
         'and folder.name != f"step-{manifest.step}":',
@@ -23,49 +23,49 @@ CHECKPOINTS = (
         "checkpoint/test_corruption.py::test_a_damage_is_named_and_costs_no_more_than_it_must"
         "[manifest-of-another-checkpoint]",
     ),
-    fault(
+    define_fault(
         "manifest: it may name files outside of its folder",
         "titan/files/untrusted.py",
         'if any(c in "/\\\\" or ord(c) < 32 for c in name)',
         "if any(ord(c) < 32 for c in name)",
         "files/test_tampered.py::test_a_files_name_stays_in_its_folder",
     ),
-    fault(
+    define_fault(
         "checksums: not compared",
         "titan/checkpoint/manifest.py",
         "if actual != file:",
         "if actual.bytes != file.bytes:",
         "checkpoint/test_manifest.py::test_a_flipped_bit_is_found_by_the_checksum_alone",
     ),
-    fault(
+    define_fault(
         "checksums: those of one rank's files only",
         "titan/checkpoint/restore.py",
         "manifest.verify_checksums(folder, rank_files, coordinator",
         "manifest.verify_checksums(folder, {} if coordinator.rank else rank_files, coordinator",
         "checkpoint/test_saving.py::TestDamage::test_ranks_share_the_files_that_they_verify",
     ),
-    fault(
+    define_fault(
         "checkpoint: state of one rank is saved as that of all",
         "titan/checkpoint/state.py",
         "if is_sharded and value.dim()",
         "if False and value.dim()",
         "checkpoint/test_manager.py::test_state_that_no_checkpoint_would_hold_is_refused",
     ),
-    fault(
+    define_fault(
         "checkpoint: the box of each tensor is computed anew",
         "titan/checkpoint/save_planner.py",
         "if tensor._spec not in boxes:",
         "if True:",
         "checkpoint/test_save_planner.py::test_boxes_are_computed_once_for_each_sharding",
     ),
-    fault(
+    define_fault(
         "retention: the first of a stretch is not kept",
         "titan/checkpoint/retention.py",
         "if tokens // keep_tokens > last:",
         "if False:",
         "checkpoint/test_manifest.py::TestRetention::test_the_last_ones_stay_and_the_first_of_each_stretch",
     ),
-    fault(
+    define_fault(
         "retention: no grace",
         "titan/checkpoint/retention.py",
         ".st_mtime >= grace:",
@@ -73,14 +73,14 @@ CHECKPOINTS = (
         "checkpoint/test_manifest.py::TestRetention"
         "::test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace",
     ),
-    fault(
+    define_fault(
         "retention: one more stays",
         "titan/checkpoint/retention.py",
         "in checkpoints[-keep:]}",
         "in checkpoints[-keep - 1 :]}",
         "checkpoint/test_manager.py::test_when_checkpoints_are_saved_and_which_are_kept",
     ),
-    fault(
+    define_fault(
         "unpickler: any name may be named",
         "titan/checkpoint/safe_pickle.py",
         "allowed: Container[Name]) -> Any:",
@@ -89,91 +89,91 @@ CHECKPOINTS = (
         "checkpoint/test_corruption.py::test_a_damage_is_named_and_costs_no_more_than_it_must"
         "[metadata-run-a-shell-unverified]",
     ),
-    fault(
+    define_fault(
         "remote copies: another run's are overwritten",
         "titan/checkpoint/remote.py",
         'if index.get("run_id") not in (None, checkpoint_manifest.run_id):',
         "if False:",
         "checkpoint/test_remote.py::test_copies_of_another_run_are_not_overwritten",
     ),
-    fault(
+    define_fault(
         "remote copies: they do not count",
         "titan/checkpoint/remote.py",
         "            checkpoint_manifest.step: checkpoint_manifest.tokens\n",
         "",
         "checkpoint/test_remote.py::test_what_is_copied_counts_and_comes_back[file]",
     ),
-    fault(
+    define_fault(
         "resume: of another run's checkpoint in the directory",
         "titan/checkpoint/select.py",
         "if checkpoint_manifest and run_id and checkpoint_manifest.run_id != run_id:",
         "if False:",
         "checkpoint/test_corruption.py::test_a_damage_is_named_and_costs_no_more_than_it_must[checkpoint-of-another-run]",
     ),
-    fault(
+    define_fault(
         "resume: from the first checkpoint",
         "titan/checkpoint/select.py",
         "last = CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else last",
         "last = last or (CheckpointCandidate(str(folder), checkpoint_manifest) if checkpoint_manifest else None)",
         "run/test_attempts.py::test_resume_from_the_last_checkpoint",
     ),
-    fault(
+    define_fault(
         "saves: boxes that do not make up a tensor are written",
         "titan/checkpoint/assignment.py",
         "    _check_cover(tensors, rank_boxes.tensor[chosen_rows], rank_boxes.boxes[chosen_rows], points)\n",
         "",
         "checkpoint/test_assignment.py::test_ranks_that_plan_differently_are_an_error",
     ),
-    fault(
+    define_fault(
         "saves: a rank's plan is not compared with rank 0's",
         "titan/checkpoint/save_planner.py",
         "if isinstance(local_plan, bytes) and local_plan != expected:",
         "if False:",
         "checkpoint/test_assignment.py::test_a_rank_that_did_not_forget_its_plan_fails_the_save",
     ),
-    fault(
+    define_fault(
         "saves: what a rank has written is not compared with its part",
         "titan/checkpoint/save_planner.py",
         "if positions is None or compute_digest(*rank_plan, positions.compute_digest()) != summary.digest:",
         "if positions is None:",
         "checkpoint/test_assignment.py::test_a_rank_that_writes_something_else_fails_the_save",
     ),
-    fault(
+    define_fault(
         "saves: replicas write the same twice",
         "titan/checkpoint/assignment.py",
         "keys[by_key], prepend=-1))  # of",
         "by_key, prepend=-1))  # of",
         "checkpoint/test_assignment.py::test_each_box_is_written_once",
     ),
-    fault(
+    define_fault(
         "saves: the metadata have a chunk's size for its offset",
         "titan/checkpoint/metadata_file.py",
         "for part in (OFFSETS, SIZES))",
         "for part in (SIZES, SIZES))",
         "checkpoint/test_assignment.py::test_the_metadata_are_those_of_torchs_planner",
     ),
-    fault(
+    define_fault(
         "messages: of a large one the first part arrives",
         "titan/parallelism/exchange.py",
         "for number in range(1, part_count)]\n        except",
         "for number in range(1, 1)]\n        except",
         "parallelism/test_exchange.py::test_a_large_message_is_split_and_arrives_whole",
     ),
-    fault(
+    define_fault(
         "resume: the metadata are parsed again to restore",
         "titan/training/restoring.py",
         "(train_step, reader or CheckpointReader(",
         "(train_step, CheckpointReader(",
         "checkpoint/test_reading_back.py::TestMetadata::test_each_rank_parses_them_once_to_verify_and_to_restore[single]",
     ),
-    fault(
+    define_fault(
         "resume: a fork with another optimizer",
         "titan/checkpoint/restore.py",
         "        raise ConfigError(message)\n",
         "        pass\n",
         "checkpoint/test_manager.py::test_a_fork_with_another_optimizer_is_refused",
     ),
-    fault(
+    define_fault(
         "saves: one that failed counts as saved",
         "titan/training/checkpointing.py",
         "            if outcome.error:\n",
@@ -181,7 +181,7 @@ CHECKPOINTS = (
         "checkpoint/test_saving.py::TestFailedSaves::test_the_run_goes_on_and_saves_when_it_can_again",
         "checkpoint/test_saving.py::TestFailedSaves::test_the_last_save_has_to_succeed",
     ),
-    fault(
+    define_fault(
         "saves: the last one may fail",
         "titan/training/checkpointing.py",
         "        if self.saved_step != step:\n            raise RunError(",
@@ -190,28 +190,28 @@ CHECKPOINTS = (
     ),
 )
 RUNS = (
-    fault(
+    define_fault(
         "ids: the seed is in the group's",
         "titan/run/identity.py",
         'if k != "training.seed"}',
         "}",
         "run/test_identity.py::test_group_is_the_same_for_all_seeds",
     ),
-    fault(
+    define_fault(
         "ids: defaults count",
         "titan/run/identity.py",
         "== science and setting != field.default:",
         "== science:",
         "run/test_identity.py::test_a_new_field_with_its_old_meaning_changes_no_id",
     ),
-    fault(
+    define_fault(
         "ids: secrets are in them",
         "titan/run/identity.py",
         "= redact_nested(to_plain(setting))",
         "= to_plain(setting)",
         "console/test_text.py::test_another_password_goes_on_with_the_same_run",
     ),
-    fault(
+    define_fault(
         "ids: another format of the digest",
         "titan/run/identity.py",
         'separators=(",", ":")',
@@ -219,28 +219,28 @@ RUNS = (
         "run/test_identity.py::test_digest_has_not_changed_its_meaning",
         "config/test_kinds.py::test_ids_are_what_they_were",
     ),
-    fault(
+    define_fault(
         "config: more micro-batches than rows",
         "titan/run/checks.py",
         "if run.microbatches > run.rank_rows:",
         "if False:",
         "test_refusals.py::test_refused_before_anything_is_written[cpu:parallelism.microbatches=100]",
     ),
-    fault(
+    define_fault(
         "config: a job that needs more memory than there is",
         "titan/run/checks.py",
         "    fit.check_memory(run, run.layout, run.machine, run.microbatches)\n",
         "",
         "test_refusals.py::test_refused_before_anything_is_written[cpu:cluster.memory_gib=0.01]",
     ),
-    fault(
+    define_fault(
         "secrets: passwords in URLs",
         "titan/console/text.py",
         'url = _ODD_PASSWORD.sub(rf"\\g<1>{MARK}@", _USER.sub(rf"\\g<1>{MARK}@", url))',
         "pass",
         "console/test_text.py::test_secrets_are_redacted",
     ),
-    fault(
+    define_fault(
         "secrets: control characters reach the terminal",
         "titan/console/text.py",
         "    return escape(redact(text))\n",
@@ -248,14 +248,14 @@ RUNS = (
         "console/test_text.py::test_control_characters_are_escaped",
         "console/test_text.py::test_names_found_on_disk_are_escaped",
     ),
-    fault(
+    define_fault(
         "locks: two jobs in one directory",
         "titan/files/locks.py",
         "fcntl.LOCK_EX | (0",
         "fcntl.LOCK_SH | (0",
         "test_refusals.py::test_directory_in_use",
     ),
-    fault(
+    define_fault(
         "locks: a link is followed",
         "titan/files/locks.py",
         "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
@@ -264,98 +264,98 @@ RUNS = (
     ),
 )
 ESTIMATES = (
-    fault(
+    define_fault(
         "estimate: the optimizer's state is not cut",
         "titan/estimate/rank_sizes.py",
         "self.optimizer = on_device * state / self.shards",
         "self.optimizer = on_device * state",
         "estimate/test_fit.py::test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding",
     ),
-    fault(
+    define_fault(
         "estimate: gathered weights are forgotten",
         "titan/estimate/rank_sizes.py",
         "return at_once + ends",
         "return ends",
         "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-fsdp-8-full]",
     ),
-    fault(
+    define_fault(
         "estimate: micro-batches in flight are one",
         "titan/estimate/memory.py",
         "(count * saved_by_stage[stage_index] for stage_index, count in state.in_flight)",
         "(saved_by_stage[stage_index] for stage_index, _ in state.in_flight)",
         "estimate/test_memory.py::test_the_estimate_is_the_traced_peak[blocks-gpipe-last-none]",
     ),
-    fault(
+    define_fault(
         "estimate: what is computed again takes no time",
         "titan/estimate/roofline.py",
         "(6 + recomputed_flops) * matmul.inputs",
         "6 * matmul.inputs",
         "estimate/test_roofline.py::test_recomputation_takes_time",
     ),
-    fault(
+    define_fault(
         "trace: waits for collectives take no time",
         "titan/estimate/traced/replay.py",
         "        if ready > current:",
         "        if ready < current:",
         "estimate/test_traced.py::test_waits_for_collectives",
     ),
-    fault(
+    define_fault(
         "trace: free neighbours are not joined",
         "titan/estimate/traced/allocator.py",
         "if neighbour is not None and neighbour.free:",
         "if neighbour is None:",
         "estimate/test_traced.py::test_free_neighbours_are_joined",
     ),
-    fault(
+    define_fault(
         "trace: repeated blocks refer to those of the short trace",
         "titan/estimate/traced/compose.py",
         "return at + target - source",
         "return target",
         "estimate/test_traced.py::test_a_short_trace_repeated_is_the_whole_trace",
     ),
-    fault(
+    define_fault(
         "trace: operations of the update belong to no block",
         "titan/training/trace/recorder.py",
         "self.owner = next((o for o in map(self._find_block, part_inputs) if o not in (NONE, BEFORE, AFTER)), NONE)",
         "self.owner = NONE",
         "training/test_trace.py::test_a_composed_trace_equals_the_whole_one",
     ),
-    fault(
+    define_fault(
         "plan: gradients of a pipeline are reduced beside its actions",
         "titan/estimate/step_time.py",
         "        if at_end and not self.merged:\n",
         "        if False:\n",
         "estimate/test_step_time.py::test_a_pipelines_gradients_are_reduced_with_nothing_beside",
     ),
-    fault(
+    define_fault(
         "compare: the standard deviation of all, not of a sample",
         "titan/report/statistics.py",
         "sem(values)",
         "sem(values, ddof=0)",
         "report/test_statistics.py::test_a_paired_interval_and_its_p_are_those_of_students_test",
     ),
-    fault(
+    define_fault(
         "compare: Holm's correction is Bonferroni's of the last",
         "titan/report/statistics.py",
         "min(1.0, (len(order) - rank) * p)",
         "min(1.0, p)",
         "report/test_statistics.py::test_holm_is_what_its_definition_says",
     ),
-    fault(
+    define_fault(
         "compare: equivalence by a two-sided test",
         "titan/report/statistics.py",
         "room = margin - abs(self.estimate)",
         "room = margin + abs(self.estimate)",
         "report/test_statistics.py::test_equivalence_is_the_larger_of_two_one_sided_tests_and_the_90_percent_interval",
     ),
-    fault(
+    define_fault(
         "compare: runs that did not reach the target leave the median",
         "titan/report/statistics.py",
         "right=censored",
         "right=[]",
         "report/test_statistics.py::test_a_median_time_is_kaplan_and_meiers",
     ),
-    fault(
+    define_fault(
         "compare: seeds that diverged do not count against a variant",
         "titan/report/rank.py",
         "return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0",
@@ -364,70 +364,70 @@ ESTIMATES = (
     ),
 )
 LAUNCHERS = (
-    fault(
+    define_fault(
         "launcher: a signal does not reach the ranks",
         "launchers/supervisor.py",
         "            self.send_signal(signal.SIGTERM)\n",
         "",
         "launchers/test_supervisor.py::test_a_signal_is_handed_on_to_all_ranks",
     ),
-    fault(
+    define_fault(
         "launcher: a second signal does not kill",
         "launchers/supervisor.py",
         "and self.signals < 2:",
         "and self.signals < 9:",
         "launchers/test_supervisor.py::test_a_second_signal_kills_ranks_that_stay",
     ),
-    fault(
+    define_fault(
         "launcher: the last error is reported as the cause",
         "titan/cluster/rank_error.py",
         "return min(present",
         "return max(present",
         "launchers/test_supervisor.py::test_the_cause_is_said_once",
     ),
-    fault(
+    define_fault(
         "launcher: a failed rank leaves the others running",
         "launchers/supervisor.py",
         "while self.has_running() and not self.find_failed() and",
         "while self.has_running() and",
         "launchers/test_supervisor.py::test_the_cause_is_said_once[no-word]",
     ),
-    fault(
+    define_fault(
         "slurm: a job told to end is not requeued",
         "launchers/slurm/script.py",
         "scontrol requeue",
         "scontrol show job",
         "launchers/test_slurm_script.py",
     ),
-    fault(
+    define_fault(
         "slurm: the limit of requeues does not hold",
         "launchers/slurm/script.py",
         '[ "${SLURM_RESTART_COUNT:-0}" -ge $((requeues + restarted)) ]',
         "false",
         "launchers/test_slurm_script.py::test_how_a_job_s_end_is_judged",
     ),
-    fault(
+    define_fault(
         "slurm: a job that fails without getting on is restarted for ever",
         "launchers/slurm/script.py",
         'if [ "$restarted" -ge "$restarts" ]; then',
         "if false; then",
         "launchers/test_slurm_script.py",
     ),
-    fault(
+    define_fault(
         "sweep: a killed rank's error comes after those that followed from it",
         "titan/cluster/rank_error.py",
         "key=lambda e: (e.lost, not e.killed, e.time)",
         "key=lambda e: e.time",
         "cluster/test_rank_error.py::test_the_cause_lost_nobody_and_was_killed_or_came_first",
     ),
-    fault(
+    define_fault(
         "generation: a query sees the token after its own",
         "titan/generation/cache.py",
         "is_visible = columns <= positions",
         "is_visible = columns <= positions + 1",
         "generation/test_decode.py::test_logits_at_each_position_are_those_without_a_cache",
     ),
-    fault(
+    define_fault(
         "generation: rows that ended stay in the cache",
         "titan/generation/decode.py",
         "                    cache.select_rows(active)\n",
@@ -435,21 +435,21 @@ LAUNCHERS = (
         "generation/test_decode.py::test_a_row_does_not_depend_on_its_company",
         "generation/test_decode.py::test_a_row_ends_at_its_own_end_of_text",
     ),
-    fault(
+    define_fault(
         "generation: a text begins to be shown that may be a stop text",
         "titan/generation/detokenizer.py",
         "return text[:-size], text[-size:]",
         'return text, ""',
         "generation/test_detokenizer.py::test_a_text_ends_before_the_first_stop_text",
     ),
-    fault(
+    define_fault(
         "generation: half a character is shown",
         "titan/generation/detokenizer.py",
         "or (text.endswith(_UNFINISHED) and not last)",
         "",
         "generation/test_detokenizer.py::test_a_character_comes_when_it_is_complete",
     ),
-    fault(
+    define_fault(
         "weights: a file of an index outside of its folder is read",
         "titan/weights/hf.py",
         "if Path(name).name != name or not",

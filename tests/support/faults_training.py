@@ -5,59 +5,59 @@ Their texts occur once in their files.
 
 from __future__ import annotations
 
-from tests.support.fault import fault
+from tests.support.fault import define_fault
 
 MODEL = (
-    fault(
+    define_fault(
         "initial weights: parts of a block drawn from its beginning",
         "titan/model/init_weights.py",
         "sampled = values[start - block * rows : stop - block * rows]",
         "sampled = values[: stop - start]",
         "model/test_init_weights.py::test_whole_is_the_union_of_any_boxes",
     ),
-    fault(
+    define_fault(
         "initial weights: the same columns on every rank",
         "titan/model/init_weights.py",
         "columns = tuple(slice(o, o + n) for",
         "columns = tuple(slice(0, n) for",
         "model/test_init_weights.py::test_whole_is_the_union_of_any_boxes",
     ),
-    fault(
+    define_fault(
         "initial weights: cut ones begin at the first row on every rank",
         "titan/model/init_weights.py",
         "    return tuple(offset)\n",
         "    return (0,) * len(offset)\n",
         "test_laws.py::test_law_1_a_seed_gives_the_same_start[fsdp2]",
     ),
-    fault(
+    define_fault(
         "initial weights: the seed does not matter",
         "titan/model/init_weights.py",
         'f"{seed}\\0{name}\\0{block}"',
         'f"{name}\\0{block}"',
         "model/test_init_weights.py::test_other_names_and_seeds_give_other_values",
     ),
-    fault(
+    define_fault(
         "loss: chunks overwrite the weight's gradient",
         "titan/model/loss.py",
         "weight_grad += logits.T @ hidden",
         "weight_grad.copy_(logits.T @ hidden)",
         "model/test_loss.py::test_bf16_differs_by_rounding_only",
     ),
-    fault(
+    define_fault(
         "loss: ignored targets have a gradient",
         "titan/model/loss.py",
         "logits.mul_((valid / sums)[:, None])",
         "logits.mul_((1 / sums)[:, None])",
         "model/test_loss.py::test_any_chunk_gives_the_loss_and_gradients_of_all_logits",
     ),
-    fault(
+    define_fault(
         "sampling: one token too few reaches top_p",
         "titan/model/sampling.py",
         "in_nucleus = preceding < top_p",
         "in_nucleus = preceding + probabilities < top_p",
         "model/test_sampling.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
     ),
-    fault(
+    define_fault(
         "sampling: tokens without a text are drawn",
         "titan/model/sampling.py",
         "logits = logits[:, :vocab].double()",
@@ -67,70 +67,70 @@ MODEL = (
     ),
 )
 DATA = (
-    fault(
+    define_fault(
         "data order: all epochs alike",
         "titan/dataset/permutation.py",
         "return _derive_key(seed, epoch)",
         "return _derive_key(seed, epoch * np.uint64(0))",
         "dataset/test_permutation.py::test_epochs_and_seeds_differ",
     ),
-    fault(
+    define_fault(
         "data order: other rounds, so another order than before",
         "titan/dataset/permutation.py",
         "ROUNDS = 8",
         "ROUNDS = 7",
         "dataset/test_permutation.py::test_the_order_is_the_one_of_this_version",
     ),
-    fault(
+    define_fault(
         "data order: ranks skip a row",
         "titan/parallelism/data_shard.py",
         "(self.rank + 1) * slots))",
         "(self.rank + 1) * slots - 1))",
         "dataset/test_loader.py::test_every_row_once_in_order_under_any_layout",
     ),
-    fault(
+    define_fault(
         "data order: a resume begins a row late",
         "titan/dataset/loader.py",
         "dtype=np.int64) + self._training.count_rows_before(step)",
         "dtype=np.int64) + self._training.count_rows_before(step) + (self._step > 1)",
         "test_laws.py::test_law_2_holds_across_a_resume_with_another_number_of_ranks",
     ),
-    fault(
+    define_fault(
         "data: the target is the token itself",
         "titan/dataset/loader.py",
         "row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[1:]",
         "row_fields[TOKENS], row_fields[TARGETS] = stored[:-1], stored[:-1]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
-    fault(
+    define_fault(
         "data: rows that fill a rank up are trained",
         "titan/dataset/loader.py",
         "        fields[TARGETS] = IGNORED\n",
         "",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[fsdp4-a-rank-without-rows]",
     ),
-    fault(
+    define_fault(
         "data: the hash of a step does not depend on the order",
         "titan/dataset/loader.py",
         'blake2b(number.to_bytes(8, "little"), digest_size=8)',
         "blake2b(digest_size=8)",
         "dataset/test_loader.py::test_the_hash_depends_on_place_and_content",
     ),
-    fault(
+    define_fault(
         "mixture: rows after a skipped range move by one less",
         "titan/dataset/mixture.py",
         "+= last - first + 1",
         "+= last - first",
         "dataset/test_mixture.py::test_skipped_rows_are_left_out_and_all_others_read",
     ),
-    fault(
+    define_fault(
         "mixture: all sources are read as the first",
         "titan/dataset/mixture.py",
         "rows[mask] = self.sources[k].rows_at(index[mask], wait)",
         "rows[mask] = self.sources[0].rows_at(index[mask], wait)",
         "dataset/test_mixture.py::test_each_source_is_read_in_its_order_without_a_gap",
     ),
-    fault(
+    define_fault(
         "preparation: what is damaged is not made again",
         "titan/dataset/preprocess/prepare.py",
         "problem = find_corruption(self.folder, shard, verify=verify)",
@@ -139,70 +139,70 @@ DATA = (
     ),
 )
 TRAINING = (
-    fault(
+    define_fault(
         "loss scaling: the mean of ranks, not of tokens",
         "titan/training/trainer.py",
         "self.train_step.backward(rows, 1 / tokens)",
         "self.train_step.backward(rows, self.world.rank_info.world_size / tokens)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
-    fault(
+    define_fault(
         "loss scaling: targets that do not count are counted",
         "titan/training/trainer.py",
         "scale = tokens / metrics[VALID].clamp(min=1)",
         "scale = torch.ones(())",
         "training/test_loader_setup.py::test_documents_are_trained_as_if_each_were_alone",
     ),
-    fault(
+    define_fault(
         "learning rate: one step ahead",
         "titan/training/trainer.py",
         "self.optimizer_schedule.set_rates(self.step)",
         "self.optimizer_schedule.set_rates(self.step + 1)",
         "test_laws.py::test_an_update_uses_the_rate_of_its_own_step",
     ),
-    fault(
+    define_fault(
         "learning rate: groups have that of the optimizer",
         "titan/schedule/optimizer_schedule.py",
         'lr * group.get("factor", 1.0)',
         "lr",
         "optimizer/test_optimizer_layouts.py::test_groups_have_their_own_rate_and_metrics_the_optimizers",
     ),
-    fault(
+    define_fault(
         "bad steps: a gradient that is not finite is applied",
         "titan/training/trainer.py",
         "~torch.isfinite(metrics[LOSS] + norm)",
         "~torch.isfinite(metrics[LOSS])",
         "training/test_trainer.py::test_a_step_that_is_not_finite_changes_nothing",
     ),
-    fault(
+    define_fault(
         "bad steps: they need not be in a row",
         "titan/training/bad_steps.py",
         "            self.count = 0\n",
         "",
         "training/test_trainer.py::test_bad_steps_in_a_row_end_the_run",
     ),
-    fault(
+    define_fault(
         "accumulation: each micro-batch alone",
         "titan/training/train_step.py",
         "loss.backward(torch.full_like(loss, scale))",
         "loss.backward(torch.full_like(loss, scale / count))",
         "training/test_build.py::test_microbatches_add_up",
     ),
-    fault(
+    define_fault(
         "accumulation: replicas sum after each micro-batch",
         "titan/parallelism/data.py",
         "isinstance(module, DistributedDataParallel) and not is_last",
         "isinstance(module, DistributedDataParallel) and is_last",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2-microbatches2]",
     ),
-    fault(
+    define_fault(
         "resume: the optimizer's state is not loaded",
         "titan/checkpoint/restore.py",
         "lambda: load(state, storage_reader",
         'lambda: load({n: t for n, t in state.items() if n.startswith("model.")}, storage_reader',
         "checkpoint/test_manager.py::test_a_resumed_run_equals_an_uninterrupted_one",
     ),
-    fault(
+    define_fault(
         "stop: a signal of one rank is not heard by the others",
         "titan/training/trainer.py",
         "self.requests.add(result.metrics, is_last=",
@@ -210,21 +210,21 @@ TRAINING = (
         "training/test_trainer.py::test_a_signal_to_one_rank_stops_all",
         "training/test_trainer.py::test_a_first_stop_ends_the_attempt_and_the_next_one_finishes",
     ),
-    fault(
+    define_fault(
         "metrics: the loss is the sum",
         "titan/training/step_metrics.py",
         "loss = metrics[LOSS] / max(1, metrics[VALID])",
         "loss = metrics[LOSS]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
-    fault(
+    define_fault(
         "metrics: a rate of all devices as that of one",
         "titan/metrics/recorder.py",
         '"tokens_per_second_per_device": tokens_per_second / self.devices',
         '"tokens_per_second_per_device": tokens_per_second',
         "metrics/test_recorder.py::test_speed_is_what_a_step_did_over_its_time",
     ),
-    fault(
+    define_fault(
         "metrics: lines that could not be written are lost",
         "titan/metrics/recorder.py",
         "self.buffer = self.buffer[lines_file.write(self.buffer) :]",
@@ -232,28 +232,28 @@ TRAINING = (
         "checkpoint/test_saving.py::TestFailedSaves::test_metrics_that_can_not_be_written_are_written_later",
         "metrics/test_recorder.py::test_every_line_has_every_key",
     ),
-    fault(
+    define_fault(
         "schedule: the decay ends a step late",
         "titan/schedule/schema.py",
         "(step - 1 - start) / (steps - start)",
         "(step - 1 - start) / (steps + 1 - start)",
         "schedule/test_schedule.py",
     ),
-    fault(
+    define_fault(
         "optimizer: moments are not rounded once but kept",
         "titan/optimizer/mixed_precision.py",
         "torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])",
         "pass",
         "optimizer/test_optimizer.py::test_what_is_not_fp32_is_rounded_once",
     ),
-    fault(
+    define_fault(
         "optimizer: a skipped step counts",
         "titan/optimizer/mixed_precision.py",
         "torch._foreach_sub_(steps, [self._skip_flag] * len(steps))",
         "pass",
         "optimizer/test_optimizer.py::test_a_bad_step_changes_nothing_and_needs_no_host",
     ),
-    fault(
+    define_fault(
         "optimizer: muon's momentum takes a bad step",
         "titan/optimizer/muon.py",
         "momentum if self._skip_flag is None else torch.where(self._skip_flag > 0, stored.float(), momentum)",
@@ -263,126 +263,126 @@ TRAINING = (
     ),
 )
 PARALLELISM = (
-    fault(
+    define_fault(
         "gradient norm: what several ranks have counts several times",
         "titan/parallelism/grad_norm.py",
         "_sum_shard_squares(shards).to(device) / replica_count",
         "_sum_shard_squares(shards).to(device)",
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
     ),
-    fault(
+    define_fault(
         "gradient norm: it takes a second all-reduce",
         "titan/training/trainer.py",
         'if self.hooks.has_method("before_optimizer"):  # it may change gradients',
         "if True:",
         "training/test_collectives.py::test_a_step_sums_its_metrics_and_the_norm_at_once",
     ),
-    fault(
+    define_fault(
         "gradient norm: a tied weight of two stages counts twice",
         "titan/training/train_step.py",
         "if p.grad is not None and p is not replica)",
         "if p.grad is not None)",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[pp-tied]",
     ),
-    fault(
+    define_fault(
         "gradient norm: small ones are scaled up",
         "titan/parallelism/grad_norm.py",
         "torch.clamp(max_norm / (norm + 1e-6), max=1.0)",
         "max_norm / (norm + 1e-6)",
         "parallelism/test_grad_norm.py::test_plain_tensors_as_torch",
     ),
-    fault(
+    define_fault(
         "fsdp: gradients are averaged",
         "titan/parallelism/data.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[fsdp2]",
     ),
-    fault(
+    define_fault(
         "hsdp: replicas are not summed",
         "titan/parallelism/data.py",
         "module.set_requires_all_reduce(is_last)\n        module.set_is_last_backward",
         "module.set_requires_all_reduce(False)\n        module.set_is_last_backward",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[hsdp4]",
     ),
-    fault(
+    define_fault(
         "ddp: gradients are not summed",
         "titan/parallelism/data.py",
         "    module.register_comm_hook(mesh.get_group(), _all_reduce_hook)\n",
         "",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
-    fault(
+    define_fault(
         "tp: a row-wise product is not summed",
         "titan/parallelism/tensor.py",
         "return collectives.reduce_from_region(out, self.group)",
         "return out",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp-whole-sequence]",
     ),
-    fault(
+    define_fault(
         "tp: gradients of shared weights are not summed",
         "titan/parallelism/tensor.py",
         "flat = _all_reduce_sum(torch.cat([part.flatten() for part in parts]).to(device), group)",
         "flat = torch.cat([part.flatten() for part in parts])",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp]",
     ),
-    fault(
+    define_fault(
         "tp: tokens of another rank's vocabulary look up its first row",
         "titan/parallelism/tensor.py",
         ".masked_fill(is_outside[..., None], 0)",
         "",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp]",
     ),
-    fault(
+    define_fault(
         "cp: chunks are dealt in order though they should be balanced",
         "titan/parallelism/context_chunks.py",
         "(rank, 2 * size - 1 - rank) if balance",
         "(2 * rank, 2 * rank + 1) if balance",
         "parallelism/test_context.py::test_positions_in_local_order",
     ),
-    fault(
+    define_fault(
         "cp: the gradient of earlier keys is lost",
         "titan/parallelism/context.py",
         "dq.float() + earlier_grads[0], *earlier_grads[1:]",
         "dq.float(), *earlier_grads[1:]",
         "parallelism/test_context.py::test_as_on_one_rank",
     ),
-    fault(
+    define_fault(
         "cp: key heads are repeated in turn",
         "titan/parallelism/context.py",
         "k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)",
         "k, v = k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1)",
         "parallelism/test_context.py::test_as_on_one_rank",
     ),
-    fault(
+    define_fault(
         "pp: stages scale the gradient by the number of micro-batches",
         "titan/parallelism/pipeline/runtime.py",
         '"scale_grads": False',
         '"scale_grads": True',
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[pp-tied]",
     ),
-    fault(
+    define_fault(
         "pp: a tied weight's two gradients are not summed",
         "titan/parallelism/pipeline/runtime.py",
         "local_gradient.add_(received.to(local_gradient.device))",
         "pass",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[pp-tied]",
     ),
-    fault(
+    define_fault(
         "pp: two ranks meet twice in a round",
         "titan/parallelism/pipeline/runtime.py",
         "if not {low, high} & {rank for pair in pairs for rank in pair}",
         "if (low, high) not in pairs",
         "parallelism/test_groups.py::test_neighbours_meet_in_few_rounds",
     ),
-    fault(
+    define_fault(
         "precision: a norm is summed in the gradients' type",
         "titan/parallelism/grad_norm.py",
         "torch.linalg.vector_norm(shard, dim=-1, dtype=torch.float32)",
         "torch.linalg.vector_norm(shard, dim=-1)",
         "parallelism/test_grad_norm.py::test_gradients_in_bf16_are_summed_in_fp32",
     ),
-    fault(
+    define_fault(
         "precision: ranks sum gradients in the compute type",
         "titan/parallelism/data.py",
         "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32,",

@@ -45,93 +45,95 @@ def _record_as_nccl() -> None:
 
     real: Callable[[], bytes] = library._dump_fr_trace
 
-    def dump() -> bytes:
+    def dump_trace() -> bytes:
         content = pickle.loads(real())
         for entry in content["entries"]:
             entry["profiling_name"] = "nccl:" + entry["profiling_name"].partition(":")[2]
             entry["state"] = "completed" if entry["retired"] else "scheduled"
             entry["time_discovered_started_ns"] = None
         if content["entries"]:
-            content["entries"][:0] = _coalesced(content["entries"][0])
+            content["entries"][:0] = _coalesce_messages(content["entries"][0])
         return pickle.dumps(content)
 
-    others = pickle.dumps({**pickle.loads(real()), "entries": [], "pg_status": {}})
-    library._dump_nccl_trace, library._dump_fr_trace = dump, lambda: others  # type: ignore[attr-defined]
+    empty_trace = pickle.dumps({**pickle.loads(real()), "entries": [], "pg_status": {}})
+    library._dump_nccl_trace, library._dump_fr_trace = dump_trace, lambda: empty_trace  # type: ignore[attr-defined]
     flight._uses_nccl = lambda: True
 
 
-def _coalesced(like: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _coalesce_messages(like: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what NCCL's recorder holds of messages that were launched together and have ended."""
     message = {**like, "is_p2p": True, "p2p_seq_id": 1, "retired": False, "state": "scheduled"}
     ended = {**message, "profiling_name": "nccl:coalesced", "input_sizes": [], "retired": True, "state": "completed"}
     return [{**message, "profiling_name": name} for name in ("nccl:send 0->1", "nccl:recv 0<-1")] + [ended]
 
 
-def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+def _call_before(owner: Any, name: str, act: Callable[..., None]) -> None:
     """Call `act` with the arguments of a function before each call of it."""
     real = getattr(owner, name)
 
-    def first(*args: Any, **named: Any) -> Any:
+    def call_with_act(*args: Any, **named: Any) -> Any:
         act(*args)
         return real(*args, **named)
 
-    setattr(owner, name, first)
+    setattr(owner, name, call_with_act)
 
 
-def _in_step(act: Callable[[], object]) -> Callable[[int], None]:
+def _plant_in_step(act: Callable[[], object]) -> Callable[[int], None]:
     """Return what plants `act` between the data of a step and its computation."""
 
     def plant(step: int) -> None:
         from titan.training.trainer import Trainer
 
-        _before(Trainer, "_to_device", lambda trainer, batch: act() if trainer.step == step else None)
+        _call_before(Trainer, "_to_device", lambda trainer, batch: act() if trainer.step == step else None)
 
     return plant
 
 
-def _in_save(act: Callable[[], object]) -> Callable[[int], None]:
+def _plant_in_save(act: Callable[[], object]) -> Callable[[int], None]:
     def plant(step: int) -> None:
         from titan.checkpoint.save import CheckpointSave
 
-        _before(CheckpointSave, "_write_rank_files", lambda save, plan: act() if save.manifest.step >= step else None)
+        _call_before(
+            CheckpointSave, "_write_rank_files", lambda save, plan: act() if save.manifest.step >= step else None
+        )
 
     return plant
 
 
-def _in_loader(step: int) -> None:
+def _hang_in_loader(step: int) -> None:
     from titan.dataset.loader import Loader
 
-    _before(Loader, "_build_batch", lambda loader, number, *more: _sleep() if number == step else None)
+    _call_before(Loader, "_build_batch", lambda loader, number, *rest: _sleep() if number == step else None)
 
 
-def _in_compiler(step: int) -> None:
+def _hang_in_compiler(step: int) -> None:
     from torch._dynamo.output_graph import OutputGraph
 
-    _before(OutputGraph, "compile_and_call_fx_graph", lambda *args: _sleep())
+    _call_before(OutputGraph, "compile_and_call_fx_graph", lambda *args: _sleep())
 
 
 def _sleep() -> None:
     time.sleep(LONG)
 
 
-def _signal(number: int) -> Callable[[], None]:
+def _make_signal_sender(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def _other_collective() -> None:
+def _enter_other_collective() -> None:
     import torch.distributed as dist
 
     dist.barrier()
 
 
 PLANTS: dict[str, Callable[[int], None]] = {
-    "stop": _in_step(_signal(signal.SIGSTOP)),
-    "kill": _in_step(_signal(signal.SIGKILL)),
-    "stop in save": _in_save(_signal(signal.SIGSTOP)),
-    "save": _in_save(_sleep),
-    "loader": _in_loader,
-    "compile": _in_compiler,
-    "collective": _in_step(_other_collective),
+    "stop": _plant_in_step(_make_signal_sender(signal.SIGSTOP)),
+    "kill": _plant_in_step(_make_signal_sender(signal.SIGKILL)),
+    "stop in save": _plant_in_save(_make_signal_sender(signal.SIGSTOP)),
+    "save": _plant_in_save(_sleep),
+    "loader": _hang_in_loader,
+    "compile": _hang_in_compiler,
+    "collective": _plant_in_step(_enter_other_collective),
 }
 
 

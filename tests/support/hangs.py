@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any
 
 from tests.support.hanging_rank import PLAN
-from tests.support.processes import program
+from tests.support.processes import run_program
 from tests.support.runs import TINY
 
 STEP_TIMEOUT, TIMEOUT, PATIENCE = 12.0, 16.0, 4.0
@@ -41,10 +41,10 @@ SAVES = {"off": ("checkpoint=off",), "sync": ("checkpoint=sync",), "async": ("ch
 
 
 @dataclass(frozen=True)
-class Case:
+class HangCase:
     """A hang: what happens, in which layout and rank, how it saves, and the form of the recorder."""
 
-    what: str
+    event: str
     layout: str
     save: str
     rank: int
@@ -53,42 +53,42 @@ class Case:
     @property
     def name(self) -> str:
         """Its name on the command line."""
-        return f"{self.what}, {self.layout}, {self.save}, {self.recorder}"
+        return f"{self.event}, {self.layout}, {self.save}, {self.recorder}"
 
 
 @dataclass(frozen=True)
-class Seen:
+class HangResult:
     """What became of it: lines about the hang with the seconds since it began, the exit code and the seconds to the
     end."""
 
-    said: tuple[tuple[float, str], ...]
+    messages: tuple[tuple[float, str], ...]
     code: int
     seconds: float
 
-    def names(self, rank: int) -> bool:
+    def names_only(self, rank: int) -> bool:
         """Whether the last line names this rank, and no other."""
-        line = self.said[-1][1] if self.said else ""
-        found = re.search(r"waiting for ranks? (\d+(?:, \d+)*)", line) or re.search(r"rank (\d+) was killed", line)
-        return found is not None and found[1] == str(rank)
+        line = self.messages[-1][1] if self.messages else ""
+        match = re.search(r"waiting for ranks? (\d+(?:, \d+)*)", line) or re.search(r"rank (\d+) was killed", line)
+        return match is not None and match[1] == str(rank)
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[HangCase]:
     """Return the thirty hangs, with each form of the recorder."""
-    found = []
+    hangs = []
     for layout in LAYOUTS:
         rank = RANK[layout]
-        found += [Case(what, layout, "off", rank) for what in ("stop", "kill", "collective")]
-        found += [Case("stop", layout, "async", rank), Case("stop in save", layout, "async", rank)]
-        found += [Case("loader", layout, "off", READS[layout])]
-        found += [Case("save", layout, "sync" if layout in ("fsdp", "pp") else "async", rank)]
-    found += [Case("compile", "fsdp", "off", 1), Case("compile", "tp", "off", 1)]
-    return [replace(case, recorder=recorder) for recorder in ("gloo", "nccl") for case in found]
+        hangs += [HangCase(event, layout, "off", rank) for event in ("stop", "kill", "collective")]
+        hangs += [HangCase("stop", layout, "async", rank), HangCase("stop in save", layout, "async", rank)]
+        hangs += [HangCase("loader", layout, "off", READS[layout])]
+        hangs += [HangCase("save", layout, "sync" if layout in ("fsdp", "pp") else "async", rank)]
+    hangs += [HangCase("compile", "fsdp", "off", 1), HangCase("compile", "tp", "off", 1)]
+    return [replace(case, recorder=recorder) for recorder in ("gloo", "nccl") for case in hangs]
 
 
-def settings(case: Case, directory: Path) -> list[str]:
+def build_settings(case: HangCase, directory: Path) -> list[str]:
     """Return the command line of a run."""
-    every = f"checkpoint.every={STEP if case.what in ('save', 'stop in save') else 2}"
-    compiles = ("compile=block", "compile.backend=eager") if case.what == "compile" else ()
+    every = f"checkpoint.every={STEP if case.event in ('save', 'stop in save') else 2}"
+    compiles = ("compile=block", "compile.backend=eager") if case.event == "compile" else ()
     return [
         *(setting for setting in TINY if not setting.startswith(("training.steps", "model.heads", "model.kv_heads"))),
         "model.heads=4", "model.kv_heads=2", "training.steps=1000000", "metrics.sample_tokens=0",
@@ -98,41 +98,41 @@ def settings(case: Case, directory: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def hang(case: Case, directory: Path, more: Sequence[str] = ()) -> Seen:
+def run_hang(case: HangCase, directory: Path, overrides: Sequence[str] = ()) -> HangResult:
     """Run one and return what became of it; the hang begins when its metrics stop."""
-    plan = {"what": case.what, "rank": case.rank, "step": STEP, "recorder": case.recorder}
-    arguments = ["-m", "tests.support.hanging_rank", "train", *settings(case, directory), *more]
-    said: list[tuple[float, str]] = []
-    with program(*arguments, env={PLAN: json.dumps(plan)}) as process:
-        reader = Thread(target=partial(_collect, process.stderr, said))
+    plan = {"what": case.event, "rank": case.rank, "step": STEP, "recorder": case.recorder}
+    arguments = ["-m", "tests.support.hanging_rank", "train", *build_settings(case, directory), *overrides]
+    messages: list[tuple[float, str]] = []
+    with run_program(*arguments, env={PLAN: json.dumps(plan)}) as process:
+        reader = Thread(target=partial(_collect_messages, process.stderr, messages))
         reader.start()
-        began = _began(process, directory, said)
+        start = _find_start(process, directory, messages)
         code = process.wait(timeout=300)
         end = time.time()
         reader.join()
-    return Seen(tuple((when - began, line) for when, line in said), code, end - began)
+    return HangResult(tuple((moment - start, line) for moment, line in messages), code, end - start)
 
 
-def _began(process: Any, directory: Path, said: list[tuple[float, str]]) -> float:
+def _find_start(process: Any, directory: Path, messages: list[tuple[float, str]]) -> float:
     """Return when the last step before the hang was written, or where there was none, when the attempt began."""
     files = (directory / "metrics.jsonl", directory / "run.yaml")
-    while process.poll() is None and not said:
+    while process.poll() is None and not messages:
         time.sleep(0.05)
     return next((file.stat().st_mtime for file in files if file.exists()), time.time())
 
 
-def _collect(stream: Any, said: list[tuple[float, str]]) -> None:
+def _collect_messages(stream: Any, messages: list[tuple[float, str]]) -> None:
     for line in stream:
         if line.startswith("titan: "):
-            said.append((time.time(), line.removeprefix("titan: ").strip()))
+            messages.append((time.time(), line.removeprefix("titan: ").strip()))
 
 
-def row(case: Case, seen: Seen) -> str:
+def format_row(case: HangCase, result: HangResult) -> str:
     """Return a line of the table."""
-    first, last = (seen.said[0], seen.said[-1]) if seen.said else ((0.0, "NOTHING"), (0.0, "NOTHING"))
+    first, last = (result.messages[0], result.messages[-1]) if result.messages else ((0.0, "NOTHING"), (0.0, "NOTHING"))
     words = re.sub(r"; ended after .*", "", last[1])
-    named = "yes" if seen.names(case.rank) else "NO"
-    return f"| {case.name} | {case.rank} | {named} | {first[0]:.0f} | {seen.seconds:.0f} | {seen.code} | {words} |"
+    named = "yes" if result.names_only(case.rank) else "NO"
+    return f"| {case.name} | {case.rank} | {named} | {first[0]:.0f} | {result.seconds:.0f} | {result.code} | {words} |"
 
 
 HEADER = "| hang | rank | named | first said after s | ended after s | exit code | said |\n|" + " --- |" * 7
@@ -141,16 +141,16 @@ HEADER = "| hang | rank | named | first said after s | ended after s | exit code
 def main(names: list[str]) -> int:
     """Run all hangs, or those named; returns 1 when one does not hold."""
     print(HEADER, flush=True)
-    wrong = 0
-    for case in cases():
+    failures = 0
+    for case in list_cases():
         if names and not any(name in case.name for name in names):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            seen = hang(case, Path(folder) / "run")
-        print(row(case, seen), flush=True)
-        wrong += not (seen.names(case.rank) and seen.code == 1 and seen.seconds < TIMEOUT + 30)
-    print(f"{wrong} do not hold")
-    return int(wrong > 0)
+            result = run_hang(case, Path(folder) / "run")
+        print(format_row(case, result), flush=True)
+        failures += not (result.names_only(case.rank) and result.code == 1 and result.seconds < TIMEOUT + 30)
+    print(f"{failures} do not hold")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,18 @@ class Repositories:
         files: of each repository (with datasets/ before a dataset's name) the content by path.
         gated: repositories that need the token.
         token: which.
-        asked: the requests so far.
+        requests: the requests so far.
     """
 
     files: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
     token: str = "hf_secret"
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     url: str = ""
 
 
 @contextlib.contextmanager
-def serving(repositories: Repositories) -> Iterator[Repositories]:
+def serve_repositories(repositories: Repositories) -> Iterator[Repositories]:
     """The hub, until the end of the block."""
     handler = type("Handler", (_Handler,), {"hub": repositories})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -55,75 +55,79 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._answer()
+        self._answer_request()
 
     def do_HEAD(self) -> None:
-        self._answer()
+        self._answer_request()
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
-        self._answer(self.rfile.read(size))
+        self._answer_request(self.rfile.read(size))
 
-    def log_message(self, *about: Any) -> None:
+    def log_message(self, *arguments: Any) -> None:
         pass
 
-    def _answer(self, body: bytes = b"") -> None:
+    def _answer_request(self, body: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
-        self.hub.asked.append(f"{self.command} {path}")
+        self.hub.requests.append(f"{self.command} {path}")
         for name, files in self.hub.files.items():
             api = f"api/{name if name.startswith('datasets/') else 'models/' + name}"
             if path == api or path.startswith((f"{api}/", f"{name}/resolve/")):
-                return self._of(name, files, path.removeprefix(api).removeprefix(name).strip("/"), body)
-        return self._error(401 if not self._known() else 404, "RepoNotFound")
+                return self._answer_repository(name, files, path.removeprefix(api).removeprefix(name).strip("/"), body)
+        return self._send_error(401 if not self._has_token() else 404, "RepoNotFound")
 
-    def _known(self) -> bool:
+    def _has_token(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
 
-    def _of(self, name: str, files: dict[str, bytes], rest: str, body: bytes) -> None:
+    def _answer_repository(self, name: str, files: dict[str, bytes], rest: str, body: bytes) -> None:
         kind, _, rest = rest.partition("/")
         revision, _, path = rest.partition("/")
         if revision not in ("", "main", COMMIT):
-            return self._error(404, "RevisionNotFound")
-        if name in self.hub.gated and not self._known() and kind == "resolve":
-            return self._error(403 if self.headers.get("Authorization") else 401, "GatedRepo")
+            return self._send_error(404, "RevisionNotFound")
+        if name in self.hub.gated and not self._has_token() and kind == "resolve":
+            return self._send_error(403 if self.headers.get("Authorization") else 401, "GatedRepo")
         if kind == "resolve":
-            return self._file(files, path)
+            return self._send_file(files, path)
         if kind == "tree":
-            return self._tree(files, f"{path}/" if path else "")
+            return self._send_tree(files, f"{path}/" if path else "")
         if kind == "paths-info":
-            wanted = json.loads(body)["paths"] if body.startswith(b"{") else []
-            return self._json([_entry(p, data) for p, data in files.items() if p in wanted])
-        about = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": [{"rfilename": p} for p in files]}
-        return self._json(about | {"private": False, "downloads": 0, "likes": 0, "tags": []})
+            paths = json.loads(body)["paths"] if body.startswith(b"{") else []
+            return self._send_json([_build_entry(p, data) for p, data in files.items() if p in paths])
+        info = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": [{"rfilename": p} for p in files]}
+        return self._send_json(info | {"private": False, "downloads": 0, "likes": 0, "tags": []})
 
-    def _tree(self, files: dict[str, bytes], folder: str) -> None:
+    def _send_tree(self, files: dict[str, bytes], folder: str) -> None:
         deep = "recursive=true" in self.path.lower()
         below = {p.removeprefix(folder): data for p, data in files.items() if p.startswith(folder)}
         if not below:
-            return self._error(404, "EntryNotFound")
+            return self._send_error(404, "EntryNotFound")
         folders = sorted({p.partition("/")[0] for p in below if "/" in p})
         entries = [{"type": "directory", "path": folder + name, "size": 0, "oid": "0" * 40} for name in folders]
-        return self._json(entries + [_entry(folder + p, data) for p, data in below.items() if deep or "/" not in p])
+        return self._send_json(
+            entries + [_build_entry(folder + p, data) for p, data in below.items() if deep or "/" not in p]
+        )
 
-    def _file(self, files: dict[str, bytes], path: str) -> None:
+    def _send_file(self, files: dict[str, bytes], path: str) -> None:
         if path not in files:
-            return self._error(404, "EntryNotFound")
+            return self._send_error(404, "EntryNotFound")
         data, status, extra = files[path], 200, {}
-        wanted = self.headers.get("Range", "")
-        if wanted.startswith("bytes="):
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
+        byte_range = self.headers.get("Range", "")
+        if byte_range.startswith("bytes="):
+            first, _, last = byte_range.removeprefix("bytes=").partition("-")
             begin, end = int(first), min(int(last or len(data) - 1), len(data) - 1)
             extra = {"Content-Range": f"bytes {begin}-{end}/{len(data)}"}
             data, status = data[begin : end + 1], 206
-        self._send(status, data, extra | {"ETag": f'"{_hash(files[path])}"', "X-Repo-Commit": COMMIT})
+        self._send_content(status, data, extra | {"ETag": f'"{_compute_hash(files[path])}"', "X-Repo-Commit": COMMIT})
 
-    def _json(self, content: Any) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json", "X-Repo-Commit": COMMIT})
+    def _send_json(self, content: Any) -> None:
+        self._send_content(
+            200, json.dumps(content).encode(), {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}
+        )
 
-    def _error(self, status: int, code: str) -> None:
-        self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": COMMIT})
+    def _send_error(self, status: int, code: str) -> None:
+        self._send_content(status, b"", {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": COMMIT})
 
-    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+    def _send_content(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(data))} | headers).items():
             self.send_header(name, value)
@@ -132,9 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
-def _hash(data: bytes) -> str:
+def _compute_hash(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
 
-def _entry(path: str, data: bytes) -> dict[str, Any]:
-    return {"type": "file", "path": path, "size": len(data), "oid": _hash(data)}
+def _build_entry(path: str, data: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(data), "oid": _compute_hash(data)}

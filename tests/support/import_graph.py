@@ -22,16 +22,16 @@ COMMANDS = "commands"
 Graph = Mapping[str, frozenset[str]]
 
 
-def modules(root: Path = ROOT) -> dict[str, Path]:
+def list_modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the files of titan and launchers by module name."""
-    found = {}
+    module_files = {}
     for file in sorted(file for top in ("titan", "launchers") for file in (root / top).rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        module_files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return module_files
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def list_imports(tree: ast.AST) -> Iterator[str]:
     """Yield the dotted names that a module imports, also inside functions, but not for type checking only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -40,41 +40,43 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        yield from imported(node)
+        yield from list_imports(node)
 
 
-def package(name: str, packages: frozenset[str]) -> str:
+def find_package(name: str, packages: frozenset[str]) -> str:
     """Return the package of a dotted name of titan or launchers; modules at the top of titan are commands."""
     top, _, rest = name.partition(".")
     first = rest.partition(".")[0]
     return top if top != "titan" else first if first in packages else COMMANDS
 
 
-def graph(root: Path = ROOT) -> Graph:
+def build_graph(root: Path = ROOT) -> Graph:
     """Return for each package the others that it imports."""
-    files = modules(root)
+    files = list_modules(root)
     packages = frozenset({name.split(".")[1] for name in files if name.count(".") > 1} | {"errors"})
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for module, file in files.items():
-        names = [n for n in imported(ast.parse(file.read_text())) if n.split(".")[0] in ("titan", "launchers")]
-        targets = {package(name, packages) for name in names if "schema" not in name.split(".")[2:] and "." in name}
-        own = package(module, packages) if module != "titan" else "errors"
-        found.setdefault(own, set()).update(t for t in targets - {own} if t != COMMANDS)
-    return {name: frozenset(targets) for name, targets in sorted(found.items())}
+        names = [n for n in list_imports(ast.parse(file.read_text())) if n.split(".")[0] in ("titan", "launchers")]
+        targets = {
+            find_package(name, packages) for name in names if "schema" not in name.split(".")[2:] and "." in name
+        }
+        own_package = find_package(module, packages) if module != "titan" else "errors"
+        imports.setdefault(own_package, set()).update(t for t in targets - {own_package} if t != COMMANDS)
+    return {name: frozenset(targets) for name, targets in sorted(imports.items())}
 
 
-def reachable(edges: Graph, start: str) -> frozenset[str]:
+def find_reachable(edges: Graph, start: str) -> frozenset[str]:
     """Return the packages that `start` imports, directly or through others."""
-    seen: set[str] = set()
+    reached: set[str] = set()
     todo = list(edges.get(start, ()))
     while todo:
-        if (name := todo.pop()) not in seen:
-            seen.add(name)
+        if (name := todo.pop()) not in reached:
+            reached.add(name)
             todo += edges.get(name, ())
-    return frozenset(seen)
+    return frozenset(reached)
 
 
-def reduction(edges: Graph) -> Graph:
+def reduce_graph(edges: Graph) -> Graph:
     """Return the transitive reduction of a graph.
 
     Raises:
@@ -82,41 +84,41 @@ def reduction(edges: Graph) -> Graph:
     """
     TopologicalSorter(edges).prepare()
     return {
-        name: frozenset(t for t in targets if not any(t in reachable(edges, other) for other in targets - {t}))
+        name: frozenset(t for t in targets if not any(t in find_reachable(edges, sibling) for sibling in targets - {t}))
         for name, targets in edges.items()
     }
 
 
-def diagram(edges: Graph) -> str:
+def format_diagram(edges: Graph) -> str:
     """Return the diagram in Mermaid's language, from commands down."""
-    reduced = reduction(edges)
+    reduced = reduce_graph(edges)
     order = [*TopologicalSorter(edges).static_order()][::-1]
     lines = [f"  {name} --> {target}" for name in order for target in sorted(reduced.get(name, ()), key=order.index)]
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```", ""])
 
 
-def layers(edges: Graph) -> list[list[str]]:
+def sort_layers(edges: Graph) -> list[list[str]]:
     """Return the packages by layer, the highest first; a package imports only from layers below its own."""
     sorter = TopologicalSorter(edges)
     sorter.prepare()
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     while sorter.is_active():
-        found.insert(0, sorted(sorter.get_ready()))
-        sorter.done(*found[0])
-    return found
+        groups.insert(0, sorted(sorter.get_ready()))
+        sorter.done(*groups[0])
+    return groups
 
 
-def update(text: str) -> str:
+def update_page(text: str) -> str:
     """Return a page's text with the diagram and the layers made anew."""
-    edges = graph()
-    rows = "".join(f"| {i} | {', '.join(names)} |\n" for i, names in enumerate(layers(edges), 1))
-    new = f"{diagram(edges)}\n| layer | packages |\n| --- | --- |\n{rows}"
+    edges = build_graph()
+    rows = "".join(f"| {i} | {', '.join(names)} |\n" for i, names in enumerate(sort_layers(edges), 1))
+    new = f"{format_diagram(edges)}\n| layer | packages |\n| --- | --- |\n{rows}"
     return BLOCK.sub(lambda match: match[1] + new + match[2], text)
 
 
 def main() -> int:
     """Rewrite the diagram in docs/architecture.md."""
-    PAGE.write_text(update(PAGE.read_text()))
+    PAGE.write_text(update_page(PAGE.read_text()))
     return 0
 
 

@@ -16,7 +16,7 @@ LAYOUTS = ("single", "ddp", "fsdp", "cp")
 
 def main(runs: int = 64, steps: int = 10_000) -> None:
     """Make the runs in a folder of its own, compare them in a fresh process, and say what that took."""
-    from tests.support.made_runs import Story, made  # brings torch, which the comparison itself does without
+    from tests.support.made_runs import Story, make_run  # brings torch, which the comparison itself does without
 
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "grid"
@@ -24,24 +24,24 @@ def main(runs: int = 64, steps: int = 10_000) -> None:
             layout = LAYOUTS[index % len(LAYOUTS)]
             story = Story(seed=index // 16, steps=steps, every=50, luck=index, off=1e-4 * index, spread=0.01)
             rate = f"optimizer.lr={1e-3 * (1 + index // 4 % 4):g}"
-            made(template / str(index), story, f"parallelism={layout}", rate)
+            make_run(template / str(index), story, f"parallelism={layout}", rate)
         subprocess.run([sys.executable, "-m", "tests.support.large_report", str(template)], check=True)
 
 
-def measured(directory: str) -> None:
+def measure_comparison(directory: str) -> None:
     """Compare what is in a directory and print what it took."""
     size = sum(file.stat().st_size for file in Path(directory).rglob("metrics.jsonl")) / 2**20
-    before, began, worked = peak_mib(), time.monotonic(), time.process_time()
-    found = compare([directory])
-    seconds, worked = time.monotonic() - began, time.process_time() - worked
-    runs = sum(len(variant.runs) for variant in found.variants)
+    initial_mib, start, worked = read_peak_mib(), time.monotonic(), time.process_time()
+    comparison = compare([directory])
+    seconds, worked = time.monotonic() - start, time.process_time() - worked
+    runs = sum(len(variant.runs) for variant in comparison.variants)
     print(
-        f"{runs} runs in {len(found.variants)} variants, {size:.0f} MiB of metrics.jsonl: {seconds:.1f} s, "
-        f"{worked:.1f} s of a core, peak {peak_mib():.0f} MiB, of which {before:.0f} MiB before"
+        f"{runs} runs in {len(comparison.variants)} variants, {size:.0f} MiB of metrics.jsonl: {seconds:.1f} s, "
+        f"{worked:.1f} s of a core, peak {read_peak_mib():.0f} MiB, of which {initial_mib:.0f} MiB before"
     )
 
 
-def peak_mib() -> float:
+def read_peak_mib() -> float:
     """The largest resident size that this process has had (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
@@ -50,6 +50,6 @@ def peak_mib() -> float:
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if len(arguments) == 1:
-        measured(arguments[0])
+        measure_comparison(arguments[0])
     else:
         main(*map(int, arguments))

@@ -32,17 +32,19 @@ class Learning(Sweeper):
         parsed = OverridesParser.create().parse_overrides(arguments)
         fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
         (varied,) = [o for o in parsed if o.is_sweep_override()]
-        for number, one in enumerate(varied.sweep_string_iterator()):
-            self._launch([(*fixed, f"{varied.key_or_group}={one}")], number)
+        for number, value in enumerate(varied.sweep_string_iterator()):
+            self._launch([(*fixed, f"{varied.key_or_group}={value}")], number)
         best = min(self.results, key=lambda result: float(result[1]))[0]
         self._launch([best, best], len(self.results))
 
     def _launch(self, batch: list[tuple[str, ...]], number: int) -> None:
         returned = self.launcher.launch(batch, initial_job_idx=number)
-        Learning.results += [(one, result.return_value) for one, result in zip(batch, returned, strict=True)]
+        Learning.results += [
+            (overrides, result.return_value) for overrides, result in zip(batch, returned, strict=True)
+        ]
 
 
-def register() -> None:
+def register_sweeper() -> None:
     """Register the sweeper as hydra/sweeper=learning."""
     plugins = Plugins.instance()  # first: it looks through the package hydra_plugins
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))

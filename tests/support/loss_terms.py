@@ -23,10 +23,10 @@ class Entropy(LossTerm):
     needs_logits: ClassVar[bool] = True
 
     def build(self) -> Callable[[LossInputs], Tensor]:
-        return entropy
+        return compute_entropy
 
 
-def entropy(tokens: LossInputs) -> Tensor:
+def compute_entropy(tokens: LossInputs) -> Tensor:
     """From whole logits, statistics of them, and hidden states."""
     log_p = tokens.logits - tokens.logsumexp[:, None]
     return tokens.hidden.float().square().mean(-1) - (log_p.exp() * log_p).sum(-1)

@@ -17,7 +17,7 @@ NVIDIA_SMI = {"cpu": None, "gpu": H100S, "h200": H200}
 REAL = devices.detect_machine
 
 
-def detector(kind: str) -> Callable[..., Machine]:
+def make_detector(kind: str) -> Callable[..., Machine]:
     """Return `devices.detect_machine` for a machine of 16 GiB ("cpu"), with 8 H100 of 80 GB ("gpu"), or an H200."""
     gpu, output = kind != "cpu", NVIDIA_SMI[kind]
     probe = Probe(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.runs import TINY
 from titan.estimate.plan import PredictedValue
 from titan.run import identity, prediction
@@ -36,7 +36,7 @@ H200 = {"device": "cuda", "name": "NVIDIA H200", "count": 8, "cores": 64, "memor
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StoryAttempt:
     """An attempt of a made run: it goes on after `start` and gets to `end`, on the layout that `overrides` ask for."""
 
     start: int
@@ -69,14 +69,14 @@ class Story:
         device: of env.json.
         bad: the step from which on no loss is finite, so that the run gives up; None: all are.
         rises: added to the loss of steps, by their number.
-        host, began: of env.json, and when its first attempt began after the usual time.
+        host, start_offset: of env.json, and when its first attempt began after the usual time.
         predicted: seconds of a step that each attempt was predicted to take; None: its hardware was not described.
     """
 
     seed: int = 0
     repeat: int = 0
     steps: int = 40
-    attempts: tuple[Attempt, ...] | None = None
+    attempts: tuple[StoryAttempt, ...] | None = None
     seconds: float = 0.5
     jitter: float = 0.02
     level: float = 3.0
@@ -96,17 +96,17 @@ class Story:
     bad: int | None = None
     rises: Mapping[int, float] = field(default_factory=dict)
     host: str = ""
-    began: float = 0.0
+    start_offset: float = 0.0
     predicted: float | None = None
 
 
 @lru_cache(maxsize=256)
-def run_of(*overrides: str) -> Run:
+def compose_made_run(*overrides: str) -> Run:
     """A composed run, with validation, whose directory is nowhere."""
-    return composed([*TINY, "evaluation.tokens=1024", *overrides, "hydra.run.dir=/nowhere"])
+    return compose_test_run([*TINY, "evaluation.tokens=1024", *overrides, "hydra.run.dir=/nowhere"])
 
 
-def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
+def make_run(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     """Write a run's directory.
 
     Args:
@@ -118,12 +118,12 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     directory.mkdir(parents=True)
     (directory / ".lock").touch()
     (directory / "env.json").write_text(json.dumps({"device": story.device, "host": story.host}))
-    attempts = story.attempts or (Attempt(0, story.steps if story.bad is None else story.bad + GIVES_UP - 2),)
-    clock, documents, lines = BEGAN + story.began, [], []
+    attempts = story.attempts or (StoryAttempt(0, story.steps if story.bad is None else story.bad + GIVES_UP - 2),)
+    clock, documents, lines = BEGAN + story.start_offset, [], []
     for number, attempt in enumerate(attempts, 1):
-        run = _run(story, (*overrides, *attempt.overrides))
-        documents.append(_document(run, story, number, attempt, clock, (*overrides, *attempt.overrides)))
-        new = list(_lines(run, story, number, attempt, clock + START))
+        run = _compose_story_run(story, (*overrides, *attempt.overrides))
+        documents.append(_build_document(run, story, number, attempt, clock, (*overrides, *attempt.overrides)))
+        new = list(_generate_lines(run, story, number, attempt, clock + START))
         lines += new
         clock = (new[-1]["time"] if new else clock + START) + BETWEEN
     (directory / "run.yaml").write_text(
@@ -131,32 +131,34 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     )
     write_lines(directory, lines)
     if story.bad is not None:
-        _give_up(directory, story.bad)
+        _write_give_up(directory, story.bad)
     elif attempts[-1].end == story.steps:
-        _finish(directory, story, lines, len(attempts))
+        _write_result(directory, story, lines, len(attempts))
     return directory
 
 
-def _give_up(directory: Path, bad: int) -> None:
+def _write_give_up(directory: Path, bad: int) -> None:
     """What a run leaves that ends by `training.bad_steps`; the last of these steps has no line."""
-    said = f"{GIVES_UP} steps in a row were not finite, the last one step {bad + GIVES_UP - 1}: gradients"
+    message = f"{GIVES_UP} steps in a row were not finite, the last one step {bad + GIVES_UP - 1}: gradients"
     (directory / "log").mkdir()
-    (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {said}\n")
+    (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {message}\n")
 
 
-def swept(directory: Path, asked: SweepSpec, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]) -> None:
+def make_sweep(
+    directory: Path, spec: SweepSpec, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]
+) -> None:
     """Make a directory a sweep's.
 
     Args:
         directory: where its runs are.
-        asked: what it asks.
+        spec: what it asks.
         points: overrides of each point, by the name of its directory, which is its id too.
         events: what the ledger says of them since.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    ledger.write_spec(directory, asked)
-    there = {"event": "point", "steps": 40, "devices": 1, "asked": ""}
-    ledger.add_events(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
+    ledger.write_spec(directory, spec)
+    common = {"event": "point", "steps": 40, "devices": 1, "asked": ""}
+    ledger.add_events(directory, *({"id": n, "directory": n, "overrides": list(o)} | common for n, o in points.items()))
     ledger.add_events(directory, *events)
 
 
@@ -168,14 +170,14 @@ def read_lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def _run(story: Story, overrides: tuple[str, ...]) -> Run:
-    run = run_of(*overrides)
+def _compose_story_run(story: Story, overrides: tuple[str, ...]) -> Run:
+    run = compose_made_run(*overrides)
     changes: dict[str, Any] = {"seed": story.seed, "repeat": story.repeat, "steps": story.steps}
     return dataclasses.replace(run, training=dataclasses.replace(run.training, **changes))
 
 
-def _document(
-    run: Run, story: Story, number: int, attempt: Attempt, began: float, overrides: tuple[str, ...]
+def _build_document(
+    run: Run, story: Story, number: int, attempt: StoryAttempt, start: float, overrides: tuple[str, ...]
 ) -> dict[str, Any]:
     science = identity.collect_science(run, story.digest, None)
     ids = (
@@ -185,7 +187,7 @@ def _document(
     return {
         "attempt": number,
         "kind": "resume" if number > 1 else "start",
-        "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
+        "began": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
         "name": run.name,
         "run_id": "0" * 12,
         "parent": None,
@@ -198,18 +200,24 @@ def _document(
         "microbatches": run.microbatches,
         "science": dict(science),
         "config": as_config(run),
-        **({} if story.predicted is None else {prediction.KEY: prediction.to_document(predicted(story.predicted))}),
+        **(
+            {}
+            if story.predicted is None
+            else {prediction.KEY: prediction.to_document(make_prediction(story.predicted))}
+        ),
     }
 
 
-def predicted(seconds: float, gib: float = 10.0) -> Prediction:
+def make_prediction(seconds: float, gib: float = 10.0) -> Prediction:
     """A prediction of so many seconds a step and GiB; ten per cent of the time is communication."""
     parts = {"matmuls": 0.9 * seconds, "weights and gradients": 0.1 * seconds}
     step, memory = PredictedValue(seconds, seconds / 1.1, seconds * 1.1), PredictedValue(gib, gib / 1.1, gib * 1.1)
     return Prediction(step, memory, memory, parts, {"weights": gib}, "c0575a27")
 
 
-def _lines(run: Run, story: Story, number: int, attempt: Attempt, clock: float) -> Iterator[dict[str, Any]]:
+def _generate_lines(
+    run: Run, story: Story, number: int, attempt: StoryAttempt, clock: float
+) -> Iterator[dict[str, Any]]:
     """The lines of an attempt, a stall for its checkpoint at the end; `clock`: when its first step begins."""
     sound = np.random.default_rng([story.seed, 1]).normal(size=story.steps + 1) * story.noise
     speed = np.random.default_rng([story.seed, story.repeat, number, 2, story.luck]).normal(size=story.steps + 1)
@@ -218,25 +226,25 @@ def _lines(run: Run, story: Story, number: int, attempt: Attempt, clock: float) 
         seconds = story.seconds * math.exp(speed[step] * story.jitter)
         clock += seconds
         loss = level + 2 * math.exp(-5 * step / story.steps) + story.off * max(0, min(1, (step - 5) / 5))
-        seen = loss + sound[step] + story.rises.get(step, 0.0)
-        seen = None if story.bad is not None and step >= story.bad else seen
-        yield _step(run, story, step, seen, seconds) | {"time": round(clock, 3), "attempt": number}
+        noisy_loss = loss + sound[step] + story.rises.get(step, 0.0)
+        noisy_loss = None if story.bad is not None and step >= story.bad else noisy_loss
+        yield _build_step_line(run, story, step, noisy_loss, seconds) | {"time": round(clock, 3), "attempt": number}
         if step == story.steps or (story.every and step % story.every == 0):
-            yield _validation(run, story, step, loss) | {"time": round(clock, 3), "attempt": number}
+            yield _build_validation_line(run, story, step, loss) | {"time": round(clock, 3), "attempt": number}
     clock += story.stall
     saved = {"step": attempt.end, "checkpoint_step": attempt.end, "checkpoint_stall_seconds": story.stall}
     yield saved | {"time": round(clock, 3), "attempt": number}
 
 
-def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float) -> dict[str, Any]:
-    tokens, wrong = run.training.global_batch, story.first_off
+def _build_step_line(run: Run, story: Story, step: int, loss: float | None, seconds: float) -> dict[str, Any]:
+    tokens, factor = run.training.global_batch, story.first_off
     rate = tokens / seconds / run.layout.devices
     tflops = rate * run.model.flops_per_token(run.training.seq_len) / 1e12
     return {
         "step": step,
         "tokens": step * tokens,
-        "loss": None if loss is None else loss * wrong,
-        "grad_norm": (1 + 1 / step) * wrong,
+        "loss": None if loss is None else loss * factor,
+        "grad_norm": (1 + 1 / step) * factor,
         "lr": run.optimizer.lr * run.schedule.lr_factor(step, run.training.steps),
         "step_seconds": seconds,
         "data_seconds": 0.01 * seconds,
@@ -251,14 +259,14 @@ def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float)
     }
 
 
-def _validation(run: Run, story: Story, step: int, loss: float) -> dict[str, Any]:
-    parts = {f"validation_loss/{name}": loss + more / story.ratio for name, more in story.sources.items()}
-    bits = {f"bits_per_byte/{name}": loss * story.ratio + more for name, more in story.sources.items()}
-    whole = {"validation_loss": loss, "bits_per_byte": loss * story.ratio}
-    return {"step": step, "tokens": step * run.training.global_batch, **whole, **parts, **bits}
+def _build_validation_line(run: Run, story: Story, step: int, loss: float) -> dict[str, Any]:
+    parts = {f"validation_loss/{name}": loss + extra_bits / story.ratio for name, extra_bits in story.sources.items()}
+    bits = {f"bits_per_byte/{name}": loss * story.ratio + extra_bits for name, extra_bits in story.sources.items()}
+    total = {"validation_loss": loss, "bits_per_byte": loss * story.ratio}
+    return {"step": step, "tokens": step * run.training.global_batch, **total, **parts, **bits}
 
 
-def _finish(directory: Path, story: Story, lines: list[dict[str, Any]], attempt: int) -> None:
+def _write_result(directory: Path, story: Story, lines: list[dict[str, Any]], attempt: int) -> None:
     last = [line for line in lines if "validation_loss" in line][-1]
     final = {k: v for k, v in last.items() if k.startswith(("validation_loss", "bits_per_byte"))}
     result = {"finished": True, "step": story.steps, "attempt": attempt, **final}

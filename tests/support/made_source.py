@@ -57,13 +57,13 @@ class Made(Dataset):
         return MadeSource(self.content, self.seconds, self.masked)
 
 
-def words(parts: int = 6, documents: int = 40, same: int = 29) -> tuple[tuple[str, ...], ...]:
+def make_documents(parts: int = 6, documents: int = 40, same: int = 29) -> tuple[tuple[str, ...], ...]:
     """Parts of short documents, some of which are equal."""
     numbers = [[(part * documents + i) % (parts * same) for i in range(documents)] for part in range(parts)]
     return tuple(tuple(f"document {n}, which tells of {n * 7} things\n" for n in part) for part in numbers)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """The content of the files of tokens, offsets and masks of a folder."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix in (".tokens", ".offsets", ".mask")}
 

@@ -30,7 +30,7 @@ LLAMA4 = Llama4(**SMALL | {"layers": 4}, **LLAMA4_CHUNKS, head_dim=32, experts=4
 DEEPSEEK_V3, DEEPSEEK_V2 = DeepseekV3(**GROUPS, **YARN), DeepseekV3(**V2)
 
 
-def module(model: Decoder, seed: int = 0) -> Any:
+def build_module(model: Decoder, seed: int = 0) -> Any:
     """Titan's module with random weights, norms too."""
     out = model.build()
     generator = torch.Generator().manual_seed(seed)
@@ -40,14 +40,14 @@ def module(model: Decoder, seed: int = 0) -> Any:
     return out
 
 
-def tensors(model: Decoder, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def build_tensors(model: Decoder, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The same weights by name."""
-    return {name: weight.detach().to(dtype) for name, weight in module(model, seed).named_weights()}
+    return {name: weight.detach().to(dtype) for name, weight in build_module(model, seed).named_weights()}
 
 
-def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def write_native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A complete checkpoint of random weights, and the weights."""
-    weights = tensors(model, dtype=dtype)
+    weights = build_tensors(model, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     extra = {"optimizer.norm.weight.step": torch.tensor(3.0)}
     save({f"model.{name}": weight for name, weight in weights.items()} | extra, checkpoint_id=folder, no_dist=True)
@@ -57,19 +57,19 @@ def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> 
             files[file.name] = manifest.checksum_stream(content)
     kind = {"_target_": f"{type(model).__module__}.{type(model).__name__}"}
     step = int(folder.name[5:]) if folder.name.startswith("step-") else 3
-    about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | to_plain(model), "titan4k", files)
-    manifest.write(folder, about)
+    record = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | to_plain(model), "titan4k", files)
+    manifest.write(folder, record)
     return weights
 
 
-def hf(folder: Path, model: Decoder, shard: str = "100KB") -> torch.nn.Module:
+def write_hf(folder: Path, model: Decoder, shard: str = "100KB") -> torch.nn.Module:
     """What transformers saves of a model of its own, and the model."""
-    theirs: Any = hugging_face(model)
-    theirs.save_pretrained(folder, max_shard_size=shard)
-    return theirs
+    hf_model: Any = hugging_face(model)
+    hf_model.save_pretrained(folder, max_shard_size=shard)
+    return hf_model
 
 
-def hf_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
+def replace_hf_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
     """Replace, add or (None) remove tensors in a folder of one file."""
     from safetensors.torch import load_file
 
@@ -79,19 +79,19 @@ def hf_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def edit(file: Path, **changes: Any) -> None:
+def edit_json(file: Path, **changes: Any) -> None:
     """Set values of a JSON file; ... removes one."""
     content = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
-def interleaved(weight: Tensor, head: int) -> Tensor:
+def interleave_rows(weight: Tensor, head: int) -> Tensor:
     """Rows of heads whose halves are pairs, as Meta has them: neighbours are pairs."""
     rows = weight.view(-1, 2, head // 2, weight.shape[-1])
     return rows.transpose(1, 2).reshape(weight.shape)
 
 
-def meta(
+def write_meta(
     folder: Path,
     model: Decoder,
     ranks: int = 1,
@@ -100,19 +100,19 @@ def meta(
     **params: Any,
 ) -> dict[str, Tensor]:
     """What Meta's own training would leave, cut for `ranks`, and the weights by titan's names."""
-    weights = tensors(model, dtype=dtype)
+    weights = build_tensors(model, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         content = {}
         for name, weight in weights.items():
             if name.endswith(("wq.weight", "wk.weight")):
-                weight = interleaved(weight, model.head_size)
-            content[name.replace("head.", "output.")] = _part(name, weight, rank, ranks, model, embedding)
+                weight = interleave_rows(weight, model.head_size)
+            content[name.replace("head.", "output.")] = _cut_weight(name, weight, rank, ranks, model, embedding)
         if model.tied:
             content["output.weight"] = content["tok_embeddings.weight"]
         content["rope.freqs"] = torch.zeros(model.head_size // 2)
         torch.save(content, folder / f"consolidated.{rank:02}.pth")
-    about = {
+    defaults = {
         "dim": model.dim,
         "n_layers": model.layers,
         "n_heads": model.heads,
@@ -122,11 +122,11 @@ def meta(
         "norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
     }
-    (folder / "params.json").write_text(json.dumps({k: v for k, v in (about | params).items() if v is not ...}))
+    (folder / "params.json").write_text(json.dumps({k: v for k, v in (defaults | params).items() if v is not ...}))
     return weights
 
 
-def _part(name: str, weight: Tensor, rank: int, ranks: int, model: Decoder, embedding: int) -> Tensor:
+def _cut_weight(name: str, weight: Tensor, rank: int, ranks: int, model: Decoder, embedding: int) -> Tensor:
     if weight.dim() == 1:
         return weight.clone()
     if name.endswith(("wk.weight", "wv.weight")) and ranks > model.kv_heads:
@@ -135,7 +135,7 @@ def _part(name: str, weight: Tensor, rank: int, ranks: int, model: Decoder, embe
     return weight.chunk(ranks, dim)[rank].clone()
 
 
-def loaded(weights: Weights) -> Any:
+def load_module(weights: Weights) -> Any:
     """Titan's module with these weights in their stored type."""
     out = weights.model.build()
     names = [name for name, _ in out.named_weights()]
@@ -147,25 +147,25 @@ def loaded(weights: Weights) -> Any:
 
 
 @torch.no_grad()
-def apart(ours: Any, theirs: Any, vocab: int, length: int = 48) -> float:
+def compute_logit_difference(titan_module: Any, hf_model: Any, vocab: int, length: int = 48) -> float:
     """max|a - b| / max|b| of the logits of titan's module and transformers'."""
     tokens = torch.randint(0, vocab, (2, length), generator=torch.Generator().manual_seed(1))
-    return difference(ours.head(ours(tokens)), theirs(tokens).logits)
+    return difference(titan_module.head(titan_module(tokens)), hf_model(tokens).logits)
 
 
-def equal(weights: Weights, wanted: dict[str, Tensor]) -> bool:
+def has_tensors(weights: Weights, expected: dict[str, Tensor]) -> bool:
     """Whether they are these tensors, bit by bit."""
-    assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    read = {name: weights.read(name) for name in wanted}
-    return all(read[n].dtype == wanted[n].dtype and torch.equal(read[n], wanted[n]) for n in wanted)
+    assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    read = {name: weights.read(name) for name in expected}
+    return all(read[n].dtype == expected[n].dtype and torch.equal(read[n], expected[n]) for n in expected)
 
 
 FILES = {"a.distcp": b"123456789", ".metadata": b"m" * 10}
 
 
-def about(step: int = 1, **fields: Any) -> Manifest:
+def make_manifest(step: int = 1, **fields: Any) -> Manifest:
     """What a checkpoint says of itself, but for its files."""
-    given = {
+    defaults = {
         "tokens": 100 * step,
         "data": {"rows": step},
         "science_id": "id",
@@ -174,21 +174,21 @@ def about(step: int = 1, **fields: Any) -> Manifest:
         "model": {},
         "tokenizer": None,
     }
-    return Manifest(step, **(given | fields))
+    return Manifest(step, **(defaults | fields))
 
 
-def complete(folder: Path, said: Manifest, files: dict[str, bytes] | None = None) -> Path:
+def write_complete(folder: Path, record: Manifest, files: dict[str, bytes] | None = None) -> Path:
     """A folder with `files` (`FILES`), which a manifest makes a complete checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, ManifestFile] = {}
+    checksums: dict[str, ManifestFile] = {}
     for name, content in (FILES if files is None else files).items():
         (folder / name).write_bytes(content)
         with (folder / name).open("rb") as file:
-            found[name] = manifest.checksum_stream(file)
-    manifest.write(folder, Manifest(**{**vars(said), "files": found}))
+            checksums[name] = manifest.checksum_stream(file)
+    manifest.write(folder, Manifest(**{**vars(record), "files": checksums}))
     return folder
 
 
-def checkpoint(directory: Path, step: int, **fields: Any) -> Path:
+def write_checkpoint(directory: Path, step: int, **fields: Any) -> Path:
     """A complete checkpoint of the run in `directory`, of files that hold nothing."""
-    return complete(manifest.folder_of(directory, step), about(step, **fields))
+    return write_complete(manifest.folder_of(directory, step), make_manifest(step, **fields))

@@ -18,8 +18,17 @@ from typing import Any
 
 import torch
 
-from tests.support.ranks import RankFailed
-from tests.support.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
+from tests.support.ranks import RankFailedError
+from tests.support.runs import (
+    RankOutcome,
+    Tensors,
+    are_identical,
+    compose_tiny_run,
+    compute_difference,
+    read_step_records,
+    select_weights,
+    train_run,
+)
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
@@ -44,7 +53,7 @@ EXACT = 1e-5
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """A layout and what is special about it.
 
     Attributes:
@@ -70,59 +79,69 @@ class Case:
         return (*self.model, *((TIED,) if self.tied else ()))
 
 
-def layouts() -> Iterator[Case]:
+def list_layouts() -> Iterator[LayoutCase]:
     """Every dimension, every pair and triple, and four at once; untied and tied."""
     several = [mix for count in (1, 2, 3) for mix in itertools.combinations(DIMENSIONS, count)]
     for mix in [*several, ("shard", "context", "tensor", "pipeline")]:
         name = " ".join(DIMENSIONS[d] for d in mix)
         settings = tuple(f"parallelism.{d}={2 if d in mix else 1}" for d in DIMENSIONS)
         rows = 8 // (2 ** len({"replicate", "shard"} & set(mix)))  # a rank's, at most as many micro-batches
-        more = (f"parallelism.microbatches={min(4, rows)}",) if "pipeline" in mix else ()
-        yield from _both(name, settings + more)
+        microbatches = (f"parallelism.microbatches={min(4, rows)}",) if "pipeline" in mix else ()
+        yield from _make_untied_and_tied(name, settings + microbatches)
 
 
-def schedules() -> Iterator[Case]:
+def list_schedules() -> Iterator[LayoutCase]:
     """Every schedule alone, with shard, with tensor and with both; untied and tied."""
     for schedule in (*SCHEDULES, "custom"):
         for mix in ((), ("shard",), ("tensor",), ("shard", "tensor")):
             name = " ".join([schedule, *(DIMENSIONS[d] for d in mix)])
             degrees = tuple(f"parallelism.{d}=2" for d in ("pipeline", *mix))
-            yield from _both(name, (f"parallelism.schedule={schedule}", "parallelism.microbatches=4", *degrees))
+            yield from _make_untied_and_tied(
+                name, (f"parallelism.schedule={schedule}", "parallelism.microbatches=4", *degrees)
+            )
 
 
-def variants() -> Iterator[Case]:
+def list_variants() -> Iterator[LayoutCase]:
     """What the choices of a dimension change: sequence and loss parallel, ways to share a row, uneven sizes."""
     tensor = ("parallelism.tensor=2",)
-    yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor))
-    yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor))
+    yield LayoutCase("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor))
+    yield LayoutCase("tp whole logits", ("parallelism.loss_parallel=false", *tensor))
     pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=4")
-    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline))
+    yield LayoutCase("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline))
     qwen = ("model=qwen3_debug", "model.tied=false", *SHAPE)
-    yield Case("tp normed heads", tensor, model=qwen)
-    yield Case("fsdp tp pp normed heads", ("parallelism.shard=2", *tensor, *pipeline), model=qwen)
+    yield LayoutCase("tp normed heads", tensor, model=qwen)
+    yield LayoutCase("fsdp tp pp normed heads", ("parallelism.shard=2", *tensor, *pipeline), model=qwen)
     for method in METHODS:
         for balance in ("true", "false"):
-            how = (f"parallelism.context_method={method}", f"parallelism.balance={balance}", "parallelism.context=2")
+            settings = (
+                f"parallelism.context_method={method}",
+                f"parallelism.balance={balance}",
+                "parallelism.context=2",
+            )
             name = f"cp {method} {'balanced' if balance == 'true' else 'in order'}"
-            yield Case(name, how)
-            yield Case(f"{name} fsdp tp", (*how, "parallelism.shard=2", *tensor))
-    yield Case("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"))
-    yield Case("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
-    yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True)
-    yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor))
+            yield LayoutCase(name, settings)
+            yield LayoutCase(f"{name} fsdp tp", (*settings, "parallelism.shard=2", *tensor))
+    yield LayoutCase("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"))
+    yield LayoutCase("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
+    yield LayoutCase("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True)
+    yield LayoutCase("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor))
     sharded, of_two = "parallelism.accumulate=sharded", ("parallelism.replicate=2", "parallelism.shard=2")
-    yield Case("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"))
+    yield LayoutCase("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"))
     interleaved = ("parallelism.schedule=Interleaved1F1B", sharded, "parallelism.shard=2", *pipeline)
-    yield Case("Interleaved1F1B fsdp reduced", interleaved, tied=True)
-    for how in ("sharded", "whole"):
-        several = ("parallelism.microbatches=2", f"parallelism.accumulate={how}")
-        yield Case(f"ddp fsdp {how}", (*of_two, *several))
-    yield Case("fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2"))
-    yield Case("fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always"))
-    yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"))
-    yield Case("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"))
-    yield Case("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"))
-    yield Case(
+    yield LayoutCase("Interleaved1F1B fsdp reduced", interleaved, tied=True)
+    for settings in ("sharded", "whole"):
+        several = ("parallelism.microbatches=2", f"parallelism.accumulate={settings}")
+        yield LayoutCase(f"ddp fsdp {settings}", (*of_two, *several))
+    yield LayoutCase(
+        "fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2")
+    )
+    yield LayoutCase(
+        "fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always")
+    )
+    yield LayoutCase("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"))
+    yield LayoutCase("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"))
+    yield LayoutCase("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"))
+    yield LayoutCase(
         "fsdp tp pp offloaded", ("parallelism.shard=2", *tensor, "parallelism.pipeline=2", "memory.offload=true")
     )
 
@@ -152,12 +171,12 @@ GROUPED = {
 }
 
 
-def grouped() -> Iterator[Case]:
+def list_grouped() -> Iterator[LayoutCase]:
     """Parameters that are sharded by four strategies."""
     for name, layout in GROUPED.items():
-        yield Case(f"{name} in groups", ("modules=[tests]", GROUPS, *layout))
+        yield LayoutCase(f"{name} in groups", ("modules=[tests]", GROUPS, *layout))
     tied = "+parallelism.groups={ends: {match: [head, tok_embeddings], shard: 1}}"
-    yield Case("fsdp in groups", (tied, "parallelism.shard=2"), tied=True)
+    yield LayoutCase("fsdp in groups", (tied, "parallelism.shard=2"), tied=True)
 
 
 MODES = ("none", "full", "every_n", "selective", "budget")
@@ -172,7 +191,7 @@ COMPILED = {
 }
 
 
-def techniques() -> Iterator[Case]:
+def list_techniques() -> Iterator[LayoutCase]:
     """Every way to keep activations with every scope of compilation, and each of both in each kind of layout."""
     for (i, memory), (j, layout) in itertools.product(enumerate(MODES), enumerate(COMPILED)):
         if (memory, layout) == ("selective", "zbv"):
@@ -180,8 +199,8 @@ def techniques() -> Iterator[Case]:
         scopes = ("block", "model") if memory in ("none", "budget") else ("block", "model", "off")
         scope = scopes[(i + j + 1) % len(scopes)]
         backend = ("compile.backend=aot_eager",) if scope != "off" else ()
-        how = (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout])
-        yield Case(f"{memory} {scope} {layout}", how)
+        settings = (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout])
+        yield LayoutCase(f"{memory} {scope} {layout}", settings)
 
 
 CHUNKED = {
@@ -204,10 +223,10 @@ CHUNKED_TIED = {"one device", "fsdp cp tp pp", "zbv tp", "block zbv fsdp", "mode
 """Where head and embedding are one weight too: on one device, in parts of different sizes, and on several stages."""
 
 
-def chunked() -> Iterator[Case]:
+def list_chunked() -> Iterator[LayoutCase]:
     """Head and loss of some tokens at a time, in each kind of layout."""
     for name, settings in CHUNKED.items():
-        untied, tied = _both(f"chunked {name}", ("training.loss_chunk=7", *settings))
+        untied, tied = _make_untied_and_tied(f"chunked {name}", ("training.loss_chunk=7", *settings))
         yield from (untied, tied) if name in CHUNKED_TIED else (untied,)
 
 
@@ -248,12 +267,12 @@ GROWN = {
 """Where batches grow: ways to share a row and to keep activations know nothing of a batch's rows."""
 
 
-def reading() -> Iterator[Case]:
+def list_batch_kinds() -> Iterator[LayoutCase]:
     """Documents kept apart, and batches that grow while rows are skipped, in each kind of layout."""
     for kind, science in (("documents", DOCUMENTS), ("growing", GROWING)):
         for name, settings in READING.items():
             if kind == "documents" or name in GROWN:
-                yield Case(f"{kind} {name}", settings, model=science)
+                yield LayoutCase(f"{kind} {name}", settings, model=science)
 
 
 LLAMA4 = (
@@ -272,12 +291,12 @@ CUT = {
 """Where chunks are tested without documents too: where tokens, heads or blocks are on several ranks, and compiled."""
 
 
-def llama4() -> Iterator[Case]:
+def list_llama4() -> Iterator[LayoutCase]:
     """Attention in chunks, without and with documents, and experts in every second block, in each kind of layout."""
     for kind, science in (("llama4", LLAMA4), ("llama4 documents", (*LLAMA4, *DOCUMENTS))):
         for name, settings in {**READING, **LLAMA4_LAYOUTS}.items():
             if kind == "llama4 documents" or name in CUT:
-                yield Case(f"{kind} {name}", settings, model=science)
+                yield LayoutCase(f"{kind} {name}", settings, model=science)
 
 
 OWN_TERM = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
@@ -298,58 +317,58 @@ SPLIT = {
 """Where all terms are tested: one layout of each way to split logits, stages and tokens, and each compile scope."""
 
 
-def terms() -> Iterator[Case]:
+def list_loss_terms() -> Iterator[LayoutCase]:
     """Each loss term on split logits and stages, and all of them at once in each kind of layout."""
     of_two = ("parallelism.shard=2", "parallelism.tensor=2", *PIPELINED)
     for name, science in TERMS.items():
-        yield Case(f"{name} fsdp tp pp", of_two, model=science)
+        yield LayoutCase(f"{name} fsdp tp pp", of_two, model=science)
     full = ("training.loss_chunk=7", "memory=full", "parallelism.tensor=2", *PIPELINED)
-    yield Case("terms chunked full tp pp", full, model=ALL_TERMS)
+    yield LayoutCase("terms chunked full tp pp", full, model=ALL_TERMS)
     for name, settings in {**READING, **CHUNKED}.items():
         if name in SPLIT:
-            yield Case(f"terms {name}", settings, model=ALL_TERMS)
-    yield Case("terms documents fsdp of 3", ("parallelism.shard=3",), model=(*ALL_TERMS, *DOCUMENTS))
-    yield Case("terms growing tp whole sequence", variant("tp whole sequence"), model=(*ALL_TERMS, *GROWING))
+            yield LayoutCase(f"terms {name}", settings, model=ALL_TERMS)
+    yield LayoutCase("terms documents fsdp of 3", ("parallelism.shard=3",), model=(*ALL_TERMS, *DOCUMENTS))
+    yield LayoutCase("terms growing tp whole sequence", find_variant("tp whole sequence"), model=(*ALL_TERMS, *GROWING))
 
 
-def variant(name: str) -> tuple[str, ...]:
+def find_variant(name: str) -> tuple[str, ...]:
     """The settings of a variant."""
-    return next(case.settings for case in variants() if case.name == name)
+    return next(case.settings for case in list_variants() if case.name == name)
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[LayoutCase]:
     """All of them."""
     return [
-        *layouts(),
-        *schedules(),
-        *variants(),
-        *techniques(),
-        *chunked(),
-        *reading(),
-        *llama4(),
-        *terms(),
-        *grouped(),
+        *list_layouts(),
+        *list_schedules(),
+        *list_variants(),
+        *list_techniques(),
+        *list_chunked(),
+        *list_batch_kinds(),
+        *list_llama4(),
+        *list_loss_terms(),
+        *list_grouped(),
     ]
 
 
-def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:
+def _make_untied_and_tied(name: str, settings: tuple[str, ...]) -> Iterator[LayoutCase]:
     for tied in (False, True):
-        yield Case(name, settings, tied)
+        yield LayoutCase(name, settings, tied)
 
 
 @dataclass
-class Outcome:
+class TrainedLayout:
     """What a layout gave."""
 
     run: Run
-    ranks: list[Seen]
+    ranks: list[RankOutcome]
     seconds: float
 
-    def merged(self, what: str) -> Tensors:
+    def merge_tensors(self, field: str) -> Tensors:
         """Tensors by name of all ranks, each of which has some or all of them: the same ones."""
         out: Tensors = {}
         for rank in self.ranks:
-            for name, tensor in getattr(rank, what).items():
+            for name, tensor in getattr(rank, field).items():
                 if not torch.equal(out.setdefault(name, tensor), tensor):
                     raise AssertionError(f"{name} differs between ranks")
         return out
@@ -361,74 +380,83 @@ class Outcome:
         return float(result["validation_loss"])
 
 
-def outcome(
-    folder: Path, case: Case | None, science: tuple[str, ...] = (), before: Callable[[Trainer], Any] | None = None
-) -> Outcome:
-    """Train a case for three steps; None: one device. `before`: see `tests.support.runs.train`."""
+def train_case(
+    folder: Path,
+    case: LayoutCase | None,
+    science: tuple[str, ...] = (),
+    prepare: Callable[[Trainer], Any] | None = None,
+) -> TrainedLayout:
+    """Train a case for three steps; None: one device. `prepare`: see `tests.support.runs.train_run`."""
     settings = (*science, *(case.settings if case else ()))
     custom = folder / "custom.csv"
-    custom.write_text(custom_schedule())
+    custom.write_text(build_custom_schedule())
     settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
-    run, began = tiny(folder / "run", *RECIPE, *settings), time.monotonic()
-    return Outcome(run, train(run, before), time.monotonic() - began)
+    run, start = compose_tiny_run(folder / "run", *RECIPE, *settings), time.monotonic()
+    return TrainedLayout(run, train_run(run, prepare), time.monotonic() - start)
 
 
-def custom_schedule() -> str:
+def build_custom_schedule() -> str:
     """A CSV of two ranks and two stages, with four micro-batches: the last backward passes are split."""
     first = "0F0,0F1,0B0,0F2,0I1,0F3,0W1,0B2,0B3"
     second = "1F0,1B0,1F1,1I1,1F2,1W1,1B2,1F3,1B3"
     return f"{first}\n{second}\n"
 
 
-def worst(got: Outcome, wanted: Outcome) -> dict[str, float]:
+def compare_layouts(got: TrainedLayout, reference: TrainedLayout) -> dict[str, float]:
     """How far a layout is from one device, by law 3's measure; and whether laws 1 and 2 hold (0 or 1)."""
-    lines, expected = steps(got.run), steps(wanted.run)
+    lines, expected = read_step_records(got.run), read_step_records(reference.run)
     hashes = [line["batch_hash"] for line in lines] == [line["batch_hash"] for line in expected]
 
-    def relative(key: str) -> float:
+    def compute_relative(key: str) -> float:
         return max(abs(a[key] / b[key] - 1) for a, b in zip(lines, expected, strict=True))
 
     return {
-        "same start": float(same(weights(got.merged("first")), weights(wanted.merged("first")))),
+        "same start": float(
+            are_identical(select_weights(got.merge_tensors("first")), select_weights(reference.merge_tensors("first")))
+        ),
         "same rows": float(hashes),
-        "gradients": difference(got.merged("gradients"), wanted.merged("gradients")),
-        "weights": difference(weights(got.merged("last")), weights(wanted.merged("last"))),
-        "loss": relative("loss"),
-        "norm": relative("grad_norm"),
-        "validation": abs(got.validation / wanted.validation - 1),
-        "terms": max((relative(key) for key in expected[0] if key.startswith("loss/")), default=0.0),
+        "gradients": compute_difference(got.merge_tensors("gradients"), reference.merge_tensors("gradients")),
+        "weights": compute_difference(
+            select_weights(got.merge_tensors("last")), select_weights(reference.merge_tensors("last"))
+        ),
+        "loss": compute_relative("loss"),
+        "norm": compute_relative("grad_norm"),
+        "validation": abs(got.validation / reference.validation - 1),
+        "terms": max((compute_relative(key) for key in expected[0] if key.startswith("loss/")), default=0.0),
     }
 
 
 COLUMNS = ("gradients", "weights", "loss", "norm", "validation")
 
 
-def row(case: Case, one: Outcome) -> tuple[str, bool]:
+def measure_row(case: LayoutCase, reference: TrainedLayout) -> tuple[str, bool]:
     """A case as a line of the table, and whether it holds what laws 1 to 3 promise."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            got = outcome(Path(folder), case, case.science)
-        except RankFailed as failure:
+            got = train_case(Path(folder), case, case.science)
+        except RankFailedError as failure:
             print(f"{case.id}: {failure}", file=sys.stderr)
             return f"| {case.name} | failed |", False
-        found = worst(got, one)
-    holds = bool(found["same start"] and found["same rows"]) and max(found[k] for k in COLUMNS) <= EXACT
-    figures = " | ".join(f"{found[k]:.0e}" for k in COLUMNS)
+        differences = compare_layouts(got, reference)
+    holds = (
+        bool(differences["same start"] and differences["same rows"]) and max(differences[k] for k in COLUMNS) <= EXACT
+    )
+    figures = " | ".join(f"{differences[k]:.0e}" for k in COLUMNS)
     return f"| {case.name}{' (tied)' if case.tied else ''} | {got.run.layout.devices} | {figures} |", holds
 
 
 def main() -> int:
     """Measure every case and print a table."""
-    known: dict[tuple[str, ...], Outcome] = {}
+    references: dict[tuple[str, ...], TrainedLayout] = {}
     print(f"| {' | '.join(('layout', 'ranks', *COLUMNS))} |\n|{' --- |' * (len(COLUMNS) + 2)}")
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
-            if case.science not in known:
-                place = Path(folder) / str(len(known))
-                place.mkdir()
-                known[case.science] = outcome(place, None, case.science)
-            line, holds = row(case, known[case.science])
+        for case in list_cases():
+            if case.science not in references:
+                run_folder = Path(folder) / str(len(references))
+                run_folder.mkdir()
+                references[case.science] = train_case(run_folder, None, case.science)
+            line, holds = measure_row(case, references[case.science])
             print(line, flush=True)
             failed += [] if holds else [case.id]
     print(f"{len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)

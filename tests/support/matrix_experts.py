@@ -13,9 +13,18 @@ from pathlib import Path
 
 import torch
 
-from tests.support.matrix import COLUMNS, DOCUMENTS, EXACT, LLAMA4, Case, Outcome, outcome, worst
-from tests.support.ranks import RankFailed
-from tests.support.runs import Tensors, steps
+from tests.support.matrix import (
+    COLUMNS,
+    DOCUMENTS,
+    EXACT,
+    LLAMA4,
+    LayoutCase,
+    TrainedLayout,
+    compare_layouts,
+    train_case,
+)
+from tests.support.ranks import RankFailedError
+from tests.support.runs import Tensors, read_step_records
 from titan.training.trainer import Trainer
 
 MODELS = {
@@ -61,7 +70,7 @@ STAGES = {"pp", "3d", "ep_pp", "ep_interleaved", "ep_zbv", "ep_4d"}
 """The layouts with a pipeline, which needs as many micro-batches as stages."""
 
 
-def memory(layout: str, model: int) -> list[tuple[str, int]]:
+def list_memory_modes(layout: str, model: int) -> list[tuple[str, int]]:
     """How a layout keeps activations, each with few or many micro-batches: all of them for the first of the models."""
     fewest = 2 if layout in STAGES else 1
     ways = [("none", 4), ("full", fewest), ("selective", 4)]
@@ -84,72 +93,76 @@ that some compute rows that count nothing; choices that are dropped; one expert 
 PLACES = ("ep", "ep_tp", "ep_cp", "ep_pp", "ep_hsdp", "ep_4d")
 
 
-def special() -> Iterator[Case]:
+def list_special() -> Iterator[LayoutCase]:
     """What may go wrong at a particular recipe."""
     for name, science in SCIENCE.items():
-        for place in PLACES:
-            yield Case(f"{name}-{place}", LAYOUTS[place], model=(*MODELS["qwen3_moe"], *science))
+        for layout in PLACES:
+            yield LayoutCase(f"{name}-{layout}", LAYOUTS[layout], model=(*MODELS["qwen3_moe"], *science))
     eight = ("parallelism=fsdp", "cluster.devices=8", "parallelism.expert=4")
     for name, settings, counts in (("ep", LAYOUTS["ep"], (1, 2, 4)), ("ep_eight", eight, (1, 2))):
         for count in counts:
-            more = f"parallelism.microbatches={count}"
-            yield Case(f"loaded-{name}-{count}", (*settings, more), model=(*MODELS["qwen3_moe"], "model.aux_loss=5"))
+            microbatches = f"parallelism.microbatches={count}"
+            yield LayoutCase(
+                f"loaded-{name}-{count}", (*settings, microbatches), model=(*MODELS["qwen3_moe"], "model.aux_loss=5")
+            )
 
 
-def before(case: Case) -> Callable[[Trainer], None] | None:
+def choose_preparation(case: LayoutCase) -> Callable[[Trainer], None] | None:
     """Return what is done to a trainer before it trains."""
-    return {"skewed": skew, "loaded": preload}.get(case.name.partition("-")[0])
+    return {"skewed": skew_routers, "loaded": preload_routers}.get(case.name.partition("-")[0])
 
 
-def preload(trainer: Trainer) -> None:
+def preload_routers(trainer: Trainer) -> None:
     """Set an uneven load, so that the gradient of the first step has that of the load-balancing loss."""
     for stage in trainer.train_step.stages:
         for router in stage.model.routers().values():
             router.load.copy_(torch.arange(1.0, len(router.load) + 1) / sum(range(1, len(router.load) + 1)))
 
 
-def skew(trainer: Trainer) -> None:
+def skew_routers(trainer: Trainer) -> None:
     """Let all tokens choose the second expert of each layer, so that the others get none."""
     for stage in trainer.train_step.stages:
         for router in stage.model.routers().values():
             router.bias[1] = 100.0
 
 
-def cases() -> Iterator[Case]:
+def list_cases() -> Iterator[LayoutCase]:
     """Every model on every layout, with and without recomputation and accumulation, and special recipes."""
     for number, (model, science) in enumerate(MODELS.items()):
         for layout, settings in LAYOUTS.items():
-            for kept, count in memory(layout, number):
-                more = (f"memory={kept}", f"parallelism.microbatches={count}")
-                yield Case(f"{model}-{layout}-{kept}-{count}", (*settings, *more), model=science)
-    yield from special()
+            for mode, count in list_memory_modes(layout, number):
+                technique = (f"memory={mode}", f"parallelism.microbatches={count}")
+                yield LayoutCase(f"{model}-{layout}-{mode}-{count}", (*settings, *technique), model=science)
+    yield from list_special()
 
 
-class OneDevice(dict[tuple[tuple[str, ...], bool], Outcome]):
+class OneDevice(dict[tuple[tuple[str, ...], bool], TrainedLayout]):
     """Runs on one device by what they learn, each trained when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         """Take where runs have their directories."""
         self.folder = folder
 
-    def of(self, case: Case) -> Outcome:
+    def find_outcome(self, case: LayoutCase) -> TrainedLayout:
         """The run of a case."""
-        key = case.model, before(case) is not None
+        key = case.model, choose_preparation(case) is not None
         if key not in self:
             folder = self.folder / str(len(self))
             folder.mkdir()
-            self[key] = outcome(folder, None, case.model, before(case))
+            self[key] = train_case(folder, None, case.model, choose_preparation(case))
         return self[key]
 
 
-def measure(case: Case, one: Outcome, folder: Path) -> dict[str, float]:
+def measure_case(case: LayoutCase, reference: TrainedLayout, folder: Path) -> dict[str, float]:
     """How far a case is from one device."""
-    got = outcome(folder, case, case.model, before(case))
-    found = worst(got, one) | {"load": load(got, one)}
-    return found | {"experts": difference(got.merged("gradients"), one.merged("gradients"))}
+    got = train_case(folder, case, case.model, choose_preparation(case))
+    differences = compare_layouts(got, reference) | {"load": compare_loads(got, reference)}
+    return differences | {
+        "experts": compare_gradients(got.merge_tensors("gradients"), reference.merge_tensors("gradients"))
+    }
 
 
-def each_expert(gradients: Tensors) -> Tensors:
+def split_experts(gradients: Tensors) -> Tensors:
     """Gradients with those of each expert by itself."""
     out: Tensors = {}
     for name, gradient in gradients.items():
@@ -160,18 +173,20 @@ def each_expert(gradients: Tensors) -> Tensors:
     return out
 
 
-def difference(a: Tensors, b: Tensors) -> float:
+def compare_gradients(a: Tensors, b: Tensors) -> float:
     """The largest of max|a - b| / max|b| over gradients and experts; those of an expert without tokens stay zero."""
-    a, b = each_expert(a), each_expert(b)
+    a, b = split_experts(a), split_experts(b)
     assert a.keys() == b.keys()
     tiny = torch.finfo(torch.float32).tiny
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=tiny)) for n in a)
 
 
-def load(got: Outcome, wanted: Outcome) -> float:
+def compare_loads(got: TrainedLayout, reference: TrainedLayout) -> float:
     """The largest difference between metrics of the experts' load, which are shares of counts."""
-    lines = zip(steps(got.run), steps(wanted.run), strict=True)
-    return max(abs(line[key] - other[key]) for line, other in lines for key in other if key.startswith("expert_"))
+    lines = zip(read_step_records(got.run), read_step_records(reference.run), strict=True)
+    return max(
+        abs(line[key] - expected[key]) for line, expected in lines for key in expected if key.startswith("expert_")
+    )
 
 
 NAMES = ("experts", *COLUMNS, "terms", "load")
@@ -182,17 +197,20 @@ def main() -> int:
     print(f"| {' | '.join(('layout', *NAMES))} |\n|{' --- |' * (len(NAMES) + 1)}")
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        known = OneDevice(Path(folder))
-        for case in (case for case in cases() if all(part in case.id for part in sys.argv[1:])):
+        references = OneDevice(Path(folder))
+        for case in (case for case in list_cases() if all(part in case.id for part in sys.argv[1:])):
             try:
-                with tempfile.TemporaryDirectory() as there:
-                    found = measure(case, known.of(case), Path(there))
-            except RankFailed as failure:
+                with tempfile.TemporaryDirectory() as case_folder:
+                    differences = measure_case(case, references.find_outcome(case), Path(case_folder))
+            except RankFailedError as failure:
                 print(f"{case.id}: {failure}", file=sys.stderr)
                 failed.append(case.id)
                 continue
-            holds = bool(found["same start"] and found["same rows"]) and max(found[k] for k in NAMES) <= EXACT
-            print(f"| {case.name} | {' | '.join(f'{found[k]:.0e}' for k in NAMES)} |", flush=True)
+            holds = (
+                bool(differences["same start"] and differences["same rows"])
+                and max(differences[k] for k in NAMES) <= EXACT
+            )
+            print(f"| {case.name} | {' | '.join(f'{differences[k]:.0e}' for k in NAMES)} |", flush=True)
             failed += [] if holds else [case.id]
     print(f"{len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
     return len(failed) > 0

@@ -20,7 +20,7 @@ SHARED = (
 )  # fmt: skip
 
 
-def grid(trials: int) -> list[str]:
+def build_grid(trials: int) -> list[str]:
     """The arguments of a grid of at least so many trials."""
     rates = -(-trials // (2 * len(LAYOUTS)))
     return [
@@ -32,15 +32,15 @@ def grid(trials: int) -> list[str]:
 
 def main(trials: int = 200) -> int:
     """Print the figures; gives the command's exit code."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "titan.train", "-m", *grid(trials)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "titan.train", "-m", *build_grid(trials)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(done.stdout.strip().splitlines()[-1] if done.stdout else "nothing was said")
+    wall, used = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(result.stdout.strip().splitlines()[-1] if result.stdout else "nothing was said")
     cpu, memory = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
     print(f"{trials} trials: {wall:.1f} s, {wall / trials:.3f} s a trial; {cpu:.1f} CPU-seconds; peak {memory:.0f} MiB")
-    return done.returncode
+    return result.returncode
 
 
 if __name__ == "__main__":

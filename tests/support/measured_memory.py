@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from titan.estimate import fit, memory
 
 FEW = ("training.steps=4", "metrics.plot=false")
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def resident(overrides: tuple[str, ...], folder: Path) -> float:
+def measure_resident(overrides: tuple[str, ...], folder: Path) -> float:
     """Return the largest resident set of any rank of a run, in bytes.
 
     Raises:
@@ -79,15 +79,15 @@ def resident(overrides: tuple[str, ...], folder: Path) -> float:
     run = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     most: dict[int, int] = {}
     while run.poll() is None:
-        for pid in _processes(run.pid):
-            most[pid] = max(most.get(pid, 0), _peak(pid))
+        for pid in _list_processes(run.pid):
+            most[pid] = max(most.get(pid, 0), _read_peak(pid))
         time.sleep(0.05)
     if run.returncode:
         raise RuntimeError((run.stderr.read() if run.stderr else b"").decode()[-500:])
     return max(most.values())
 
 
-def _processes(pid: int) -> list[int]:
+def _list_processes(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -95,7 +95,7 @@ def _processes(pid: int) -> list[int]:
         return [pid]
 
 
-def _peak(pid: int) -> int:
+def _read_peak(pid: int) -> int:
     """Return the peak resident set, which psutil does not report on Linux."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -112,17 +112,17 @@ def main(names: list[str]) -> None:
     for name, overrides in CASES.items():
         if names and name not in names:
             continue
-        run = composed(["model=debug", "dataset=synthetic", *FEW, *overrides])
+        run = compose_test_run(["model=debug", "dataset=synthetic", *FEW, *overrides])
         live = memory.estimate_peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
         trace = 0 if run.compile.scope != "off" else traced(run, rank).bytes  # compiled graphs can't be traced
-        whole = fit.estimate_memory(run, run.layout, run.microbatches, "cpu").bytes
+        estimate = fit.estimate_memory(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
-            measured = resident(overrides, Path(folder) / "run")
-        figures = (live[fullest].bytes, trace, whole, measured)
+            measured = measure_resident(overrides, Path(folder) / "run")
+        figures = (live[fullest].bytes, trace, estimate, measured)
         print(f"{name:<28} " + " ".join(f"{figure / 2**20:8.0f}" for figure in figures), end=" ")
-        print(f" {whole / measured - 1:+.1%}", flush=True)
+        print(f" {estimate / measured - 1:+.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ BEFORE_LOOKS = 10
 
 
 @dataclass
-class Waited:
+class WaitCost:
     """A wait's operations.
 
     Attributes:
@@ -38,45 +38,45 @@ class Waited:
     late: float = 0.0
 
 
-def waited(seconds: float = SECONDS) -> Waited:
+def simulate_wait(seconds: float = SECONDS) -> WaitCost:
     """One rank's wait, where the address comes after some seconds."""
-    seen = Waited()
+    cost = WaitCost()
 
-    class File:
+    class AddressFile:
         parent = Path()
 
         def read_text(self) -> str:
-            seen.opens += 1
-            return "node1 29500\n" if seen.seconds >= seconds else ""
+            cost.opens += 1
+            return "node1 29500\n" if cost.seconds >= seconds else ""
 
     def sleep(pause: float) -> None:
-        seen.seconds += pause
+        cost.seconds += pause
 
-    def listed(*folder: Any) -> list[str]:
-        seen.listings += 1
+    def list_folder(*folder: Any) -> list[str]:
+        cost.listings += 1
         return []
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(time, "sleep", sleep))
-        patches.enter_context(patch.object(time, "monotonic", lambda: seen.seconds))
-        patches.enter_context(patch.object(os, "listdir", listed))
-        assert rendezvous._wait_for_address(File()) == ("node1", "29500")  # type: ignore[arg-type]
-    seen.late = seen.seconds - seconds
-    return seen
+        patches.enter_context(patch.object(time, "monotonic", lambda: cost.seconds))
+        patches.enter_context(patch.object(os, "listdir", list_folder))
+        assert rendezvous._wait_for_address(AddressFile()) == ("node1", "29500")  # type: ignore[arg-type]
+    cost.late = cost.seconds - seconds
+    return cost
 
 
 def main() -> None:
     """Print a table."""
-    now = waited()
+    cost = simulate_wait()
     print(f"Operations a second on the shared folder while all ranks wait {SECONDS:.0f} s for rank 0's address;")
     print("in brackets those of one rank, and entries that it has listed to it in a second.")
     print("| ranks | before: opens, listings | entries | after: opens, listings |")
     print("|---|---|---|---|")
     for ranks in RANKS:
-        opens = now.opens / now.seconds
-        before = f"{BEFORE_LOOKS * ranks:,} + {BEFORE_LOOKS * ranks:,} ({BEFORE_LOOKS} + {BEFORE_LOOKS})"
-        after = f"{opens * ranks:,.0f} + {now.listings} ({opens:.2f} + {now.listings})"
-        print(f"| {ranks:,} | {before} | {BEFORE_LOOKS * ranks * ranks:,} ({BEFORE_LOOKS * ranks:,}) | {after} |")
+        opens = cost.opens / cost.seconds
+        old_load = f"{BEFORE_LOOKS * ranks:,} + {BEFORE_LOOKS * ranks:,} ({BEFORE_LOOKS} + {BEFORE_LOOKS})"
+        new_load = f"{opens * ranks:,.0f} + {cost.listings} ({opens:.2f} + {cost.listings})"
+        print(f"| {ranks:,} | {old_load} | {BEFORE_LOOKS * ranks * ranks:,} ({BEFORE_LOOKS * ranks:,}) | {new_load} |")
 
 
 if __name__ == "__main__":

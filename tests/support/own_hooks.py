@@ -33,9 +33,9 @@ class _Listed:
     def __getattr__(self, name: str) -> Any:
         if name not in MOMENTS:
             raise AttributeError(name)
-        return lambda context: self._called(name, context)
+        return lambda context: self._record_call(name, context)
 
-    def _called(self, moment: str, context: Context) -> None:
+    def _record_call(self, moment: str, context: Context) -> None:
         self.calls.append((moment, context.step, sorted(context.figures)))
         context.log(moment, len(self.calls))
         if moment == "on_run_end":

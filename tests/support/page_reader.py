@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 VOID = {"meta", "br", "link", "img"}
 
 
-class Reader(HTMLParser):
+class PageReader(HTMLParser):
     """What a page has: elements that are open, all attributes, and its text without styles and script."""
 
     def __init__(self, text: str) -> None:
@@ -36,5 +36,5 @@ class Reader(HTMLParser):
         if not {"style", "script"} & set(self.open):
             self.text += data
 
-    def of(self, name: str) -> list[str]:
+    def list_values(self, name: str) -> list[str]:
         return [value for key, value in self.attributes if key == name]

@@ -37,7 +37,7 @@ PASSED, FAILED = 0, 1
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """What came of a fault.
 
     Attributes:
@@ -52,12 +52,12 @@ class Outcome:
     by: str
     seconds: float = 0.0
 
-    def line(self) -> str:
+    def format_row(self) -> str:
         """The outcome as a line of the table."""
         return f"| {self.fault.name} | {self.by if self.caught else f'NOT CAUGHT: {self.by}'} | {self.seconds:.0f} |"
 
 
-def copied(folder: Path) -> Path:
+def copy_repository(folder: Path) -> Path:
     """Copy the files of the repository that git knows or does not ignore, as they are now."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -70,7 +70,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def place(fault: Fault, root: Path) -> Path:
+def find_file(fault: Fault, root: Path) -> Path:
     """Find the file of a fault.
 
     Raises:
@@ -84,20 +84,20 @@ def place(fault: Fault, root: Path) -> Path:
 
 
 @contextmanager
-def planted(fault: Fault, root: Path) -> Iterator[None]:
+def plant_fault(fault: Fault, root: Path) -> Iterator[None]:
     """Have a fault in a copy of the repository."""
-    file = place(fault, root)
-    before = file.read_text()
-    file.write_text(before.replace(fault.old, fault.new))
+    file = find_file(fault, root)
+    original = file.read_text()
+    file.write_text(original.replace(fault.old, fault.new))
     try:
         yield
     finally:
-        file.write_text(before)
+        file.write_text(original)
 
 
-def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
+def run_tests(tests: Sequence[str], root: Path, *options: str) -> tuple[int, str]:
     """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *more, *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *options, *tests]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "TITAN_EXAMPLES": "quick"}
     env["TITAN_TESTS_LIMIT"] = str(WAIT)
     env[tiers.VARIABLE] = "quick"
@@ -112,49 +112,49 @@ def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def failures(output: str) -> list[str]:
+def parse_failures(output: str) -> list[str]:
     """The tests that failed, or could not be set up, by pytest's summary."""
     return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, flags=re.MULTILINE)
 
 
-def judged(fault: Fault, root: Path) -> Outcome:
+def judge_fault(fault: Fault, root: Path) -> FaultOutcome:
     """Plant a fault and run its tests."""
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        with planted(fault, root):
-            code, output = run(fault.tests, root, "-x")
+        with plant_fault(fault, root):
+            code, output = run_tests(fault.tests, root, "-x")
     except LookupError as error:
-        return Outcome(fault, False, str(error))
-    seconds = time.monotonic() - began
-    found = failures(output)
-    if code == FAILED and found:
-        return Outcome(fault, True, found[0], seconds)
-    why = "its tests passed" if code == PASSED else " ".join(output.split())[-200:]
-    return Outcome(fault, False, why, seconds)
+        return FaultOutcome(fault, False, str(error))
+    seconds = time.monotonic() - start
+    failed = parse_failures(output)
+    if code == FAILED and failed:
+        return FaultOutcome(fault, True, failed[0], seconds)
+    reason = "its tests passed" if code == PASSED else " ".join(output.split())[-200:]
+    return FaultOutcome(fault, False, reason, seconds)
 
 
-def broken_without(faults: Sequence[Fault], root: Path) -> list[str]:
+def list_broken(faults: Sequence[Fault], root: Path) -> list[str]:
     """Run the tests of all faults with none planted; those that fail."""
     tests = sorted({test for fault in faults for test in fault.tests})
-    code, output = run(tests, root)
-    return failures(output) if code == FAILED else [] if code == PASSED else [output[-2000:]]
+    code, output = run_tests(tests, root)
+    return parse_failures(output) if code == FAILED else [] if code == PASSED else [output[-2000:]]
 
 
-def outcomes(faults: Sequence[Fault], roots: Sequence[Path]) -> Iterator[Outcome]:
+def judge_faults(faults: Sequence[Fault], roots: Sequence[Path]) -> Iterator[FaultOutcome]:
     """Judge faults, as many at a time as there are copies, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
     for root in roots:
         free.put(root)
 
-    def one(fault: Fault) -> Outcome:
+    def judge_in_copy(fault: Fault) -> FaultOutcome:
         root = free.get()
         try:
-            return judged(fault, root)
+            return judge_fault(fault, root)
         finally:
             free.put(root)
 
     with ThreadPoolExecutor(len(roots)) as pool:
-        yield from pool.map(one, faults)
+        yield from pool.map(judge_in_copy, faults)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,18 +163,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="texts, one of which a fault's name holds; none: all faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
-    given = parser.parse_args(arguments)
-    faults = [f for f in FAULTS if not given.names or any(name in f.name for name in given.names)]
+    args = parser.parse_args(arguments)
+    faults = [f for f in FAULTS if not args.names or any(name in f.name for name in args.names)]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        roots = [copied(Path(folder) / str(i)) for i in range(min(given.jobs, max(1, len(faults))))]
-        broken = [] if given.trust else broken_without(faults, roots[0])
+        roots = [copy_repository(Path(folder) / str(i)) for i in range(min(args.jobs, max(1, len(faults))))]
+        broken = [] if args.trust else list_broken(faults, roots[0])
         for test in broken:
             print(f"fails without a fault: {test}", flush=True)
         print("| fault | caught by | seconds |\n| --- | --- | --- |", flush=True)
         missed = 0
-        for outcome in outcomes(faults, roots):
+        for outcome in judge_faults(faults, roots):
             missed += not outcome.caught
-            print(outcome.line(), flush=True)
+            print(outcome.format_row(), flush=True)
     print(f"{len(faults) - missed} of {len(faults)} faults were caught", flush=True)
     return 1 if missed or broken else 0
 

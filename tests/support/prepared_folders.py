@@ -15,14 +15,14 @@ Unit = Sequence[Sequence[int]]
 """The documents of a unit."""
 
 
-def write(
+def write_corpus(
     folder: Path,
     units: Sequence[Unit],
     *,
     validation: Unit = (),
     vocab_size: int = 1000,
     masked: bool = False,
-    done: int | None = None,
+    num_units: int | None = None,
     digest: str = "d",
 ) -> Corpus:
     """A corpus of `units` of training documents, and `validation` in the first one.
@@ -33,7 +33,7 @@ def write(
         validation: documents held out.
         vocab_size: of the tokenizer.
         masked: give it masks in which odd tokens don't count.
-        done: so many units are there, and no manifest; None: it is complete.
+        num_units: so many units are there, and no manifest; None: it is complete.
         digest: its identity.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,14 +45,14 @@ def write(
     write_json(folder / "plan.json", {**plan, "units": [[i, i + 1, 1] for i in range(len(units))]})
     np.save(folder / "token_bytes.npy", np.ones(vocab_size, dtype=np.uint16))
     entries = []
-    for number, train in enumerate(units if done is None else units[:done]):
-        entries.append(publish(folder, number, train, validation if number == 0 else (), vocab_size, masked))
-    if done is None:
-        finish(folder, entries)
+    for number, train in enumerate(units if num_units is None else units[:num_units]):
+        entries.append(publish_unit(folder, number, train, validation if number == 0 else (), vocab_size, masked))
+    if num_units is None:
+        write_manifest(folder, entries)
     return open_corpus(folder, partial=True)
 
 
-def publish(
+def publish_unit(
     folder: Path, number: int, train: Unit, validation: Unit = (), vocab_size: int = 1000, masked: bool = False
 ) -> dict[str, list[int]]:
     """Write a unit and its receipt, a whole file since a loader may be reading; what the manifest says of it."""
@@ -73,7 +73,7 @@ def publish(
     return entry
 
 
-def finish(folder: Path, entries: Sequence[dict[str, list[int]]]) -> None:
+def write_manifest(folder: Path, entries: Sequence[dict[str, list[int]]]) -> None:
     """Write the manifest."""
     plan = json.loads((folder / "plan.json").read_text())
     sums = {"documents": sum(e[s][1] for e in entries for s in SPLITS), "bytes": len(entries)}
@@ -81,7 +81,7 @@ def finish(folder: Path, entries: Sequence[dict[str, list[int]]]) -> None:
     write_json(folder / "manifest.json", manifest)
 
 
-def counting(*lengths: int, start: int = 0, vocab_size: int = 1000) -> list[list[int]]:
+def make_documents(*lengths: int, start: int = 0, vocab_size: int = 1000) -> list[list[int]]:
     """Documents of these lengths whose tokens count upwards from `start` on."""
     out = []
     for length in lengths:

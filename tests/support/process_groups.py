@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 @dataclass
-class Count:
+class GroupCount:
     """What one rank had to do.
 
     Attributes:
@@ -62,11 +62,11 @@ class Count:
     @property
     def store(self) -> tuple[int, int]:
         """Messages between this rank and the store, and their bytes, with gloo."""
-        found = [store_traffic(size) for size in self.sizes]
-        return sum(messages for messages, _ in found), sum(size for _, size in found)
+        traffic = [compute_store_traffic(size) for size in self.sizes]
+        return sum(messages for messages, _ in traffic), sum(size for _, size in traffic)
 
 
-def store_traffic(size: int) -> tuple[int, int]:
+def compute_store_traffic(size: int) -> tuple[int, int]:
     """Messages and bytes between one of `size` ranks and the store when gloo makes their group.
 
     It leaves its addresses, one for each rank, and waits for and gets those of all.
@@ -74,7 +74,7 @@ def store_traffic(size: int) -> tuple[int, int]:
     return 1 + 2 * size, (size + 1) * (164 + 8 * size)
 
 
-def now(layout: Layout, rank: int) -> None:
+def create_groups(layout: Layout, rank: int) -> None:
     """Make the groups as titan does."""
     world = mesh.build_world(RankInfo(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
     group = world.get_group("pipeline")
@@ -83,7 +83,7 @@ def now(layout: Layout, rank: int) -> None:
         create_p2p_groups(PipelineShape("Interleaved1F1B", owners, 1, 1, 1, 1, torch.float32), group, world.timeout)
 
 
-def one_by_one(layout: Layout, rank: int) -> None:
+def create_groups_singly(layout: Layout, rank: int) -> None:
     """Make them with `new_group` for each, but for the mesh's; a pipeline has one group for all messages."""
     degrees = layout.mesh_degrees()
     device_mesh.init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
@@ -91,22 +91,22 @@ def one_by_one(layout: Layout, rank: int) -> None:
     if layout.context > 1:
         dist.new_subgroups_by_enumeration([list(ranks) for ranks in layout.list_groups("context")])
     if len(wide) > 1:
-        found: dict[tuple[int, int], list[int]] = {}
-        for other in range(layout.devices):
-            at = layout.compute_coordinates(other)
-            found.setdefault((at["replicate"], at["shard"]), []).append(other)
-        dist.new_subgroups_by_enumeration(list(found.values()))
+        stages: dict[tuple[int, int], list[int]] = {}
+        for other_rank in range(layout.devices):
+            at = layout.compute_coordinates(other_rank)
+            stages.setdefault((at["replicate"], at["shard"]), []).append(other_rank)
+        dist.new_subgroups_by_enumeration(list(stages.values()))
 
 
-def count(layout: Layout, build: Callable[[Layout, int], None], rank: int = 0) -> Count:
+def count_messages(layout: Layout, build: Callable[[Layout, int], None], rank: int = 0) -> GroupCount:
     """What a rank of a job does when `build` makes its groups."""
-    with _nccl(layout.devices, rank) as counted:
+    with _simulate_nccl(layout.devices, rank) as counted:
         build(layout, rank)
     return counted
 
 
 @contextmanager
-def fake_rank(rank: int, size: int) -> Iterator[None]:
+def simulate_rank(rank: int, size: int) -> Iterator[None]:
     """Within it, this process is a rank of a job whose messages go nowhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -116,23 +116,23 @@ def fake_rank(rank: int, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _nccl(size: int, rank: int) -> Iterator[Count]:
+def _simulate_nccl(size: int, rank: int) -> Iterator[GroupCount]:
     """Within it, this process is a rank of a job on GPUs, as far as the making of groups goes."""
-    counted, make = Count(), distributed_c10d.new_group
+    counted, make = GroupCount(), distributed_c10d.new_group
 
-    def new_group(ranks: list[int], **more: Any) -> Any:
+    def new_group(ranks: list[int], **options: Any) -> Any:
         counted.splits.append(size)
         counted.groups += 1
         counted.sizes += [len(ranks)] if rank in ranks else []
-        return make(ranks, **more)
+        return make(ranks, **options)
 
-    def split_group(parent_pg: Any = None, split_ranks: Any = None, **more: Any) -> Any:
+    def split_group(parent_pg: Any = None, split_ranks: Any = None, **options: Any) -> Any:
         members = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
         counted.splits.append(len(members))
         counted.groups += len(split_ranks) * (size // len(members))
-        mine = [members[i] for i in next(part for part in split_ranks if members.index(rank) in part)]
-        counted.sizes.append(len(mine))
-        return make(mine, use_local_synchronization=True)
+        own_ranks = [members[i] for i in next(part for part in split_ranks if members.index(rank) in part)]
+        counted.sizes.append(len(own_ranks))
+        return make(own_ranks, use_local_synchronization=True)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -152,11 +152,11 @@ def main() -> None:
     """Print the table."""
     print("| ranks | groups | | of a rank | splits | messages | MB | store messages (gloo) | KB |\n|" + " --- |" * 9)
     for name, layout in LAYOUTS.items():
-        for how, build in (("one by one", one_by_one), ("now", now)):
-            c = count(layout, build)
+        for title, build in (("one by one", create_groups_singly), ("now", create_groups)):
+            c = count_messages(layout, build)
             messages, size = c.store
             print(
-                f"| {name} | {c.groups:,} | {how} | {len(c.sizes)} | {len(c.splits):,} | {c.messages:,} | "
+                f"| {name} | {c.groups:,} | {title} | {len(c.sizes)} | {len(c.splits):,} | {c.messages:,} | "
                 f"{c.bytes / 1e6:.3f} | {messages:,} | {size / 1e3:.0f} |"
             )
 

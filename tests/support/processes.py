@@ -18,17 +18,17 @@ LIMIT = float(os.environ.get("TITAN_TESTS_LIMIT", "300"))
 is planted (`tests.support.planted`) it is shorter."""
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:
-    """Wait until `true()` is, and give it."""
+def wait_until(is_true: Callable[[], Any], description: str, seconds: float = LIMIT) -> Any:
+    """Wait until `is_true()` is, and give it."""
     deadline = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} seconds in vain for {what}"
+    while not (value := is_true()):
+        assert time.monotonic() < deadline, f"waited {seconds:g} seconds in vain for {description}"
         time.sleep(0.01)
     return value
 
 
 @contextmanager
-def program(*arguments: str, env: dict[str, str] | None = None, output: IO[str] | None = None) -> Iterator[Any]:
+def run_program(*arguments: str, env: dict[str, str] | None = None, output: IO[str] | None = None) -> Iterator[Any]:
     """Python with these arguments in a session of its own; killed, with all its descendants, at the end."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
     process = subprocess.Popen(
@@ -44,26 +44,26 @@ def program(*arguments: str, env: dict[str, str] | None = None, output: IO[str] 
     try:
         yield process
     finally:
-        for pid in [process.pid, *descendants(process.pid)]:
-            kill(pid)
+        for pid in [process.pid, *list_descendants(process.pid)]:
+            kill_process(pid)
         process.communicate()
 
 
-def kill(pid: int) -> None:
-    """Kill a process that may be gone."""
+def kill_process(pid: int, sent: signal.Signals = signal.SIGKILL) -> None:
+    """Kill a process that may be gone, or send it another signal."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sent)
     except ProcessLookupError:
         return
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, output and errors of a program, once it has ended."""
     out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out or "", err or ""
 
 
-def descendants(*pids: int) -> list[int]:
+def list_descendants(*pids: int) -> list[int]:
     """All processes below these that live, of whatever session."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -73,15 +73,15 @@ def descendants(*pids: int) -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(folder.name))
-    found, left = [], [*pids]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
-    return found
+    pids_below, pending = [], [*pids]
+    while pending:
+        below = children.get(pending.pop(), [])
+        pids_below += below
+        pending += below
+    return pids_below
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs: neither gone nor a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

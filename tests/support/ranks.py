@@ -22,7 +22,7 @@ import torch.distributed as dist
 from titan.cluster.rank_error import CONNECTION_LOST
 
 
-class RankFailed(Exception):
+class RankFailedError(Exception):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
@@ -35,18 +35,18 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 3
     survive a fork.
 
     Raises:
-        RankFailed: on the first rank that raises (with its traceback) or dies, or after `timeout` seconds; all
+        RankFailedError: on the first rank that raises (with its traceback) or dies, or after `timeout` seconds; all
             ranks are killed before.
     """
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         common = (world, args, str(Path(folder) / "store") if joined else None, timeout, results)
-        ranks = [context.Process(target=_rank, args=(fn, rank, *common)) for rank in range(world)]
+        ranks = [context.Process(target=_run_rank, args=(fn, rank, *common)) for rank in range(world)]
         try:
             for process in ranks:
                 process.start()
-            return _collect(results, ranks, time.monotonic() + timeout)
+            return _collect_results(results, ranks, time.monotonic() + timeout)
         except BaseException:
             for process in ranks:
                 if process.is_alive():
@@ -58,7 +58,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 3
                     process.join()
 
 
-def _rank(
+def _run_rank(
     fn: Callable[..., Any],
     rank: int,
     world: int,
@@ -86,35 +86,35 @@ def _rank(
     os._exit(0)  # without the parent's exit handlers
 
 
-def _collect(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
+def _collect_results(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
     values: dict[int, Any] = {}
     while len(values) < len(ranks):
         missing = [i for i in range(len(ranks)) if i not in values]
-        dead = _died(ranks)
+        dead = _describe_dead(ranks)
         try:
             rank, value, error = results.get(timeout=0.2)
         except queue.Empty:
             if dead:
-                raise RankFailed(f"died without a word: {dead}") from None
+                raise RankFailedError(f"died without a word: {dead}") from None
             if time.monotonic() > deadline:
-                raise RankFailed(f"no result in time from ranks {missing}") from None
+                raise RankFailedError(f"no result in time from ranks {missing}") from None
             continue
         if error is not None:
-            dead = _died_before(error, ranks, deadline)
+            dead = _wait_for_dead(error, ranks, deadline)
             cause = f" after others died, {dead}" if dead else ""
-            raise RankFailed(f"rank {rank} of {len(ranks)}{cause}:\n{error}")
+            raise RankFailedError(f"rank {rank} of {len(ranks)}{cause}:\n{error}")
         values[rank] = pickle.loads(value)
     return [values[rank] for rank in range(len(ranks))]
 
 
-def _died_before(error: str, ranks: Sequence[BaseProcess], deadline: float) -> str:
+def _wait_for_dead(error: str, ranks: Sequence[BaseProcess], deadline: float) -> str:
     """Return the ranks whose end a rank's error may follow from: their connections close before they have ended."""
     patience = min(time.monotonic() + 10, deadline) if CONNECTION_LOST.search(error) else 0.0
-    while not (dead := _died(ranks)) and time.monotonic() < patience:
+    while not (dead := _describe_dead(ranks)) and time.monotonic() < patience:
         time.sleep(0.01)
     return dead
 
 
-def _died(ranks: Sequence[BaseProcess]) -> str:
+def _describe_dead(ranks: Sequence[BaseProcess]) -> str:
     """Ranks that ended other than by their own report, with their exit codes (negative: the signal)."""
     return ", ".join(f"rank {i} with exit code {p.exitcode}" for i, p in enumerate(ranks) if p.exitcode)

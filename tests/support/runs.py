@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from tests.support.composing import composed
-from tests.support.made_weights import about, complete
+from tests.support.composing import compose_test_run
+from tests.support.made_weights import make_manifest, write_complete
 from tests.support.ranks import run_ranks
 from titan.checkpoint import manifest
 from titan.checkpoint.state import train_state_dict
@@ -57,7 +57,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass
-class Seen:
+class RankOutcome:
     """What one rank saw of an attempt.
 
     Attributes:
@@ -76,80 +76,82 @@ class Seen:
     extra: Any = None
 
 
-def tiny(directory: Path, *overrides: str, layout: str = "single") -> Run:
+def compose_tiny_run(directory: Path, *overrides: str, layout: str = "single") -> Run:
     """The composed run of a tiny model in `directory`."""
-    return composed([*TINY, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
+    return compose_test_run([*TINY, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
 
 
-def mix_of(run: Run) -> RowMixture:
+def build_run_mixture(run: Run) -> RowMixture:
     """All rows that a run may read."""
     return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
 
 
-def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
+def write_run_checkpoint(run: Run, step: int, science: str = "0" * 12) -> Path:
     """A complete checkpoint of `run` after `step` steps, without weights."""
     rows = run.training.count_rows_before(step + 1)
-    data = permutation.build_state(rows, mix_of(run).compute_fingerprint(rows))
+    data = permutation.build_state(rows, build_run_mixture(run).compute_fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
-    begun = read_attempts(Path(run.directory))
-    run_id = begun[0]["run_id"] if begun else "run"
-    manifest_of = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
-    return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
+    past_attempts = read_attempts(Path(run.directory))
+    run_id = past_attempts[0]["run_id"] if past_attempts else "run"
+    manifest_of = make_manifest(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
+    return write_complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
-def begin(run: Run) -> Attempt | FinishedRun:
+def begin_run(run: Run) -> Attempt | FinishedRun:
     """Prepare the data of `run` and begin an attempt, as launchers do."""
     return attempts.begin_attempt(run, prepare_data(run))
 
 
-def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 300) -> list[Seen]:
+def train_run(run: Run, prepare: Callable[[Trainer], Any] | None = None, timeout: float = 300) -> list[RankOutcome]:
     """Begin an attempt of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
 
     Args:
         run: the run.
-        before: called on each rank with its trainer, before it trains.
+        prepare: called on each rank with its trainer, before it trains.
         timeout: seconds after which all ranks are killed.
 
     Returns:
         What each rank saw.
     """
     with lock_directory(Path(run.directory)):
-        attempt = begin(run)
+        attempt = begin_run(run)
         assert isinstance(attempt, Attempt), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
-            return run_ranks(_rank, run.layout.devices, run, attempt, meeting, before, timeout=timeout, joined=False)
+            return run_ranks(
+                _train_rank, run.layout.devices, run, attempt, meeting, prepare, timeout=timeout, joined=False
+            )
 
 
-def _rank(
-    rank: int, size: int, run: Run, attempt: Attempt, meeting: str, before: Callable[[Trainer], Any] | None
-) -> Seen:
-    seen = Seen()
+def _train_rank(
+    rank: int, size: int, run: Run, attempt: Attempt, meeting: str, prepare: Callable[[Trainer], Any] | None
+) -> RankOutcome:
+    result = RankOutcome()
 
     class Watched(Trainer):
         def train(self) -> int:
-            seen.extra = before(self) if before else None
-            self.train_step.optimizer.register_step_pre_hook(lambda *_: _look(seen, self))
+            result.extra = prepare(self) if prepare else None
+            self.train_step.optimizer.register_step_pre_hook(lambda *_: _record_first(result, self))
             code = super().train()
-            seen.last = whole(train_state_dict(self.train_step))
+            result.last = gather_tensors(train_state_dict(self.train_step))
             return code
 
     try:
         with patch.object(worker, "Trainer", Watched):
-            seen.code = worker.work(run, attempt, RankInfo(rank, size, rank, meeting if size > 1 else ""))
+            result.code = worker.work(run, attempt, RankInfo(rank, size, rank, meeting if size > 1 else ""))
     except RunError as failure:
-        seen.failure = str(failure)
-    return seen
+        result.failure = str(failure)
+    return result
 
 
-def _look(seen: Seen, trainer: Trainer) -> None:
-    if not seen.first:
-        seen.first = whole(train_state_dict(trainer.train_step))
+def _record_first(result: RankOutcome, trainer: Trainer) -> None:
+    if not result.first:
+        result.first = gather_tensors(train_state_dict(trainer.train_step))
         gradients = {n: p.grad for n, p in trainer.train_step.named_parameters() if p.grad is not None}
-        seen.gradients = whole(gradients)
+        result.gradients = gather_tensors(gradients)
 
 
-def whole(tensors: Tensors) -> Tensors:
+def gather_tensors(tensors: Tensors) -> Tensors:
     """Copies of whole tensors: parts are gathered, so all ranks call it together."""
     out = {}
     for name, tensor in tensors.items():
@@ -157,41 +159,41 @@ def whole(tensors: Tensors) -> Tensors:
     return out
 
 
-def weights(state: Tensors) -> Tensors:
+def select_weights(state: Tensors) -> Tensors:
     """The model's part of a state."""
     return {name: tensor for name, tensor in state.items() if name.startswith("model.")}
 
 
-def same(a: Tensors, b: Tensors) -> bool:
+def are_identical(a: Tensors, b: Tensors) -> bool:
     """Whether two states are bitwise the same."""
-    return a.keys() == b.keys() and all(torch.equal(bits(a[n]), bits(b[n])) for n in a)
+    return a.keys() == b.keys() and all(torch.equal(view_bits(a[n]), view_bits(b[n])) for n in a)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def view_bits(tensor: Tensor) -> Tensor:
     """A tensor as integers, so that equal means the same bits: zero's sign and NaN count."""
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
 
 
-def difference(a: Tensors, b: Tensors) -> float:
+def compute_difference(a: Tensors, b: Tensors) -> float:
     """The largest of max|a - b| / max|b| over tensors of the same name."""
     assert a.keys() == b.keys()
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in a)
 
 
-def steps(run: Run) -> list[dict[str, Any]]:
+def read_step_records(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that tell of a step; of a step that was done again, the last one."""
     lines = read_records(Path(run.directory) / "metrics.jsonl")
     by_step = {line["step"]: line for line in lines if "loss" in line}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def learned(run: Run) -> list[tuple[Any, ...]]:
+def read_learned_values(run: Run) -> list[tuple[Any, ...]]:
     """The values of each step's line that training determines: no times, memory or attempts."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "rows", "batch_hash")
-    return [tuple(map(str, (line[key] for key in keys))) for line in steps(run)]
+    return [tuple(map(str, (line[key] for key in keys))) for line in read_step_records(run)]
 
 
-def saved(run: Run, step: int) -> Tensors:
+def read_checkpoint(run: Run, step: int) -> Tensors:
     """All tensors of a checkpoint, read on one device."""
     folder = Path(run.directory) / "checkpoints" / f"step-{step}"
     content = FileSystemReader(folder).read_metadata().state_dict_metadata

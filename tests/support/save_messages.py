@@ -44,7 +44,7 @@ NUMBER = 8
 
 
 @dataclass(frozen=True)
-class Cost:
+class MessageCost:
     """What a save takes: operations of all ranks together, messages, bytes of all messages, bytes through rank 0."""
 
     operations: int
@@ -52,18 +52,18 @@ class Cost:
     bytes: int
     bytes_of_rank_0: int
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: MessageCost) -> MessageCost:
+        return MessageCost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-class Counting:
+class CountingStore:
     """A store that counts requests and the bytes that they move."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
         self.requests = self.bytes = 0
 
-    def clone(self) -> Counting:
+    def clone(self) -> CountingStore:
         return self
 
     def set_timeout(self, patience: Any) -> None:
@@ -89,7 +89,7 @@ Round = tuple[bytes | None, bytes | list[bytes]]
 """What each rank but the first gives rank 0, None where they give nothing; what that one then gives to all, or each."""
 
 
-def items(rank: int) -> list[WriteItem]:
+def make_items(rank: int) -> list[WriteItem]:
     """What a rank holds."""
     out = []
     for name in (key.format(tensor) for tensor in TENSORS for key in KEYS):
@@ -100,15 +100,15 @@ def items(rank: int) -> list[WriteItem]:
     return out
 
 
-def rounds(ranks: int, first: bool) -> list[Round]:
+def make_rounds(ranks: int, first: bool) -> list[Round]:
     """The messages of a save: of a rank's that has its equal share of the tensors."""
-    held, replicas = items(ranks - 1), max(1, ranks // SHARD)
-    holdings = describe_items(held)
+    rank_items, replicas = make_items(ranks - 1), max(1, ranks // SHARD)
+    holdings = describe_items(rank_items)
     draw = random.Random(0)
-    chosen = (set(draw.sample(range(len(held)), max(1, len(held) // replicas))) for _ in range(ranks))
-    parts = [bytes(at in some for at in range(len(held))) for some in chosen]
-    mine = [item for item, chosen in zip(held, parts[-1], strict=True) if chosen]
-    rows = np.array([(0, 1048576 * i, 1049408) for i, _ in enumerate(mine)])
+    selection = (set(draw.sample(range(len(rank_items)), max(1, len(rank_items) // replicas))) for _ in range(ranks))
+    parts = [bytes(at in some for at in range(len(rank_items))) for some in selection]
+    own_items = [item for item, selection in zip(rank_items, parts[-1], strict=True) if selection]
+    rows = np.array([(0, 1048576 * i, 1049408) for i, _ in enumerate(own_items)])
     positions = RankPositions((f"__{ranks - 1}_0.distcp",), rows.tobytes())
     written = WriteSummary(positions if first else None, holdings.compute_digest())
     files = {f"__{ranks - 1}_0.distcp": ManifestFile(2**30, "0123abcd")}
@@ -122,57 +122,61 @@ def rounds(ranks: int, first: bool) -> list[Round]:
     ]
 
 
-def sent(ranks: int, all_rounds: Sequence[Round]) -> Cost:
+def send_rounds(ranks: int, all_rounds: Sequence[Round]) -> MessageCost:
     """Send a save's messages between simulated ranks, each by its own `StoreExchange`."""
-    store, at_rank_0, operations = Counting(), 0, 0
+    store, at_rank_0, operations = CountingStore(), 0, 0
     exchanges = [StoreExchange(store, rank, ranks) for rank in range(ranks)]
-    for mine, answer in all_rounds:
-        if mine is not None:
+    for payload, reply in all_rounds:
+        if payload is not None:
             for exchange in exchanges[1:]:
-                exchange.gather(mine)
-            at_rank_0 += sum(map(len, exchanges[0].gather(mine) or ()))
+                exchange.gather(payload)
+            at_rank_0 += sum(map(len, exchanges[0].gather(payload) or ()))
             operations += 1
         for exchange in exchanges:
-            exchange.broadcast(answer) if isinstance(answer, bytes) else exchange.scatter(answer)
-        given_out = len(answer) * (ranks - 1) if isinstance(answer, bytes) else sum(map(len, answer))
+            exchange.broadcast(reply) if isinstance(reply, bytes) else exchange.scatter(reply)
+        given_out = len(reply) * (ranks - 1) if isinstance(reply, bytes) else sum(map(len, reply))
         at_rank_0, operations = at_rank_0 + given_out, operations + 1
     assert len(store.content) <= len(all_rounds), "messages that were read are deleted"
-    return Cost(operations, store.requests, store.bytes, at_rank_0)
+    return MessageCost(operations, store.requests, store.bytes, at_rank_0)
 
 
-def gathered_to_all(ranks: int, payload: int) -> Cost:
+def estimate_all_gather(ranks: int, payload: int) -> MessageCost:
     """`all_gather_object`: two rings."""
     messages = 2 * ranks * (ranks - 1)
-    return Cost(2, messages, messages // 2 * (NUMBER + payload), 2 * (ranks - 1) * (NUMBER + payload))
+    return MessageCost(2, messages, messages // 2 * (NUMBER + payload), 2 * (ranks - 1) * (NUMBER + payload))
 
 
-def gathered(ranks: int, payload: int) -> Cost:
+def estimate_gather(ranks: int, payload: int) -> MessageCost:
     """`gather_object`: a ring of sizes, then each rank's payload to rank 0."""
     ring = ranks * (ranks - 1)
     total = (ranks - 1) * payload
-    return Cost(2, ring + ranks - 1, ring * NUMBER + total, 2 * (ranks - 1) * NUMBER + total)
+    return MessageCost(2, ring + ranks - 1, ring * NUMBER + total, 2 * (ranks - 1) * NUMBER + total)
 
 
-def given(ranks: int, payload: int, operations: int) -> Cost:
+def estimate_broadcast(ranks: int, payload: int, operations: int) -> MessageCost:
     """`broadcast_object_list` (2 operations) and `scatter_object_list` (3); a broadcast is a tree."""
     total = (ranks - 1) * (payload + (operations - 1) * NUMBER)
     from_rank_0 = total if operations == 3 else ranks.bit_length() * (payload + NUMBER)
-    return Cost(operations, operations * (ranks - 1), total, from_rank_0)
+    return MessageCost(operations, operations * (ranks - 1), total, from_rank_0)
 
 
-def before(ranks: int) -> Cost:
+def estimate_collectives(ranks: int) -> MessageCost:
     """A save by collectives of objects over a gloo group of all ranks."""
-    held = items(ranks - 1)
-    share = held[: max(1, len(held) // max(1, ranks // SHARD))]
-    plan = len(pickle.dumps(SavePlan(held, planner_data={i.index.fqn: (i.index.fqn,) for i in held})))
+    rank_items = make_items(ranks - 1)
+    share = rank_items[: max(1, len(rank_items) // max(1, ranks // SHARD))]
+    plan = len(pickle.dumps(SavePlan(rank_items, planner_data={i.index.fqn: (i.index.fqn,) for i in rank_items})))
     central = len(pickle.dumps(SavePlan(share, storage_data=_StoragePrefix(f"__{ranks}_"))))
     info = [_StorageInfo(f"__{ranks}_0.distcp", 1048576 * i, 1049408) for i in range(len(share))]
     results = [WriteResult(item.index, 1049408, at) for item, at in zip(share, info, strict=True)]
     files = {f"__{ranks - 1}_0.distcp": ManifestFile(2**30, "0123abcd")}
     small = len(pickle.dumps((None, None)))
-    costs = [gathered_to_all(ranks, small)] * 7 + [gathered_to_all(ranks, len(pickle.dumps(files)))]
-    costs += [gathered(ranks, plan), given(ranks, central, 3), gathered(ranks, len(pickle.dumps(results)))]
-    costs += [given(ranks, _metadata_bytes(), 2)]
+    costs = [estimate_all_gather(ranks, small)] * 7 + [estimate_all_gather(ranks, len(pickle.dumps(files)))]
+    costs += [
+        estimate_gather(ranks, plan),
+        estimate_broadcast(ranks, central, 3),
+        estimate_gather(ranks, len(pickle.dumps(results))),
+    ]
+    costs += [estimate_broadcast(ranks, _count_metadata_bytes(), 2)]
     total = costs[0]
     for cost in costs[1:]:
         total += cost
@@ -180,9 +184,9 @@ def before(ranks: int) -> Cost:
 
 
 @cache
-def _metadata_bytes() -> int:
+def _count_metadata_bytes() -> int:
     """The metadata of the whole checkpoint, each part once: copies are not written."""
-    plans, metadata = create_default_global_save_plan([SavePlan(items(rank)) for rank in range(SHARD)])
+    plans, metadata = create_default_global_save_plan([SavePlan(make_items(rank)) for rank in range(SHARD)])
     info = {
         item.index: _StorageInfo(f"__{i}_0.distcp", 1048576, 1049408) for i, p in enumerate(plans) for item in p.items
     }
@@ -199,9 +203,9 @@ def main() -> None:
     print("\n| ranks | a save | operations | messages | bytes | of them through rank 0 |")
     print("|---|---|---|---|---|---|")
     for ranks in RANKS:
-        found = {"collectives, any": before(ranks)}
-        found |= {f"exchange, {n}": sent(ranks, rounds(ranks, n == "first")) for n in ("first", "later")}
-        for name, cost in found.items():
+        costs = {"collectives, any": estimate_collectives(ranks)}
+        costs |= {f"exchange, {n}": send_rounds(ranks, make_rounds(ranks, n == "first")) for n in ("first", "later")}
+        for name, cost in costs.items():
             mb = f"{cost.bytes / 1e6:,.1f} MB | {cost.bytes_of_rank_0 / 1e6:,.1f} MB"
             print(f"| {ranks:,} | {name} | {cost.operations} | {cost.messages:,} | {mb} |")
 

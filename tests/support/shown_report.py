@@ -29,7 +29,7 @@ NASTY = '<script>alert("x")</script> & |pipe|'
 TOKENS = 4096
 
 
-def curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0) -> Curves:
+def make_curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0) -> Curves:
     """A falling loss with noise; `gain` lower in the end, and `rounding` away from others of the seed."""
     numbers = np.arange(1, steps + 1)
     random = np.random.default_rng(seed)
@@ -49,7 +49,7 @@ def curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0) -> C
     )
 
 
-def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) -> MeasuredSpeed:
+def make_speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) -> MeasuredSpeed:
     step = TOKENS / tokens
     return MeasuredSpeed(
         step_seconds=StepPercentiles(step, 0.96 * step, 1.09 * step),
@@ -62,11 +62,13 @@ def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) 
     )
 
 
-def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 0.0, **changes: Any) -> RunResult:
+def make_run_result(
+    label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 0.0, **changes: Any
+) -> RunResult:
     steps = changes.pop("steps_done", 400)
-    drawn = curves(steps, seed, gain, changes.pop("rounding", 0.0)) if steps else curves(1, seed)
-    timed = None if tokens is None else speed(tokens, changes.pop("memory", 1.5), changes.pop("mfu", 0.412))
-    found = RunResult(
+    drawn = make_curves(steps, seed, gain, changes.pop("rounding", 0.0)) if steps else make_curves(1, seed)
+    timed = None if tokens is None else make_speed(tokens, changes.pop("memory", 1.5), changes.pop("mfu", 0.412))
+    result = RunResult(
         label=f"{label} seed={seed}",
         directory=f"/data/runs/grid/{label.replace(' ', ',')}-{seed}",
         science_id="5c1e9ce5",
@@ -91,49 +93,49 @@ def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 
         cost=RunCost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
         curves=drawn,
     )
-    return replace(found, **changes)
+    return replace(result, **changes)
 
 
-def interval(estimate: float, half: float | None = None) -> Interval:
+def make_interval(estimate: float, half: float | None = None) -> Interval:
     return Interval(estimate, None, None) if half is None else Interval(estimate, estimate - half, estimate + half)
 
 
-def variant(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Variant:
-    """A variant of runs; `changes` are those of the variant where it has such a field, else those of `run`."""
+def make_variant(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Variant:
+    """A variant of runs; `changes` are the variant's where it has such a field, else those of `make_run_result`."""
     of_variant = {name: changes.pop(name) for name in list(changes) if name in Variant.__dataclass_fields__}
-    runs = tuple(run(label, seed, **changes) for seed in seeds)
+    runs = tuple(make_run_result(label, seed, **changes) for seed in seeds)
     tokens = runs[0].speed.tokens_per_second_per_device if runs and runs[0].speed else None
-    final = [found.validation for found in runs if found.validation is not None]
-    bits = [found.bits for found in runs if found.bits is not None]
+    final = [result.validation for result in runs if result.validation is not None]
+    bits = [result.bits for result in runs if result.bits is not None]
     half = 0.01 if len(seeds) > 1 else None
-    made = Variant(
+    base = Variant(
         label=label,
         settings=dict(cast(tuple[str, str], part.split("=", 1)) for part in label.split() if "=" in part),
         baseline=False,
         same_science=True,
         runs=runs,
-        speed=None if tokens is None else interval(tokens, tokens / 50),
-        speed_ratio=None if tokens is None else interval(tokens / 30_000, half and 0.02),
-        validation=interval(sum(final) / len(final), half) if final else None,
-        bits=interval(sum(bits) / len(bits), half) if bits else None,
+        speed=None if tokens is None else make_interval(tokens, tokens / 50),
+        speed_ratio=None if tokens is None else make_interval(tokens / 30_000, half and 0.02),
+        validation=make_interval(sum(final) / len(final), half) if final else None,
+        bits=make_interval(sum(bits) / len(bits), half) if bits else None,
     )
-    return replace(made, **of_variant)
+    return replace(base, **of_variant)
 
 
-def learning(answer: str = "yes", text: str = "Learns the same: 0.0003 nats apart, within 0.02.") -> Learning:
-    return Learning(cast(Any, answer), text, True, 1e-7, 1e-6, interval(0.0003, 0.002), 0.02, 2, None)
+def make_learning(answer: str = "yes", text: str = "Learns the same: 0.0003 nats apart, within 0.02.") -> Learning:
+    return Learning(cast(Any, answer), text, True, 1e-7, 1e-6, make_interval(0.0003, 0.002), 0.02, 2, None)
 
 
-def quality(answer: str = "yes", difference: float = -0.05, at: str = "the end", **changes: Any) -> Quality:
+def make_quality(answer: str = "yes", difference: float = -0.05, at: str = "the end", **changes: Any) -> Quality:
     text = f"At {at} the loss differs by {difference:+.3f} nats."
-    found = Quality(
-        cast(Any, answer), text, "validation loss", at, interval(difference, 0.02), 0.003, 0.006, {}, 2, None
+    base = Quality(
+        cast(Any, answer), text, "validation loss", at, make_interval(difference, 0.02), 0.003, 0.006, {}, 2, None
     )
-    return replace(found, **changes)
+    return replace(base, **changes)
 
 
-def comparison(*variants: Variant, failed: Sequence[FailedRun] = (), **changes: Any) -> Comparison:
-    made = Comparison(
+def make_comparison(*variants: Variant, failed: Sequence[FailedRun] = (), **changes: Any) -> Comparison:
+    base = Comparison(
         title="layouts",
         question="Which layout of two devices is fastest, and do all learn the same?",
         common={"model": "debug", "dataset": "stdlib", "tokens": "1.64M", "devices": "2"},
@@ -144,41 +146,43 @@ def comparison(*variants: Variant, failed: Sequence[FailedRun] = (), **changes: 
         margin=0.02,
         notes=("Runs were made by two versions of the code: c0de and 10ad.",),
     )
-    return replace(made, **changes)
+    return replace(base, **changes)
 
 
-def two() -> Comparison:
+def make_two_variants() -> Comparison:
     """A baseline and a variant of its science."""
-    return comparison(
-        variant("parallelism=single", baseline=True),
-        variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
+    return make_comparison(
+        make_variant("parallelism=single", baseline=True),
+        make_variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=make_learning()),
     )
 
 
-def mixed() -> Comparison:
+def make_mixed() -> Comparison:
     """Answers of every kind, an unfinished run, a target, sources, failures, and labels that try to break out."""
     running: dict[str, Any] = {"steps_done": 180, "state": "running", "validation": None, "bits": None}
     long = "parallelism=fsdp memory=full compile=block precision=bf16 optimizer.lr=0.003"
-    undecided = learning("undecided", "Undecided: 3 pairs more would decide.")
-    return comparison(
-        variant("parallelism=single", (0, 1, 2), baseline=True, reached=TimeToTarget(3, 3, 1.1e6, 0.4)),
-        variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
-        variant(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
-        variant("parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=learning("no", "Not the same.")),
-        variant(
+    undecided = make_learning("undecided", "Undecided: 3 pairs more would decide.")
+    return make_comparison(
+        make_variant("parallelism=single", (0, 1, 2), baseline=True, reached=TimeToTarget(3, 3, 1.1e6, 0.4)),
+        make_variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=make_learning()),
+        make_variant(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
+        make_variant(
+            "parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=make_learning("no", "Not the same.")
+        ),
+        make_variant(
             "optimizer=muon",
             same_science=False,
             tokens=28_500,
             gain=0.3,
             memory=1.4,
             quality=(
-                quality(by_source={"code": interval(-0.02, 0.01), "books": interval(-0.01)}),
-                quality(at="equal tokens"),
+                make_quality(by_source={"code": make_interval(-0.02, 0.01), "books": make_interval(-0.01)}),
+                make_quality(at="equal tokens"),
             ),
             reached=TimeToTarget(2, 2, 0.8e6, 0.3),
             notes=("The learning rate was not tuned for this variant.",),
         ),
-        variant(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
+        make_variant(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
         failed=[
             FailedRun("parallelism=pp", "/data/runs/grid/pp", "failed", "out of memory on rank 3: 150 GiB were wanted"),
             FailedRun(NASTY, "/data/runs/grid/nasty", "failed", NASTY),
@@ -187,32 +191,40 @@ def mixed() -> Comparison:
     )
 
 
-def many(variants: int = 64, steps: int = 10_000) -> Comparison:
+def make_many_variants(variants: int = 64, steps: int = 10_000) -> Comparison:
     """As many variants as one may ever look at."""
-    made = [variant("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
+    members = [make_variant("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
     for i in range(1, variants):
         label = f"optimizer.lr={0.0005 * i:.4g} parallelism={('fsdp', 'tp', 'hsdp')[i % 3]} schedule.warmup={i % 7}"
         figures: dict[str, Any] = {"tokens": 30_000 + 300 * ((i * 37) % 64 - 20), "memory": 0.5 + (i * 29 % 64) / 30}
-        same = {"learning": learning(), "rounding": 1e-6 * i} if i % 2 else {}
-        other = {} if i % 2 else {"same_science": False, "quality": (quality(difference=-0.01 * i),), "gain": 0.01 * i}
-        made.append(variant(label, (0,), steps_done=steps, **figures, **same, **other))
-    return comparison(*made, title="64 variants")
+        same = {"learning": make_learning(), "rounding": 1e-6 * i} if i % 2 else {}
+        quality_changes = (
+            {} if i % 2 else {"same_science": False, "quality": (make_quality(difference=-0.01 * i),), "gain": 0.01 * i}
+        )
+        members.append(make_variant(label, (0,), steps_done=steps, **figures, **same, **quality_changes))
+    return make_comparison(*members, title="64 variants")
 
 
-def one() -> Comparison:
+def make_single_run() -> Comparison:
     """A single run."""
-    return comparison(
-        variant("runs/first", (0,), baseline=True), question=None, differs={}, title="runs/first", notes=()
+    return make_comparison(
+        make_variant("runs/first", (0,), baseline=True), question=None, differs={}, title="runs/first", notes=()
     )
 
 
-def failures_only() -> Comparison:
+def make_failures() -> Comparison:
     """Nothing but failures."""
     failed = [FailedRun(f"lr={i}", f"/data/runs/bad/{i}", "failed", "the loss was not finite") for i in range(3)]
-    return comparison(failed=failed, title="bad", notes=())
+    return make_comparison(failed=failed, title="bad", notes=())
 
 
-ALL = {"two": two, "mixed": mixed, "many": many, "one": one, "failures": failures_only}
+ALL = {
+    "two": make_two_variants,
+    "mixed": make_mixed,
+    "many": make_many_variants,
+    "one": make_single_run,
+    "failures": make_failures,
+}
 
 
 def main(folder: Path) -> None:

@@ -32,11 +32,11 @@ class SimulatedNode:
     beat: int = 0
     alive: bool = True
 
-    def look(self) -> None:
+    def run_watchers(self) -> None:
         """Do what the watchers of all its ranks do at a look."""
         self.beat += 1
         late = self.clock.compute_lateness()
-        state = self.state(self.first, late)
+        state = self.make_state(self.first, late)
         number, content = f'"rank": {self.first},'.encode(), rank_state.encode_state(state)
         for rank in range(self.first + 1, self.first + self.ranks):
             self.memory.write(MEMORY_FILE.format(rank), content.replace(number, f'"rank": {rank},'.encode()))
@@ -46,17 +46,17 @@ class SimulatedNode:
             if self.states.is_reporter():
                 self.states.read_nodes()
 
-    def state(self, rank: int, late: float) -> RankState:
-        what = self.clock.activity
+    def make_state(self, rank: int, late: float) -> RankState:
+        activity = self.clock.activity
         return RankState(
             rank,
             f"n{self.first}",
             pid=os.getpid(),
             attempt=1,
             beat=self.beat,
-            phase=what.phase,
+            phase=activity.phase,
             late=late,
-            age=what.compute_idle_seconds(),
+            age=activity.compute_idle_seconds(),
         )
 
 
@@ -65,39 +65,39 @@ class SimulatedRun:
     """All nodes of a run.
 
     Attributes:
-        now: the time in seconds.
+        clock_time: the time in seconds.
     """
 
     ranks: int
     per_node: int
     directory: Path
-    now: float = 1000.0
+    clock_time: float = 1000.0
     nodes: list[SimulatedNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.nodes = [self._node(first) for first in range(0, self.ranks, self.per_node)]
+        self.nodes = [self._make_node(first) for first in range(0, self.ranks, self.per_node)]
 
-    def _node(self, first: int) -> SimulatedNode:
-        memory, clock = DictFolder(), Clock(Activity(get_time=lambda: self.now), None, self.ranks)
+    def _make_node(self, first: int) -> SimulatedNode:
+        memory, clock = DictFolder(), Clock(Activity(get_time=lambda: self.clock_time), None, self.ranks)
         states = States(self.directory, RankInfo(first, self.ranks, 0), 1, clock, lambda key: memory)  # type: ignore[arg-type, return-value]
         return SimulatedNode(first, self.per_node, clock, memory, states)
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Begin a phase on all ranks."""
         for node in self.nodes:
             node.clock.activity.enter_phase(phase)
 
-    def operations(self) -> int:
+    def count_operations(self) -> int:
         """Return the operations on the run's directory so far."""
         return sum(node.states.shared.operations for node in self.nodes)
 
-    def rates(self, seconds: float, tick: float = 1.0) -> Iterable[float]:
+    def measure_rates(self, seconds: float, tick: float = 1.0) -> Iterable[float]:
         """Let the time pass, and yield the operations a second of each `tick`."""
-        end = self.now + seconds
-        while self.now < end:
-            before = self.operations()
-            self.now += tick
+        end = self.clock_time + seconds
+        while self.clock_time < end:
+            initial_count = self.count_operations()
+            self.clock_time += tick
             for node in self.nodes:
                 if node.alive:
-                    node.look()
-            yield (self.operations() - before) / tick
+                    node.run_watchers()
+            yield (self.count_operations() - initial_count) / tick

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support.processes import ROOT, descendants, kill
+from tests.support.processes import ROOT, kill_process, list_descendants
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
@@ -77,11 +78,11 @@ NODE = (
 )
 
 
-class SlurmFailed(Exception):
+class SlurmError(Exception):
     """Slurm did not start, or one of its commands failed; the message holds what it said."""
 
 
-def missing() -> list[str]:
+def list_missing() -> list[str]:
     """The programs that are needed and not installed."""
     return [name for name in (*DAEMONS, *CLIENTS) if shutil.which(name, path=SEARCH) is None]
 
@@ -111,93 +112,93 @@ class Slurm:
             nodes: how many nodes, node1 to nodeN.
 
         Raises:
-            SlurmFailed: with the end of the daemons' logs.
+            SlurmError: with the end of the daemons' logs.
             ValueError: for a folder whose path is too long for the sockets in it.
         """
         if len(str(folder)) > LONGEST:
             raise ValueError(f"{folder}: more than {LONGEST} characters; choose another folder")
         for attempt in range(1, ATTEMPTS):
-            with contextlib.suppress(SlurmFailed):
-                return cls(folder / str(attempt), nodes)._started()
-        return cls(folder / str(ATTEMPTS), nodes)._started()
+            with contextlib.suppress(SlurmError):
+                return cls(folder / str(attempt), nodes)._start_or_stop()
+        return cls(folder / str(ATTEMPTS), nodes)._start_or_stop()
 
     def run(self, *argv: str, seconds: float = 300) -> str:
         """What a client command writes to stdout, such as `run("sbatch", "--wrap", "hostname")`.
 
         Raises:
-            SlurmFailed: when it fails, with what it said.
+            SlurmError: when it fails, with what it said.
             subprocess.TimeoutExpired: after `seconds`.
         """
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-        done = subprocess.run(argv, env={**outer, **self.env}, capture_output=True, text=True, timeout=seconds)
-        if done.returncode:
-            raise SlurmFailed(f"{' '.join(argv)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
+        result = subprocess.run(argv, env={**outer, **self.env}, capture_output=True, text=True, timeout=seconds)
+        if result.returncode:
+            raise SlurmError(f"{' '.join(argv)}: exit code {result.returncode}\n{result.stdout}{result.stderr}")
+        return result.stdout
 
-    def jobs(self) -> dict[str, str]:
+    def read_jobs(self) -> dict[str, str]:
         """The state of every job that there was, such as PENDING, by its id; elements of arrays as `12_3`."""
         lines = self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def states(self) -> dict[str, str]:
+    def read_states(self) -> dict[str, str]:
         """The state of every node, such as idle or down*, by its name."""
         lines = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def kill_node(self, name: str, told: bool = True) -> None:
+    def kill_node(self, name: str, notify: bool = True) -> None:
         """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails.
 
-        Slurm is told, and requeues the node's jobs at once; with `told` false it finds out by itself, after minutes.
+        Slurm is told, and requeues the node's jobs at once; with `notify` false it finds out by itself, after minutes.
         """
-        _kill_all(lambda: found(self.conf, f"SLURMD_NODENAME={name}"))
+        _kill_all(lambda: find_processes(self.conf, f"SLURMD_NODENAME={name}"))
         self.daemons.pop(name).wait()
-        if told:
+        if notify:
             self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
 
     def revive_node(self, name: str) -> None:
         """Start a killed node again and wait until jobs can run on it."""
-        self._slurmd(name)
-        self._until(lambda: self.states()[name] in ("idle", "mix", "alloc"), f"{name} does not come back")
+        self._start_slurmd(name)
+        self._wait_until(lambda: self.read_states()[name] in ("idle", "mix", "alloc"), f"{name} does not come back")
 
     def clear(self) -> None:
         """End all jobs and bring all nodes back, for the next test."""
         for name in set(self.nodes) - set(self.daemons):
-            self._slurmd(name)
-        self._until(lambda: self._cancelled() and self._idle(), "jobs or nodes are left over")
+            self._start_slurmd(name)
+        self._wait_until(lambda: self._cancel_jobs() and self._is_idle(), "jobs or nodes are left over")
 
     def stop(self) -> None:
         """Kill the cluster and all that runs in it; what it wrote stays."""
-        _kill_all(lambda: found(self.conf))
+        _kill_all(lambda: find_processes(self.conf))
         if "watch" in self.daemons:
             self.daemons["watch"].kill()
         for daemon in self.daemons.values():
             daemon.wait()
         self.daemons.clear()
 
-    def _started(self) -> Slurm:
+    def _start_or_stop(self) -> Slurm:
         try:
-            self._write()
-            self._start()
+            self._write_files()
+            self._start_daemons()
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _start(self) -> None:
+    def _start_daemons(self) -> None:
         munge = self.folder / "munge"
-        self._daemon("watch", sys.executable, "-m", __spec__.name, str(os.getpid()), str(self.conf))
+        self._start_daemon("watch", sys.executable, "-m", __spec__.name, str(os.getpid()), str(self.conf))
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
-        self._daemon("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
-        self._until((munge / "socket").is_socket, "munged gives no socket")
-        self._daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
+        self._start_daemon("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        self._wait_until((munge / "socket").is_socket, "munged gives no socket")
+        self._start_daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
         for name in self.nodes:
-            self._slurmd(name)
-        self._until(self._idle, "nodes are not idle")
+            self._start_slurmd(name)
+        self._wait_until(self._is_idle, "nodes are not idle")
 
-    def _slurmd(self, name: str) -> None:
-        self._daemon(name, "slurmd", "-D", "-N", name, "-f", str(self.conf), SLURMD_NODENAME=name)
+    def _start_slurmd(self, name: str) -> None:
+        self._start_daemon(name, "slurmd", "-D", "-N", name, "-f", str(self.conf), SLURMD_NODENAME=name)
 
-    def _daemon(self, name: str, program: str, *argv: str, **env: str) -> None:
+    def _start_daemon(self, name: str, program: str, *argv: str, **env: str) -> None:
         """Start a program, which is found by its environment later; the one that watches must not be."""
         mark = {} if name == "watch" else self.env | env
         outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
@@ -208,37 +209,37 @@ class Slurm:
                 start_new_session=True,
             )  # fmt: skip
 
-    def _cancelled(self) -> bool:
+    def _cancel_jobs(self) -> bool:
         """Whether no job is left; else those that are there are told to end at once."""
         jobs = set(self.run("squeue", "--noheader", "--format=%A").split())
-        for how in (["--full", "--signal=KILL"], []) if jobs else ():
-            with contextlib.suppress(SlurmFailed):  # one has ended meanwhile, or does not run yet
-                self.run("scancel", *how, *jobs)
+        for options in (["--full", "--signal=KILL"], []) if jobs else ():
+            with contextlib.suppress(SlurmError):  # one has ended meanwhile, or does not run yet
+                self.run("scancel", *options, *jobs)
         return not jobs
 
-    def _idle(self) -> bool:
-        with contextlib.suppress(SlurmFailed):  # slurmctld does not answer yet
-            return list(self.states().values()) == ["idle"] * len(self.nodes)
+    def _is_idle(self) -> bool:
+        with contextlib.suppress(SlurmError):  # slurmctld does not answer yet
+            return list(self.read_states().values()) == ["idle"] * len(self.nodes)
         return False
 
-    def _until(self, true: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, is_true: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not true():
+        while not is_true():
             dead = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
             if dead or time.monotonic() > deadline:
                 logs = [f"{file.name}: {file.read_text()[-1000:]}" for file in sorted(self.folder.glob("*.out"))]
-                raise SlurmFailed("\n".join([f"{what}; ended: {dead or 'none'}", *logs]))
+                raise SlurmError("\n".join([f"{problem}; ended: {dead or 'none'}", *logs]))
             time.sleep(0.05)
 
-    def _write(self) -> None:
+    def _write_files(self) -> None:
         """Make all folders and files that the daemons need."""
         for name in ("state", "munge", *self.nodes):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
         (self.folder / "munge" / "key").chmod(0o600)
-        (self.folder / "gres.conf").write_text(_gres(self.folder))
+        (self.folder / "gres.conf").write_text(_make_gres(self.folder))
         _name_in_hosts(self.nodes)
-        first, *ports = _free_ports(len(self.nodes) + 1)
+        first, *ports = _find_free_ports(len(self.nodes) + 1)
         host = socket.gethostname().split(".")[0]
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
         job = random.SystemRandom().randrange(1000, 60_000_000)
@@ -248,16 +249,16 @@ class Slurm:
         self.conf.write_text(text)
 
 
-def _gres(folder: Path) -> str:
+def _make_gres(folder: Path) -> str:
     """Simulated GPUs: character devices, of which slurmd looks at no more than their kind.
 
     Who may not make such uses terminals; without those too, CUDA_VISIBLE_DEVICES is not set in jobs.
     """
-    mine = [folder / f"gpu{number}" for number in range(GPUS)]
+    devices = [folder / f"gpu{number}" for number in range(GPUS)]
     with contextlib.suppress(OSError):
-        for path in mine:
+        for path in devices:
             os.mknod(path, 0o666 | 0o020000, os.makedev(1, 3))
-    for files, name in ((mine, folder / "gpu"), ([Path(f"/dev/tty{n}") for n in range(GPUS)], "/dev/tty")):
+    for files, name in ((devices, folder / "gpu"), ([Path(f"/dev/tty{n}") for n in range(GPUS)], "/dev/tty")):
         if all(file.is_char_device() for file in files):
             return f"Name=gpu File={name}[0-{GPUS - 1}]\n"
     return f"Name=gpu Count={GPUS}\n"
@@ -266,48 +267,52 @@ def _gres(folder: Path) -> str:
 def _name_in_hosts(nodes: Sequence[str]) -> None:
     """Let the nodes' names mean this machine, where that is ours to say: ranks look for the first of them."""
     hosts = Path("/etc/hosts")
-    known = hosts.read_text().split() if hosts.exists() else []
+    words = hosts.read_text().split() if hosts.exists() else []
     with contextlib.suppress(OSError), hosts.open("a") as file:
-        file.write("".join(f"127.0.0.1 {name}\n" for name in nodes if name not in known))
+        file.write("".join(f"127.0.0.1 {name}\n" for name in nodes if name not in words))
 
 
-def _free_ports(count: int) -> list[int]:
+def _find_free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
 
 
-def found(conf: Path, *marks: str) -> list[int]:
+def find_processes(conf: Path, *marks: str) -> list[int]:
     """Processes with SLURM_CONF=`conf` and all `marks` in their environment, and all that descend from them."""
-    wanted = {f"SLURM_CONF={conf}".encode(), *(mark.encode() for mark in marks)}
-    found = []
+    variables = {f"SLURM_CONF={conf}".encode(), *(mark.encode() for mark in marks)}
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                found.append(int(entry.name))
-    return sorted({*found, *descendants(*found)} - {os.getpid()})
+            if variables <= set((entry / "environ").read_bytes().split(b"\0")):
+                pids.append(int(entry.name))
+    return sorted({*pids, *list_descendants(*pids)} - {os.getpid()})
 
 
-def _kill_all(wanted: Callable[[], list[int]]) -> None:
-    """Kill until nothing is left, so also what is being started."""
+def _kill_all(list_pids: Callable[[], list[int]]) -> None:
+    """Kill until nothing is left, so also what is being started.
+
+    All are stopped before the first dies: a parent that outlives its child by a moment reports its end to Slurm.
+    """
     deadline = time.monotonic() + START_SECONDS
-    while pids := wanted():
-        for pid in pids:
-            kill(pid)
+    while pids := list_pids():
+        for sent in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                kill_process(pid, sent)
         if time.monotonic() > deadline:
-            raise SlurmFailed(f"processes {pids} do not die")
+            raise SlurmError(f"processes {pids} do not die")
         time.sleep(0.02)
 
 
-def _watch(parent: int, conf: Path) -> None:
+def _watch_parent(parent: int, conf: Path) -> None:
     """Wait until the process that started this one has ended, then kill and remove what it left of the cluster."""
     while os.getppid() == parent:
         time.sleep(0.2)
-    _kill_all(lambda: found(conf))
+    _kill_all(lambda: find_processes(conf))
     shutil.rmtree(conf.parent.parent)
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]), Path(sys.argv[2]))
+    _watch_parent(int(sys.argv[1]), Path(sys.argv[2]))

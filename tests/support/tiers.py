@@ -2,8 +2,8 @@
 
 The quick tier has every law, what finds the planted faults, and most mechanisms once, as far as four minutes go. Tests
 and cases with the mark `full` are further ones, which CI runs too, and those with the mark `thorough` are cases of
-large tables beyond a sample. Cases of large tables are generated only for the tier that runs them (`table`, `further`):
-pytest takes longer to collect a case than some take to run.
+large tables beyond a sample. Cases of large tables are generated only for the tier that runs them (`select_cases`,
+`list_further`): pytest takes longer to collect a case than some take to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLE = "TITAN_TESTS"
 TIERS = ("quick", "rest", "all")
 
 
-def chosen() -> str:
+def choose_tier() -> str:
     """Return the tier that this session runs.
 
     Raises:
@@ -40,7 +40,7 @@ def choose_by_arguments(arguments: Sequence[str]) -> None:
 
 def is_selected(item: pytest.Item) -> bool:
     """Return whether a test belongs to the tier that this session runs."""
-    tier, marks = chosen(), {mark.name for mark in item.iter_markers()}
+    tier, marks = choose_tier(), {mark.name for mark in item.iter_markers()}
     if tier == "all":
         return True
     return "thorough" not in marks and ("full" in marks) == (tier == "rest")
@@ -48,11 +48,11 @@ def is_selected(item: pytest.Item) -> bool:
 
 def full(*values: Any, id: str | None = None, marks: Any = ()) -> Any:
     """Return a case that `make test` leaves out: `pytest.param` with the mark `full`."""
-    others = marks if isinstance(marks, list | tuple) else [marks]
-    return pytest.param(*values, id=id, marks=[pytest.mark.full, *others])
+    other_marks = marks if isinstance(marks, list | tuple) else [marks]
+    return pytest.param(*values, id=id, marks=[pytest.mark.full, *other_marks])
 
 
-def further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
+def list_further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
     """Return the cases of a large table that `make test` leaves out, generated only where they run.
 
     Args:
@@ -60,19 +60,19 @@ def further(generate: Callable[[], Iterable[Any]], one_in: int = 1, rest: Sequen
         one_in: `make test-rest` runs one in so many, chosen by a hash of their ids; `make test-all` runs all.
         rest: the ids of those that `make test-rest` runs in any case.
     """
-    if chosen() == "quick":
+    if choose_tier() == "quick":
         return []
-    marked = [_further(c, c.id in rest or zlib.crc32(str(c.id).encode()) % one_in == 0) for c in generate()]
-    return [case for case, in_sample in marked if in_sample or chosen() == "all"]
+    marked = [_mark_further(c, c.id in rest or zlib.crc32(str(c.id).encode()) % one_in == 0) for c in generate()]
+    return [case for case, in_sample in marked if in_sample or choose_tier() == "all"]
 
 
-def _further(case: Any, in_sample: bool) -> tuple[Any, bool]:
+def _mark_further(case: Any, in_sample: bool) -> tuple[Any, bool]:
     mark = pytest.mark.full if in_sample else pytest.mark.thorough
     return pytest.param(*case.values, id=case.id, marks=[*case.marks, mark]), in_sample
 
 
-def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
-    """Return the cases of a large table: those that `make test` runs, and in other tiers `further` ones.
+def select_cases(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, rest: Sequence[str] = ()) -> list[Any]:
+    """Return the cases of a large table: those that `make test` runs, and in other tiers `list_further` ones.
 
     Args:
         cases: each a `pytest.param` with an id, or a text that is its own id.
@@ -87,4 +87,4 @@ def table(cases: Iterable[Any], quick: Sequence[str], one_in: int = 1, rest: Seq
     if unknown := {*quick, *rest} - {case.id for case in named}:
         raise LookupError(f"no such cases: {', '.join(sorted(unknown))}")
     chosen_ones = [case for case in named if case.id in quick]
-    return [*chosen_ones, *further(lambda: [case for case in named if case.id not in quick], one_in, rest)]
+    return [*chosen_ones, *list_further(lambda: [case for case in named if case.id not in quick], one_in, rest)]

@@ -74,5 +74,5 @@ class TwoKindsModule(MoeModule):
 
 def with_two_kinds(run: Run, dense: int) -> Run:
     """Return a run of a Qwen3-MoE with the first blocks dense."""
-    given = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(run.model) if f.init}
-    return dataclasses.replace(run, model=TwoKinds(**given, dense=dense))
+    values = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(run.model) if f.init}
+    return dataclasses.replace(run, model=TwoKinds(**values, dense=dense))

@@ -15,7 +15,7 @@ from launchers.slurm import state as standing
 from launchers.slurm.queue import SlurmJob
 from launchers.slurm.state import adopt_jobs, reconcile_trial
 from launchers.trials import Trial
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan import status
 from titan.cluster import rank_error
@@ -208,7 +208,7 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
     ],
 )  # fmt: skip
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
-    before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
+    before, after = (compose_test_run(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
     assert (identity.compute_trial_id(before) == identity.compute_trial_id(after)) == same
 
 
@@ -231,11 +231,11 @@ def test_a_point_is_found_again_on_other_machines(
     counts = before[0].partition("=")[2].split(",")
     chosen = []
     for count in counts:
-        run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
+        run = compose_test_run([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], remote=True)
         given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
         chosen.append(Trial(sweep_trials.find_trial_id(run, given, ledger.read_trials(tmp_path)), (), run))
         sweep_trials.register_trials(tmp_path, chosen, SweepSpec())
-    run = composed([*NODES, *after], elsewhere=True)
+    run = compose_test_run([*NODES, *after], remote=True)
     ids = [point.id for point in ledger.read_trials(tmp_path)]
     name = sweep_trials.find_trial_id(run, varied, ledger.read_trials(tmp_path))
     assert len(ids) == len(counts) and all(point.asked for point in ledger.read_trials(tmp_path))

@@ -29,7 +29,7 @@ LEARNING = ["-m", "hydra/sweeper=learning"]
 def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "run_local", lambda run, **_: run_local(run))  # in this process, which is faster
-    learning_sweeper.register()
+    learning_sweeper.register_sweeper()
 
 
 def sweep(*overrides: str) -> int:

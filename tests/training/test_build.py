@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import tiny
+from tests.support.runs import compose_tiny_run
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import IGNORED
@@ -33,7 +33,7 @@ def batch(microbatches: int, rows: int) -> tuple[Tensor, Tensor]:
 
 def test_says_each_transformation_in_order(tmp_path: Path) -> None:
     notes: list[str] = []
-    built(tiny(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)
+    built(compose_tiny_run(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)
     starts = [
         "built on meta: ",
         "precision: fp32",
@@ -57,7 +57,7 @@ TECHNIQUES = [
 
 @pytest.mark.parametrize("settings", TECHNIQUES)
 def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: list[str], tmp_path: Path) -> None:
-    train_step, plain = built(tiny(tmp_path, *settings)), built(tiny(tmp_path))
+    train_step, plain = built(compose_tiny_run(tmp_path, *settings)), built(compose_tiny_run(tmp_path))
     named, expected = dict(train_step.named_parameters()), dict(plain.named_parameters())
     assert named.keys() == expected.keys()
     assert all(torch.equal(named[n], expected[n]) for n in named)
@@ -78,15 +78,15 @@ def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tu
 
 @pytest.mark.parametrize("layout", ["ddp2", full("fsdp2"), full("hsdp4")])
 def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "memory=full", layout=layout)
-    expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(tiny(tmp_path)).named_parameters()]
+    run = compose_tiny_run(tmp_path, "memory=full", layout=layout)
+    expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(compose_tiny_run(tmp_path)).named_parameters()]
     meeting = f"file://{tmp_path}/meeting"
     assert run_ranks(named_on, run.layout.devices, run, meeting, joined=False) == [expected] * run.layout.devices
 
 
 @pytest.mark.parametrize("cut", [(2, 4), (4, 2), (8, 1)], ids=str)
 def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
-    run = tiny(tmp_path)
+    run = compose_tiny_run(tmp_path)
     whole, parts = built(run), built(run)
     loss, other = whole.backward(Microbatches(*batch(1, 8)), 0.25), parts.backward(Microbatches(*batch(*cut)), 0.25)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -96,7 +96,7 @@ def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
 
 
 def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
-    run = tiny(tmp_path)
+    run = compose_tiny_run(tmp_path)
     (tokens, targets), empty = batch(1, 3), torch.full((1, 2, 16), IGNORED)
     padded = torch.cat([tokens, torch.zeros_like(empty)], 1), torch.cat([targets, empty], 1)
     without, train_step, alone = built(run), built(run), built(run)
@@ -109,14 +109,14 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
 
 
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
-    train_step: Any = built(tiny(tmp_path))
+    train_step: Any = built(compose_tiny_run(tmp_path))
     assert not train_step.evaluate(Microbatches(*batch(1, 2))).requires_grad
     assert train_step.list_gradients() == []
 
 
 @pytest.mark.parametrize(("memory", "times"), [("none", 1), ("full", 2)])
 def test_full_checkpointing_computes_each_block_again(memory: str, times: int, tmp_path: Path) -> None:
-    train_step = built(tiny(tmp_path, f"memory={memory}"))
+    train_step = built(compose_tiny_run(tmp_path, f"memory={memory}"))
     calls: list[int] = []
     for number, block in enumerate(train_step.stages[0].model.blocks()):
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.runs import tiny, train
+from tests.support.runs import compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan.parallelism import grad_norm
 from titan.training.trainer import Trainer
@@ -49,7 +49,7 @@ def test_a_step_sums_its_metrics_and_the_norm_at_once(
     layout: str, settings: tuple[str, ...], flat: int | None, tmp_path: Path
 ) -> None:
     how = (f"training.steps={STEPS}", "checkpoint=off", "compile=off", "metrics.sample_tokens=0", "evaluation.every=0")
-    seen = [rank.extra for rank in train(tiny(tmp_path, *how, *settings, layout=layout), counted)]
+    seen = [rank.extra for rank in train_run(compose_tiny_run(tmp_path, *how, *settings, layout=layout), counted)]
     for rank in seen:
         sums: dict[torch.dtype, int] = Counter()
         for (dtype, _), count in rank["sizes"].items():

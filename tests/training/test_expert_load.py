@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.matrix import DOCUMENTS
 from tests.support.matrix_experts import MODELS
-from tests.support.runs import steps, tiny, train
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.model.experts import Router
 from titan.training.expert_load import COLLAPSE_STEPS, ExpertLoad
@@ -37,12 +37,12 @@ def test_tokens_are_counted_once_and_only_those_that_count(layout: str, tmp_path
     """Not again in recomputation, in validation or in metrics of layers; no masked tokens, and no rows that fill up."""
     settings = (*MODELS["qwen3_moe"], *DOCUMENTS, "memory=full", "evaluation.tokens=64", "evaluation.every=1")
     more = ("training.global_batch=112", "parallelism.microbatches=2", "metrics.layers_every=2")
-    run = tiny(tmp_path, *settings, *more, layout=layout)
-    counts = torch.tensor(train(run, spied)[0].extra).view(3, 2, 5)
-    valid = torch.tensor([float(line["valid_tokens"]) for line in steps(run)])
+    run = compose_tiny_run(tmp_path, *settings, *more, layout=layout)
+    counts = torch.tensor(train_run(run, spied)[0].extra).view(3, 2, 5)
+    valid = torch.tensor([float(line["valid_tokens"]) for line in read_step_records(run)])
     assert (valid < 112).all()
     assert torch.equal(counts[..., :4].sum(-1), 2 * valid[:, None].expand(3, 2))
-    (line,) = (line for line in steps(run) if "expert_load/layers.0" in line)
+    (line,) = (line for line in read_step_records(run) if "expert_load/layers.0" in line)
     assert line["step"] == 2
     for layer in range(2):
         shares = counts[1, layer, :4] / counts[1, layer, :4].sum()

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.composing import composed
-from tests.support.machines import detector
+from tests.support.composing import compose_test_run
+from tests.support.machines import make_detector
 from tests.support.ranks import run_ranks
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
@@ -74,12 +74,12 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect_machine", detector("gpu"))
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
 
 
 def cluster(directory: Path, *overrides: str, nodes: int) -> Run:
     """The composed run on so many nodes of 8 devices."""
-    return composed([*overrides, f"hydra.run.dir={directory}", "checkpoint=off"], ranks=nodes * 8)
+    return compose_test_run([*overrides, f"hydra.run.dir={directory}", "checkpoint=off"], ranks=nodes * 8)
 
 
 def stage_flops(run: Run, rank: int) -> float:

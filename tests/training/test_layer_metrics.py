@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.matrix import EXACT, MODEL
-from tests.support.runs import learned, steps, tiny, train
-from tests.support.tiers import table
+from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
+from tests.support.tiers import select_cases
 
 EVERY = (*MODEL, "optimizer=sgd", "checkpoint=off", "metrics.layers_every=2", "training.global_batch=112")
 LAYOUTS = {
@@ -25,13 +25,16 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS, ("ddp tied",)))
+@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("ddp tied",)))
 def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> None:
     science = tuple(s for s in LAYOUTS[layout] if s.startswith(("dataset.", "model.")))
-    alone, split = tiny(tmp_path / "alone", *EVERY, *science), tiny(tmp_path / "split", *EVERY, *LAYOUTS[layout])
-    train(alone)
-    train(split)
-    (_, there, _), (_, here, _) = steps(alone), steps(split)
+    alone, split = (
+        compose_tiny_run(tmp_path / "alone", *EVERY, *science),
+        compose_tiny_run(tmp_path / "split", *EVERY, *LAYOUTS[layout]),
+    )
+    train_run(alone)
+    train_run(split)
+    (_, there, _), (_, here, _) = read_step_records(alone), read_step_records(split)
     names = [name for name in there if name.startswith("layer_")]
     assert len(names) >= 4 * 5 and [n for n in here if n.startswith("layer_")] == names
     far = {name: abs(here[name] / there[name] - 1) for name in names}
@@ -42,8 +45,11 @@ def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> Non
 
 @pytest.mark.full
 def test_other_steps_and_what_is_learned_are_as_without_them(tmp_path: Path) -> None:
-    measured, plain = tiny(tmp_path / "measured", *EVERY), tiny(tmp_path / "plain", *EVERY, "metrics.layers_every=0")
-    train(measured)
-    train(plain)
-    assert learned(measured) == learned(plain)
-    assert [any(k.startswith("layer_") for k in line) for line in steps(measured)] == [False, True, False]
+    measured, plain = (
+        compose_tiny_run(tmp_path / "measured", *EVERY),
+        compose_tiny_run(tmp_path / "plain", *EVERY, "metrics.layers_every=0"),
+    )
+    train_run(measured)
+    train_run(plain)
+    assert read_learned_values(measured) == read_learned_values(plain)
+    assert [any(k.startswith("layer_") for k in line) for line in read_step_records(measured)] == [False, True, False]

@@ -16,9 +16,19 @@ import pytest
 import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
-from tests.support.composing import composed
-from tests.support.processes import until
-from tests.support.runs import LAYOUTS, TINY, begin, learned, mix_of, save_of, steps, tiny, train
+from tests.support.composing import compose_test_run
+from tests.support.processes import wait_until
+from tests.support.runs import (
+    LAYOUTS,
+    TINY,
+    begin_run,
+    build_run_mixture,
+    compose_tiny_run,
+    read_learned_values,
+    read_step_records,
+    train_run,
+    write_run_checkpoint,
+)
 from tests.support.tiers import full
 from titan.dataset.loader import IGNORED, hash_row
 from titan.errors import ConfigError
@@ -37,17 +47,17 @@ STAGES = ["dataset.stages={512: {a: 1, b: 4}}", "dataset.skip=[[10,13],[40,47]]"
 
 def mixture(directory: Path, *overrides: str, layout: str = "single") -> Run:
     """A tiny run on two sources."""
-    return composed([*BASE, *SOURCES, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
+    return compose_test_run([*BASE, *SOURCES, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
 
 
 def rows_of(run: Run) -> list[tuple[list[int], str]]:
     """What each step read."""
-    return [(line["rows"], line["batch_hash"]) for line in steps(run)]
+    return [(line["rows"], line["batch_hash"]) for line in read_step_records(run)]
 
 
 def expected_rows(run: Run) -> list[tuple[list[int], str]]:
     """The same from the plain definition: the mixture's numbers, one by one."""
-    mix, out = mix_of(run), []
+    mix, out = build_run_mixture(run), []
     for step in range(1, run.training.steps + 1):
         before = run.training.count_rows_before(step)
         numbers = mix.compute_row_numbers(np.arange(before, before + run.training.find_phase(step).rows))
@@ -71,12 +81,12 @@ def test_mixtures_stages_and_growth_go_on_under_any_layout(before: str, after: s
     settings = ["training.steps=6", "optimizer=sgd", *STAGES]
     runs = [mixture(tmp_path / "run", *settings, layout=layout) for layout in (before, after)]
     in_two_attempts(*runs)
-    assert [line["attempt"] for line in steps(runs[1])] == [1, 1, 1, 2, 2, 2]
+    assert [line["attempt"] for line in read_step_records(runs[1])] == [1, 1, 1, 2, 2, 2]
     assert rows_of(runs[1]) == expected_rows(runs[1])
-    assert [line["tokens"] for line in steps(runs[1])] == [128, 256, 448, 640, 832, 1024]
+    assert [line["tokens"] for line in read_step_records(runs[1])] == [128, 256, 448, 640, 832, 1024]
     whole = mixture(tmp_path / "whole", *settings)
-    train(whole)
-    for got, wanted in zip(steps(runs[1]), steps(whole), strict=True):
+    train_run(whole)
+    for got, wanted in zip(read_step_records(runs[1]), read_step_records(whole), strict=True):
         assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
@@ -104,7 +114,7 @@ EARLIER = [
 def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=6")
     lived(run)
-    save_of(run, 3)
+    write_run_checkpoint(run, 3)
     attempt = lived(mixture(tmp_path / "run", "training.steps=6", *change))
     assert (attempt.kind, attempt.step, attempt.rows) == ("continuation", 3, 24)
 
@@ -113,26 +123,28 @@ def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) 
 def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=6")
     lived(run)
-    save_of(run, 3)
+    write_run_checkpoint(run, 3)
     with pytest.raises(ConfigError, match="another experiment") as raised:
-        begin(mixture(tmp_path / "run", "training.steps=6", *change))
+        begin_run(mixture(tmp_path / "run", "training.steps=6", *change))
     assert words in str(raised.value)
 
 
 def lived(run: Run) -> attempts.Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    attempt = begin(run)
+    attempt = begin_run(run)
     assert isinstance(attempt, attempts.Attempt)
     return attempt
 
 
 def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
-    parent = tiny(tmp_path / "parent", "training.steps=6")
+    parent = compose_tiny_run(tmp_path / "parent", "training.steps=6")
     lived(parent)
-    folder = save_of(parent, 3)
-    fork = tiny(tmp_path / "fork", "training.steps=6", f"checkpoint.resume={folder}", "dataset.skip=[[28,35]]")
+    folder = write_run_checkpoint(parent, 3)
+    fork = compose_tiny_run(
+        tmp_path / "fork", "training.steps=6", f"checkpoint.resume={folder}", "dataset.skip=[[28,35]]"
+    )
     assert lived(fork).kind == "fork"
-    numbers = mix_of(fork).compute_row_numbers(np.arange(24, 32)).tolist()
+    numbers = build_run_mixture(fork).compute_row_numbers(np.arange(24, 32)).tolist()
     assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
 
 
@@ -141,7 +153,7 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
 def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = ["dataset.validation=0.2", "evaluation.tokens=96"]
     run = mixture(tmp_path / "run", *evaluation, layout=layout)
-    train(run)
+    train_run(run)
     result = json.loads((Path(run.directory) / "result.json").read_text())
     parts = [result["validation_loss/a"], result["validation_loss/b"]]
     assert result["validation_loss"] == pytest.approx(sum(parts) / 2, rel=1e-6)
@@ -153,9 +165,9 @@ def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys:
     untrained = {}
     for name, one in (
         ("mix", mixture(tmp_path / "m", "optimizer.lr=1e-12", *evaluation)),
-        ("b", tiny(tmp_path / "b", *alone)),
+        ("b", compose_tiny_run(tmp_path / "b", *alone)),
     ):
-        train(one)
+        train_run(one)
         untrained[name] = json.loads((Path(one.directory) / "result.json").read_text())
     assert untrained["mix"]["validation_loss/b"] == pytest.approx(untrained["b"]["validation_loss"], rel=1e-6)
 
@@ -163,13 +175,13 @@ def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys:
 def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
     """Against the model run on each document's part of each row by itself, without masks and positions."""
     apart = ["dataset.mask_documents=true", "dataset.longest=9"]
-    run = tiny(tmp_path, *apart, "optimizer=sgd", "training.steps=1", "training.clip_norm=null")
-    (seen,) = train(run)
+    run = compose_tiny_run(tmp_path, *apart, "optimizer=sgd", "training.steps=1", "training.clip_norm=null")
+    (seen,) = train_run(run)
     with torch.device("meta"):
         model: Any = run.model.build()
     model.to_empty(device="cpu").load_state_dict({n.removeprefix("model."): t for n, t in seen.first.items()})
     model.init_buffers("cpu")
-    mix, total, count = mix_of(run), torch.zeros(()), 0
+    mix, total, count = build_run_mixture(run), torch.zeros(()), 0
     split = mix.sources[0].split
     for row in mix.locate_rows(np.arange(run.training.rows))[1].tolist():
         tokens = split.read_row(row, 16).astype(np.int64)
@@ -179,7 +191,7 @@ def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
                 total = total + model.head(model(ids[:, :-1]), ids[:, 1:])
                 count += part.size - 1
     (total / count).backward()
-    (line,) = steps(run)
+    (line,) = read_step_records(run)
     assert line["valid_tokens"] == count < 128
     assert line["loss"] == pytest.approx(total.item() / count, rel=1e-6)
     for name, parameter in model.named_parameters():
@@ -191,11 +203,13 @@ def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
 def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
     figures = {}
     for apart in ("true", "false"):
-        run = tiny(tmp_path / apart, f"dataset.mask_documents={apart}", "dataset.longest=9", "training.steps=2")
-        train(run)
-        line = steps(run)[-1]
+        run = compose_tiny_run(
+            tmp_path / apart, f"dataset.mask_documents={apart}", "dataset.longest=9", "training.steps=2"
+        )
+        train_run(run)
+        line = read_step_records(run)[-1]
         figures[apart] = line["tflops_per_device"] * line["step_seconds"] * 1e12
-    model = tiny(tmp_path / "x").model
+    model = compose_tiny_run(tmp_path / "x").model
     assert figures["false"] == pytest.approx(128 * model.flops_per_token(16), rel=1e-6)
     assert 128 * model.flops_per_token(2) < figures["true"] < 128 * model.flops_per_token(9)
 
@@ -203,7 +217,7 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
 def test_an_epoch_too_many_is_rejected(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
     with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
-        begin(run)
+        begin_run(run)
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
 
@@ -211,7 +225,7 @@ def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
     with pytest.raises(ConfigError, match="different tokenizers"):
-        begin(mixture(tmp_path / "run", *other))
+        begin_run(mixture(tmp_path / "run", *other))
 
 
 def test_ids_of_a_mixture(tmp_path: Path) -> None:
@@ -222,13 +236,15 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
     assert (ids.group == seed.group, ids.science == seed.science) == (True, False)
     assert ids.science != other.science
     swapped = [*SOURCES[:1], *SOURCES[2:3], *SOURCES[1:2], *SOURCES[3:]]
-    again = lived(composed([*BASE, *swapped, f"hydra.run.dir={tmp_path}/d"]))
+    again = lived(compose_test_run([*BASE, *swapped, f"hydra.run.dir={tmp_path}/d"]))
     assert again.ids.science == ids.science
 
 
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no prepared data"):
-        begin(composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"]))
+        begin_run(
+            compose_test_run([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
+        )
 
 
 # --- streams, as commands
@@ -260,7 +276,7 @@ def when_it_waits(lines: Iterable[str], act: Callable[[], object]) -> list[str]:
 
 
 def run_of(folder: Path) -> Run:
-    return composed(["cluster=cpu", f"hydra.run.dir={folder}"])
+    return compose_test_run(["cluster=cpu", f"hydra.run.dir={folder}"])
 
 
 @pytest.mark.full
@@ -274,7 +290,7 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
     assert process.returncode == -signal.SIGKILL
     assert any("so far (" in line for line in lines)
     assert len(rows_of(run_of(tmp_path / "live-run"))) == 2, "a window has three steps; the third is reported later"
-    until(lambda: not _alive(str(tmp_path)), "what prepares to end with the training")
+    wait_until(lambda: not _alive(str(tmp_path)), "what prepares to end with the training")
     (tmp_path / "gate").touch()
     subprocess.run([*live, "parallelism=fsdp"], env=cache, check=True, stdout=subprocess.DEVNULL)
     first = command(tmp_path, f"hydra.run.dir={tmp_path}/first-run")
@@ -283,7 +299,7 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
     live_run, first_run = (run_of(tmp_path / name) for name in ("live-run", "first-run"))
     assert rows_of(live_run) == rows_of(first_run)
     assert len(rows_of(live_run)) == 12
-    for got, wanted in zip(learned(live_run), learned(first_run), strict=True):
+    for got, wanted in zip(read_learned_values(live_run), read_learned_values(first_run), strict=True):
         assert float(got[2]) == pytest.approx(float(wanted[2]), rel=1e-4)
 
 
@@ -297,11 +313,11 @@ def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path:
         when_it_waits(process.stdout, lambda: process.send_signal(signal.SIGINT))
     assert process.returncode == 130
     run = run_of(tmp_path / "run")
-    assert [line["step"] for line in steps(run)] == [1, 2, 3]
+    assert [line["step"] for line in read_step_records(run)] == [1, 2, 3]
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
     (tmp_path / "gate").touch()
     subprocess.run(live, env=env, check=True, stdout=subprocess.DEVNULL)
-    assert [line["attempt"] for line in steps(run)] == [1] * 3 + [2] * 9
+    assert [line["attempt"] for line in read_step_records(run)] == [1] * 3 + [2] * 9
     assert rows_of(run)[3][0] == [24, 31]
 
 

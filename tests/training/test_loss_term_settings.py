@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from tests.support.loss_terms import Entropy
-from tests.support.runs import tiny
+from tests.support.runs import compose_tiny_run
 from titan.config import settings
 from titan.errors import ConfigError
 from titan.model.schema import Llama
@@ -21,7 +21,7 @@ OWN = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coe
 
 
 def test_ids_and_files_name_the_class_of_a_term(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "modules=[tests]", OWN)
+    run = compose_tiny_run(tmp_path, "modules=[tests]", OWN)
     own = {"_target_": "tests.support.loss_terms.Entropy", "coefficient": -0.3}
     assert select_settings(run, science=True)["training.loss_terms"] == {"own": own}
     written = settings.to_plain(run.training)
@@ -56,7 +56,7 @@ def test_an_own_term_has_another_name_than_a_setting(name: str) -> None:
 )
 def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        tiny(tmp_path, *settings)
+        compose_tiny_run(tmp_path, *settings)
 
 
 @pytest.mark.parametrize("form", ["hf", "meta"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.runs import begin, mix_of, tiny
+from tests.support.runs import begin_run, build_run_mixture, compose_tiny_run
 from titan.metrics.recorder import Recorder
 from titan.metrics.trackers import Trackers
 from titan.run import identity
@@ -71,11 +71,11 @@ def test_wandb_receives_what_identifies_a_run(
     (tmp_path / "grid" / "first").mkdir(parents=True)
     axes = {"schedule": ["wsd", "cosine"], "optimizer.lr": ["0.1", "0.2"], "training.seed": ["0", "1"]}
     (tmp_path / "grid" / "sweep.yaml").write_text(yaml.safe_dump({"question": None, "axes": axes}))
-    run = tiny(
+    run = compose_tiny_run(
         tmp_path / "grid" / "first", "metrics.wandb=true", "metrics.wandb_tags=[paper,second try]",
         "metrics.wandb_finish_minutes=3", "schedule=cosine", "optimizer.lr=0.1", "training.seed=1",
     )  # fmt: skip
-    attempt, mix = begin(run), mix_of(run)
+    attempt, mix = begin_run(run), build_run_mixture(run)
     assert isinstance(attempt, Attempt)
     recorder = metrics_setup.build_recorder(run, attempt, print, mix)
     recorder.log({"step": 1, "loss": 2.0})
@@ -96,10 +96,10 @@ def test_wandb_receives_what_identifies_a_run(
 
 def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: FakeWandb) -> None:
     (tmp_path / "single").mkdir()
-    run = tiny(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
-    attempt = begin(run)
+    run = compose_tiny_run(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
+    attempt = begin_run(run)
     assert isinstance(attempt, Attempt)
-    metrics_setup.build_recorder(run, attempt, print, mix_of(run)).finish({"finished": True})
+    metrics_setup.build_recorder(run, attempt, print, build_run_mixture(run)).finish({"finished": True})
     assert (wandb.started["group"], wandb.started["tags"]) == ("mine", [])
     assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.matrix import MODEL
-from tests.support.runs import learned, steps, tiny, train
-from tests.support.tiers import table
+from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
+from tests.support.tiers import select_cases
 from titan.metrics.reader import read_records
 from titan.training.non_finite_op_mode import NonFiniteOpMode
 from titan.training.trainer import Trainer
@@ -50,7 +50,7 @@ def poisoned(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def plant(module: str, direction: str, rank: int) -> Callable[[Trainer], None]:
-    """For `train`: let a linear layer fail on one rank, in the row `PLACE` of step `STEP`, also when it is repeated."""
+    """For `train_run`: let a linear layer fail on one rank, in the row `PLACE` of step `STEP`, also if repeated."""
 
     def before(trainer: Trainer) -> None:
         layer = dict(trainer.train_step.stages[-1].model.named_modules()).get(module)
@@ -107,13 +107,13 @@ QUICK = ("single-forward",)
 
 @pytest.mark.parametrize(
     "settings, module, direction, rank, where",
-    table([pytest.param(*case, id=name) for name, case in CASES.items()], QUICK),
+    select_cases([pytest.param(*case, id=name) for name, case in CASES.items()], QUICK),
 )
 def test_the_origin_of_a_planted_value_is_named(
     tmp_path: Path, settings: tuple[str, ...], module: str, direction: str, rank: int, where: str
 ) -> None:
-    run = tiny(tmp_path, *SETTINGS, *settings)
-    seen = train(run, plant(module, direction, rank))
+    run = compose_tiny_run(tmp_path, *SETTINGS, *settings)
+    seen = train_run(run, plant(module, direction, rank))
     assert [one.code for one in seen] == [0] * run.layout.devices
     sentence = f"the first non-finite value is in the {direction} pass of {module}, operation masked_fill, {where}"
     found = [line.get("not_finite") for line in read_records(tmp_path / "metrics.jsonl") if "loss" in line]
@@ -125,11 +125,14 @@ def test_the_origin_of_a_planted_value_is_named(
 
 def test_steps_after_it_are_those_of_a_run_that_skips_it(tmp_path: Path) -> None:
     """The step that had started is repeated with the weights that it would have had."""
-    kept, late = tiny(tmp_path / "kept", *SETTINGS), tiny(tmp_path / "late", *SETTINGS, "evaluation.every=1")
+    kept, late = (
+        compose_tiny_run(tmp_path / "kept", *SETTINGS),
+        compose_tiny_run(tmp_path / "late", *SETTINGS, "evaluation.every=1"),
+    )
     for run in (kept, late):  # the second one waits for each step before the next
-        train(run, plant(W1, "forward", 0))
-    assert learned(kept) == learned(late)
-    assert [line["loss"] is None for line in steps(kept)] == [False, True, False, False]
+        train_run(run, plant(W1, "forward", 0))
+    assert read_learned_values(kept) == read_learned_values(late)
+    assert [line["loss"] is None for line in read_step_records(kept)] == [False, True, False, False]
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
@@ -138,8 +141,8 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
         with torch.no_grad():
             weight[3, 4] = float("inf")
 
-    run = tiny(tmp_path, *SETTINGS, "training.bad_steps=2")
-    (seen,) = train(run, before)
+    run = compose_tiny_run(tmp_path, *SETTINGS, "training.bad_steps=2")
+    (seen,) = train_run(run, before)
     assert seen.failure is not None
     assert "in the forward pass of layers.2.attention.wk, micro-batch 0, rank 0" in seen.failure
     assert "not finite before the step: layers.2.attention.wk.weight (rank 0)" in seen.failure

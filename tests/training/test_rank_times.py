@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, tuples
 
-from tests.support.runs import steps, tiny, train
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism.mesh import World
@@ -48,10 +48,10 @@ def asleep(trainer: Trainer) -> None:
 )
 def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     original = dist.Work.wait
-    run = tiny(tmp_path, *FAST, *settings, "profile.slow_factor=1.5", layout=layout)
-    train(run, asleep)
+    run = compose_tiny_run(tmp_path, *FAST, *settings, "profile.slow_factor=1.5", layout=layout)
+    train_run(run, asleep)
     assert dist.Work.wait is original
-    lines = [line["ranks"] for line in steps(run) if "ranks" in line]
+    lines = [line["ranks"] for line in read_step_records(run) if "ranks" in line]
     assert lines[-1]["slow"] == [1] and lines[-1]["step"] < 9
     own, waits, whole = ([line[f"{name}_seconds"] for line in lines] for name in ("own", "wait", "step"))
     assert mode(times["rank"] for times in own) == 1 and mode(times["rank"] for times in waits) == 0
@@ -96,9 +96,9 @@ def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
     def replaced(trainer: Trainer) -> bool:
         return "waiting" in (dist.Work.wait.__name__, torch.distributed.all_reduce.__name__)
 
-    off = tiny(tmp_path, *FAST, "training.steps=2", "profile.rank_times=false", layout="ddp2")
-    assert [rank.extra for rank in train(off, replaced)] == [False, False]
-    assert all("ranks" not in line for line in steps(off))
+    off = compose_tiny_run(tmp_path, *FAST, "training.steps=2", "profile.rank_times=false", layout="ddp2")
+    assert [rank.extra for rank in train_run(off, replaced)] == [False, False]
+    assert all("ranks" not in line for line in read_step_records(off))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.runs import tiny, train
-from tests.support.tiers import table
+from tests.support.runs import compose_tiny_run, train_run
+from tests.support.tiers import select_cases
 from titan.training.sample_text import sample_continuation
 
 
@@ -57,7 +57,7 @@ LAYOUTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", table(LAYOUTS, ("pp",)))
+@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("pp",)))
 def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
     def before(trainer: Any) -> list[list[int]]:
         drawn: list[list[int]] = []
@@ -71,7 +71,7 @@ def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
         return drawn
 
     model = ["model.layers=4", "model.kv_heads=2"]
-    alone, *_ = train(tiny(tmp_path / "alone", *model), before)
-    ranks = train(tiny(tmp_path / layout, *model, *LAYOUTS[layout]), before)
+    alone, *_ = train_run(compose_tiny_run(tmp_path / "alone", *model), before)
+    ranks = train_run(compose_tiny_run(tmp_path / layout, *model, *LAYOUTS[layout]), before)
     assert len(alone.extra[0]) == 20
     assert [rank.extra for rank in ranks] == [alone.extra] * len(ranks)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from tests.support.composing import composed
+from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
-from tests.support.tiers import table
+from tests.support.tiers import select_cases
 from titan.errors import ConfigError
 from titan.estimate.operations import Speeds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 def run(layout: str, *more: str) -> Run:
     """A composed run on H100s."""
-    return composed([*MODEL, *LAYOUTS[layout].split(), *more], elsewhere=True)
+    return compose_test_run([*MODEL, *LAYOUTS[layout].split(), *more], remote=True)
 
 
 def speeds(one: Run) -> Speeds:
@@ -58,7 +58,7 @@ def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
     return result.build_rank_result(one, one.layout, speeds(one), build_rank_trace(one, rank, full=whole), "cuda")
 
 
-@pytest.mark.parametrize("layout", table(LAYOUTS, ("fsdp",)))
+@pytest.mark.parametrize("layout", select_cases(LAYOUTS, ("fsdp",)))
 def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     one = run(layout)
     last = one.layout.devices - one.layout.devices // one.layout.pipeline

@@ -16,8 +16,17 @@ from torch import Tensor
 from torch._inductor.exc import InductorError
 
 from tests.checkpoint.test_manager import stop_at
-from tests.support.ranks import RankFailed
-from tests.support.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
+from tests.support.ranks import RankFailedError
+from tests.support.runs import (
+    TINY,
+    Tensors,
+    are_identical,
+    compose_tiny_run,
+    gather_tensors,
+    read_checkpoint,
+    read_step_records,
+    train_run,
+)
 from tests.support.tiers import full
 from titan.checkpoint.state import train_state_dict
 from titan.parallelism.microbatches import Microbatches
@@ -38,7 +47,7 @@ class Poisoned(TrainStep):
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         step = self.steps.setdefault(rows.tokens.numpy().tobytes(), len(self.steps) + 1)
         if step > len(self.states):
-            self.states.append(whole(train_state_dict(self)))
+            self.states.append(gather_tensors(train_state_dict(self)))
         if step not in self.bad:
             return super().backward(rows, scale)
         if self.loss_only:
@@ -47,7 +56,7 @@ class Poisoned(TrainStep):
 
 
 def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], list[Tensors]]:
-    """For `train`: let these steps fail on that rank; gives the states before each step."""
+    """For `train_run`: let these steps fail on that rank; gives the states before each step."""
 
     def before(trainer: Trainer) -> list[Tensors]:
         train_step = trainer.train_step
@@ -75,15 +84,15 @@ POISON = [
 def test_a_step_that_is_not_finite_changes_nothing(
     layout: str, settings: list[str], loss_only: bool, tmp_path: Path
 ) -> None:
-    run = tiny(tmp_path, *settings, "training.steps=6", layout=layout)
+    run = compose_tiny_run(tmp_path, *settings, "training.steps=6", layout=layout)
     last = run.layout.devices - 1
-    seen = train(run, poison({1, 4}, last, loss_only))
+    seen = train_run(run, poison({1, 4}, last, loss_only))
     for rank in seen:
         states = [*rank.extra, rank.last]  # number i: before step i + 1
-        changed = [step for step in range(1, 7) if not same(states[step - 1], states[step])]
+        changed = [step for step in range(1, 7) if not are_identical(states[step - 1], states[step])]
         assert changed == [2, 3, 5, 6]
         assert all(bool(tensor.isfinite().all()) for tensor in rank.last.values())
-    lines = steps(run)
+    lines = read_step_records(run)
     assert [line["step"] for line in lines if line["loss"] is None or line["grad_norm"] is None] == [1, 4]
     assert [line["rows"][0] for line in lines] == [0, 8, 16, 24, 32, 40]
     for rank_number in range(len(seen)):
@@ -93,24 +102,24 @@ def test_a_step_that_is_not_finite_changes_nothing(
             "the step was finite" if loss_only else "the first non-finite value is in the backward pass of the model"
         )
         assert f"step 4: not finite: {what}, rows 24 to 31: {cause}" in log and "; the weights are unchanged" in log
-    assert same(saved(run, 6), seen[0].last)
+    assert are_identical(read_checkpoint(run, 6), seen[0].last)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", full("sgd")])
 def test_a_bad_first_step_is_as_if_it_was_not(optimizer: str, tmp_path: Path) -> None:
     """Also of the optimizer's state: momentum that a skipped step made would be chance bytes."""
     momentum = ["optimizer.momentum=0.9", "optimizer.weight_decay=0.1"] if optimizer == "sgd" else []
-    run = tiny(tmp_path, f"optimizer={optimizer}", *momentum, "training.steps=2", "schedule=linear")
-    first, second = train(run, poison({1}, 0, False))[0].extra
-    assert same(first, second)
+    run = compose_tiny_run(tmp_path, f"optimizer={optimizer}", *momentum, "training.steps=2", "schedule=linear")
+    first, second = train_run(run, poison({1}, 0, False))[0].extra
+    assert are_identical(first, second)
     assert all(not bool(tensor.any()) for name, tensor in second.items() if name.startswith("optimizer."))
 
 
 @pytest.mark.parametrize("layout", ["single", full("ddp2")])
 def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=9", "training.bad_steps=3", "checkpoint.every=4", layout=layout)
+    run = compose_tiny_run(tmp_path, "training.steps=9", "training.bad_steps=3", "checkpoint.every=4", layout=layout)
     rank = run.layout.devices - 1
-    seen = train(run, poison({2, 3, 5, 6, 7}, rank, True))
+    seen = train_run(run, poison({2, 3, 5, 6, 7}, rank, True))
     for one in seen:
         assert one.failure is not None
         assert one.failure.startswith(
@@ -121,26 +130,26 @@ def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
 
 
 def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=5", "evaluation.tokens=64")
-    assert train(run, stop_at(2))[0].code == 130
+    run = compose_tiny_run(tmp_path, "training.steps=5", "evaluation.tokens=64")
+    assert train_run(run, stop_at(2))[0].code == 130
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["finished"], result["step"]) == (False, 3)
     assert "validation_loss" not in result
-    assert train(run)[0].code == 0
+    assert train_run(run)[0].code == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["finished"], result["step"], result["attempt"]) == (True, 5, 2)
-    assert result["first_loss"] == steps(run)[0]["loss"]
-    assert result["last_loss"] == steps(run)[-1]["loss"]
+    assert result["first_loss"] == read_step_records(run)[0]["loss"]
+    assert result["last_loss"] == read_step_records(run)[-1]["loss"]
     assert result["validation_loss"] > 0
 
 
 def test_a_stop_in_the_last_step_leaves_only_the_report_to_do(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=3")
-    assert train(run, stop_at(3))[0].code == 130
-    assert train(run)[0].code == 0
+    run = compose_tiny_run(tmp_path, "training.steps=3")
+    assert train_run(run, stop_at(3))[0].code == 130
+    assert train_run(run)[0].code == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["finished"]
-    assert result["last_loss"] == steps(run)[-1]["loss"]
+    assert result["last_loss"] == read_step_records(run)[-1]["loss"]
 
 
 BLOCKED = ("tqdm", "wandb", "tensorboard", "tokenizers", "transformers", "datasets", "submitit")
@@ -192,12 +201,12 @@ def test_a_signal_that_ends_the_compiler_ends_the_run(asked: bool, tmp_path: Pat
         trainer.stop.requested = asked
         raise InductorError(RuntimeError("g++ died"), None)
 
-    run = tiny(tmp_path)
+    run = compose_tiny_run(tmp_path)
     if asked:
-        assert train(run, killed)[0].code == 130
+        assert train_run(run, killed)[0].code == 130
     else:
-        with pytest.raises(RankFailed, match="died"):
-            train(run, killed)
+        with pytest.raises(RankFailedError, match="died"):
+            train_run(run, killed)
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
@@ -205,6 +214,6 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
         if trainer.world.rank_info.rank == 1:
             trainer.train_step.optimizer.register_step_pre_hook(lambda *_: setattr(trainer.stop, "requested", True))
 
-    run = tiny(tmp_path, "training.steps=50", "checkpoint=off", "cluster.timeout=60", layout="fsdp2")
-    assert [rank.code for rank in train(run, hear)] == [130, 130]
-    assert 1 <= len(steps(run)) <= 3
+    run = compose_tiny_run(tmp_path, "training.steps=50", "checkpoint=off", "cluster.timeout=60", layout="fsdp2")
+    assert [rank.code for rank in train_run(run, hear)] == [130, 130]
+    assert 1 <= len(read_step_records(run)) <= 3

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import begin, tiny, train
+from tests.support.runs import begin_run, compose_tiny_run, train_run
 from tests.support.tiers import full
 from titan import train as training
 from titan.cluster.rank_info import RankInfo
@@ -46,7 +46,7 @@ class Closing:
     ],
 )
 def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message: str, tmp_path: Path) -> None:
-    trainer: Any = Closing(tiny(tmp_path), error)
+    trainer: Any = Closing(compose_tiny_run(tmp_path), error)
     with pytest.raises(type(error)):
         worker._run_trainer(trainer, trainer.done.append)
     reported, closed = trainer.done
@@ -57,7 +57,7 @@ def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message:
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
     error = worker.to_user_error(
-        tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
+        compose_tiny_run(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
     )
     assert isinstance(error, RunError)
     assert f"slower than cluster.{name} allows" in str(error)
@@ -66,7 +66,7 @@ def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Pat
 def test_a_timeout_inside_of_a_pipeline_is_one_too(tmp_path: Path) -> None:
     error = RuntimeError("stage 0 failed")
     error.__cause__ = RuntimeError("a] Timed out waiting 600000ms for send operation")
-    assert isinstance(worker.to_user_error(tiny(tmp_path), error), RunError)
+    assert isinstance(worker.to_user_error(compose_tiny_run(tmp_path), error), RunError)
 
 
 def destroyed() -> list[bool]:
@@ -92,14 +92,14 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
             trainer._step = step  # type: ignore[method-assign]
         return destroyed()
 
-    for rank in train(tiny(tmp_path / "run", layout="ddp2"), before):
+    for rank in train_run(compose_tiny_run(tmp_path / "run", layout="ddp2"), before):
         assert (rank.failure, rank.extra) == (("no step", []) if fails else (None, [True]))
 
 
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
-    run = tiny(tmp_path / "run", layout="ddp2")
+    run = compose_tiny_run(tmp_path / "run", layout="ddp2")
     with lock_directory(Path(run.directory)):
-        attempt = begin(run)
+        attempt = begin_run(run)
         assert isinstance(attempt, Attempt)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.hub_server import COMMIT, Repositories, serving
+from tests.support.hub_server import COMMIT, Repositories, serve_repositories
 from tests.support.made_weights import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -21,11 +21,11 @@ from tests.support.made_weights import (
     QWEN3_MOE,
     SMALL,
     STRETCH,
-    apart,
-    edit,
-    hf,
-    hf_tensors,
-    loaded,
+    compute_logit_difference,
+    edit_json,
+    load_module,
+    replace_hf_tensors,
+    write_hf,
 )
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
@@ -49,11 +49,11 @@ MODELS = [
 @pytest.mark.parametrize("shard", [pytest.param("10MB", id="one-file"), pytest.param("100KB", id="several")])
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_equal_those_of_transformers(model: Decoder, shard: str, tmp_path: Path) -> None:
-    theirs = hf(tmp_path, model, shard)
+    theirs = write_hf(tmp_path, model, shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "100KB")
     weights = open_weights(tmp_path)
     assert type(weights.model) is type(model)
-    assert apart(loaded(weights), theirs, model.vocab) <= 1e-5
+    assert compute_logit_difference(load_module(weights), theirs, model.vocab) <= 1e-5
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -67,10 +67,10 @@ def test_a_config_goes_out_and_in(model: Decoder) -> None:
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    theirs = hf(tmp_path, DEEPSEEK_V3, "10MB")
-    hf_tensors(tmp_path, {"model.layers.2.eh_proj.weight": torch.ones(2)})
-    edit(tmp_path / "config.json", num_nextn_predict_layers=1)
-    assert apart(loaded(open_weights(tmp_path)), theirs, DEEPSEEK_V3.vocab) <= 1e-5
+    theirs = write_hf(tmp_path, DEEPSEEK_V3, "10MB")
+    replace_hf_tensors(tmp_path, {"model.layers.2.eh_proj.weight": torch.ones(2)})
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
+    assert compute_logit_difference(load_module(open_weights(tmp_path)), theirs, DEEPSEEK_V3.vocab) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_an_old_config_leaves_out_is_as_in_transformers() -> None:
 
 
 def test_any_part_is_read(tmp_path: Path) -> None:
-    hf(tmp_path, LLAMA)
+    write_hf(tmp_path, LLAMA)
     weights = open_weights(tmp_path)
     whole = weights.read("layers.1.attention.wq.weight")
     assert torch.equal(weights.read("layers.1.attention.wq.weight", [5, 7], [20, 30]), whole[5:25, 7:37])
@@ -130,13 +130,13 @@ def test_any_part_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [pytest.param(QWEN3_MOE, id="each"), pytest.param(LLAMA4, id="fused")])
 def test_any_part_of_experts_is_read(model: Decoder, tmp_path: Path) -> None:
-    hf(tmp_path, model)
+    write_hf(tmp_path, model)
     weights, name = open_weights(tmp_path), "layers.1.feed_forward.experts.w3.weight"
     assert torch.equal(weights.read(name, [1, 5, 7], [3, 10, 30]), weights.read(name)[1:4, 5:15, 7:37])
 
 
 def test_the_text_model_of_one_with_vision_is_read(tmp_path: Path) -> None:
-    theirs = hf(tmp_path, LLAMA4, "10MB")
+    theirs = write_hf(tmp_path, LLAMA4, "10MB")
     content = load_file(tmp_path / "model.safetensors")
     named = {f"language_model.{name}": tensor for name, tensor in content.items()}
     vision = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.linear_1.weight": torch.ones(4, 4)}
@@ -149,7 +149,7 @@ def test_the_text_model_of_one_with_vision_is_read(tmp_path: Path) -> None:
     weights = open_weights(tmp_path)
     assert weights.model == LLAMA4
     assert weights.config["bos_token_id"] == 7  # type: ignore[attr-defined]
-    assert apart(loaded(weights), theirs, LLAMA4.vocab) <= 1e-5
+    assert compute_logit_difference(load_module(weights), theirs, LLAMA4.vocab) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_what_llama4_of_transformers_lacks_is_refused(changes: dict[str, Any], w
 )
 def test_what_is_stored_in_vain_is_left_out(spare: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model = Llama(**SMALL, tied=True)
-    theirs = hf(tmp_path, model, "10MB")
-    hf_tensors(tmp_path, {**spare})
+    theirs = write_hf(tmp_path, model, "10MB")
+    replace_hf_tensors(tmp_path, {**spare})
     weights = open_weights(tmp_path)
     assert "head.weight" not in weights.shapes
-    assert apart(loaded(weights), theirs, model.vocab) <= 1e-5
+    assert compute_logit_difference(load_module(weights), theirs, model.vocab) <= 1e-5
 
 
 def index(folder: Path, **files: str) -> None:
@@ -219,50 +219,54 @@ def outside(folder: Path) -> None:
 
 
 REFUSED: list[Any] = [
-    pytest.param(lambda f: edit(f / "config.json", attention_bias=True), "attention_bias=true", id="attention-bias"),
-    pytest.param(lambda f: edit(f / "config.json", mlp_bias=True), "mlp_bias=true", id="mlp-bias"),
-    pytest.param(lambda f: edit(f / "config.json", sliding_window=64), "sliding_window=64", id="window"),
-    pytest.param(lambda f: edit(f / "config.json", hidden_act="gelu"), "hidden_act=gelu", id="activation"),
-    pytest.param(lambda f: edit(f / "config.json", num_local_experts=8), "num_local_experts=8", id="experts"),
     pytest.param(
-        lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
+        lambda f: edit_json(f / "config.json", attention_bias=True), "attention_bias=true", id="attention-bias"
+    ),
+    pytest.param(lambda f: edit_json(f / "config.json", mlp_bias=True), "mlp_bias=true", id="mlp-bias"),
+    pytest.param(lambda f: edit_json(f / "config.json", sliding_window=64), "sliding_window=64", id="window"),
+    pytest.param(lambda f: edit_json(f / "config.json", hidden_act="gelu"), "hidden_act=gelu", id="activation"),
+    pytest.param(lambda f: edit_json(f / "config.json", num_local_experts=8), "num_local_experts=8", id="experts"),
+    pytest.param(
+        lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
         "quantization_config=fp8",
         id="quantised",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", layer_types=["full_attention", "sliding_attention"]),
+        lambda f: edit_json(f / "config.json", layer_types=["full_attention", "sliding_attention"]),
         "layer_types=sliding_attention",
         id="layer-types",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=...),
+        lambda f: edit_json(f / "config.json", rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=...),
         "rope_type=linear",
         id="linear-rope",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         "rope_type=yarn",
         id="yarn",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "llama3"}), "but no factor", id="no-factor"
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "llama3"}), "but no factor", id="no-factor"
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", architectures=["MistralForCausalLM"]),
+        lambda f: edit_json(f / "config.json", architectures=["MistralForCausalLM"]),
         "MistralForCausalLM, and titan supports LlamaForCausalLM",
         id="architecture",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
         "partial_rotary_factor=0.5",
         id="half-rotated",
     ),
-    pytest.param(lambda f: edit(f / "config.json", architectures=...), "architecture null", id="no-architecture"),
-    pytest.param(lambda f: edit(f / "config.json", hidden_size=...), "has no hidden_size", id="no-width"),
-    pytest.param(lambda f: edit(f / "config.json", hidden_size="x"), "dim=x: expected a whole number", id="no-number"),
-    pytest.param(lambda f: edit(f / "config.json", num_key_value_heads=3), "model.kv_heads=3", id="odd-heads"),
+    pytest.param(lambda f: edit_json(f / "config.json", architectures=...), "architecture null", id="no-architecture"),
+    pytest.param(lambda f: edit_json(f / "config.json", hidden_size=...), "has no hidden_size", id="no-width"),
     pytest.param(
-        lambda f: edit(f / "config.json", vocab_size=99), "has the shape [128, 64], and", id="another-vocabulary"
+        lambda f: edit_json(f / "config.json", hidden_size="x"), "dim=x: expected a whole number", id="no-number"
+    ),
+    pytest.param(lambda f: edit_json(f / "config.json", num_key_value_heads=3), "model.kv_heads=3", id="odd-heads"),
+    pytest.param(
+        lambda f: edit_json(f / "config.json", vocab_size=99), "has the shape [128, 64], and", id="another-vocabulary"
     ),
     pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json is not JSON", id="no-json"),
     pytest.param(lambda f: (f / "config.json").write_text("[]"), "is not a JSON object", id="a-list"),
@@ -274,18 +278,22 @@ REFUSED: list[Any] = [
     pytest.param(outside, "lacks ../x.safetensors", id="outside"),
     pytest.param(lambda f: index(f), "has no weight_map", id="empty-index"),
     pytest.param(double, "is in a.safetensors and in b.safetensors", id="twice"),
-    pytest.param(lambda f: hf_tensors(f, {NORM: None}), f"lacks {NORM}", id="missing-tensor"),
-    pytest.param(lambda f: hf_tensors(f, {"x": torch.ones(2)}), "has x, which", id="superfluous-tensor"),
-    pytest.param(lambda f: hf_tensors(f, {NORM: torch.ones(3)}), f"{NORM} has the shape [3], and", id="another-shape"),
+    pytest.param(lambda f: replace_hf_tensors(f, {NORM: None}), f"lacks {NORM}", id="missing-tensor"),
+    pytest.param(lambda f: replace_hf_tensors(f, {"x": torch.ones(2)}), "has x, which", id="superfluous-tensor"),
     pytest.param(
-        lambda f: hf_tensors(f, {NORM: torch.ones(64, dtype=torch.int8)}), f"{NORM} is stored as I8", id="integers"
+        lambda f: replace_hf_tensors(f, {NORM: torch.ones(3)}), f"{NORM} has the shape [3], and", id="another-shape"
+    ),
+    pytest.param(
+        lambda f: replace_hf_tensors(f, {NORM: torch.ones(64, dtype=torch.int8)}),
+        f"{NORM} is stored as I8",
+        id="integers",
     ),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), REFUSED)
 def test_refusals(spoil: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
-    hf(tmp_path, LLAMA, "10MB")
+    write_hf(tmp_path, LLAMA, "10MB")
     spoil(tmp_path)
     with pytest.raises(ConfigError) as refused:
         open_weights(tmp_path, "")
@@ -296,10 +304,10 @@ def test_refusals(spoil: Callable[[Path], Any], sentence: str, tmp_path: Path) -
 def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    theirs = hf(tmp_path / "made", LLAMA)
+    theirs = write_hf(tmp_path / "made", LLAMA)
     files = {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()}
     files |= {"original/consolidated.00.pth": b"x" * 100, "pytorch_model.bin": b"x" * 100, "README.md": b"hello"}
-    with serving(Repositories({"someone/tiny": files})) as hub:
+    with serve_repositories(Repositories({"someone/tiny": files})) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(
@@ -308,8 +316,8 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(tmp_path)
         assert find_weights(f"someone/tiny@{COMMIT}").read_model() == LLAMA
         weights = open_weights(f"someone/tiny@{COMMIT}")
-        assert not any("consolidated" in asked or ".bin" in asked for asked in hub.asked)
+        assert not any("consolidated" in asked or ".bin" in asked for asked in hub.requests)
         with pytest.raises(ConfigError, match="no such repository on the hub"):
             open_weights("someone/else")
-    assert apart(loaded(weights), theirs, LLAMA.vocab) <= 1e-5
+    assert compute_logit_difference(load_module(weights), theirs, LLAMA.vocab) <= 1e-5
     assert compute_digest(weights) == compute_digest(open_weights(tmp_path / "made"))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.made_weights import LLAMA, QWEN3, SMALL, hf, meta, native
-from tests.support.ranks import RankFailed, run_ranks
-from tests.support.runs import tiny, whole
+from tests.support.made_weights import LLAMA, QWEN3, SMALL, write_hf, write_meta, write_native
+from tests.support.ranks import RankFailedError, run_ranks
+from tests.support.runs import compose_tiny_run, gather_tensors
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
 from titan.config.settings import format_value, to_plain
@@ -60,7 +60,7 @@ def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
     """A run of this model; `zbv` needs four layers, for two ranks have two stages each."""
     kind = "debug" if isinstance(model, Llama) else "qwen3_debug"
     shape = [f"model.{key}={format_value(value)}" for key, value in to_plain(model).items()]
-    return tiny(directory, f"model={kind}", *shape, "dataset.vocab=128", *layout)
+    return compose_tiny_run(directory, f"model={kind}", *shape, "dataset.vocab=128", *layout)
 
 
 def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[Mapping[str, Tensor], int, int]:
@@ -75,7 +75,7 @@ def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[M
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.values())
     aliases = {name for stage in train_step.stages for name in stage.model.aliases}
     tied_weights = {n: p for stage in train_step.stages for n, p in stage.model.named_parameters() if n in aliases}
-    found = whole(dict(state)) | {f"twin.{n}": p for n, p in whole(dict(tied_weights)).items()}
+    found = gather_tensors(dict(state)) | {f"twin.{n}": p for n, p in gather_tensors(dict(tied_weights)).items()}
     world.barrier()  # before anyone leaves; one that fails leaves at once, after its error is told
     world.close()
     return found, weights.numbers, held
@@ -86,9 +86,9 @@ def on_ranks(run: Run, path: Path, tmp_path: Path) -> list[tuple[dict[str, Tenso
 
 
 WRITERS: dict[str, Callable[[Path, Decoder], Any]] = {
-    "native": native,
-    "hf": hf,
-    "meta": lambda folder, model: meta(folder, model, 2),
+    "native": write_native,
+    "hf": write_hf,
+    "meta": lambda folder, model: write_meta(folder, model, 2),
 }
 
 
@@ -126,7 +126,7 @@ def _head(model: Decoder) -> str:
 
 
 def test_a_tied_head_fills_a_head_of_its_own(tmp_path: Path) -> None:
-    written = native(tmp_path / "weights", TIED)
+    written = write_native(tmp_path / "weights", TIED)
     run = run_of(LLAMA, tmp_path)
     ((state, _, _),) = on_ranks(run, tmp_path / "weights", tmp_path)
     assert torch.equal(state["head.weight"], written["tok_embeddings.weight"])
@@ -134,7 +134,7 @@ def test_a_tied_head_fills_a_head_of_its_own(tmp_path: Path) -> None:
 
 
 def test_values_are_cast(tmp_path: Path) -> None:
-    written = native(tmp_path / "weights", LLAMA, torch.bfloat16)
+    written = write_native(tmp_path / "weights", LLAMA, torch.bfloat16)
     ((state, _, _),) = on_ranks(run_of(LLAMA, tmp_path), tmp_path / "weights", tmp_path)
     assert all(state[name].dtype == torch.float32 for name in written)
     assert all(torch.equal(state[name], tensor.float()) for name, tensor in written.items())
@@ -150,17 +150,17 @@ def test_values_are_cast(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, int], sentence: str, layout: str, tmp_path: Path) -> None:
-    native(tmp_path / "weights", LLAMA)
+    write_native(tmp_path / "weights", LLAMA)
     run = run_of(Llama(**SMALL | changes), tmp_path, *LAYOUTS[layout])
-    with pytest.raises(RankFailed, match=rf"ConfigError: checkpoint.weights=.*{sentence}"):
+    with pytest.raises(RankFailedError, match=rf"ConfigError: checkpoint.weights=.*{sentence}"):
         on_ranks(run, tmp_path / "weights", tmp_path)
 
 
 def test_a_file_that_breaks_while_it_is_read_is_refused_on_every_rank(tmp_path: Path) -> None:
-    native(tmp_path / "weights", LLAMA)
+    write_native(tmp_path / "weights", LLAMA)
     file = tmp_path / "weights" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read from"):
+    with pytest.raises(RankFailedError, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read from"):
         on_ranks(run_of(LLAMA, tmp_path, *LAYOUTS["fsdp"]), tmp_path / "weights", tmp_path)
 
 

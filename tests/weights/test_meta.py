@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import difference
-from tests.support.made_weights import LLAMA, SMALL, edit, equal, interleaved, loaded, meta
+from tests.support.made_weights import LLAMA, SMALL, edit_json, has_tensors, interleave_rows, load_module, write_meta
 from titan.errors import ConfigError
 from titan.model import layers
 from titan.model.schema import Decoder, Llama
@@ -36,16 +36,16 @@ WIDE = Llama(**SMALL | {"heads": 8, "kv_heads": 4})
 )
 @pytest.mark.parametrize("vocabulary", [pytest.param({}, id="said"), pytest.param({"vocab_size": -1}, id="unsaid")])
 def test_all_cuts(model: Decoder, ranks: int, embedding: int, vocabulary: dict[str, int], tmp_path: Path) -> None:
-    written = meta(tmp_path, model, ranks, embedding, **vocabulary)
+    written = write_meta(tmp_path, model, ranks, embedding, **vocabulary)
     weights = open_weights(tmp_path)
-    assert equal(weights, written)
+    assert has_tensors(weights, written)
     assert weights.model == model
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w2"])
 def test_any_part_is_read(name: str, ranks: int, tmp_path: Path) -> None:
-    written = meta(tmp_path, LLAMA, ranks)[f"layers.1.{name}.weight"]
+    written = write_meta(tmp_path, LLAMA, ranks)[f"layers.1.{name}.weight"]
     weights = open_weights(tmp_path)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -64,7 +64,7 @@ def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def test_scores_are_those_of_metas_own_rotation(tmp_path: Path) -> None:
-    meta(tmp_path, LLAMA)
+    write_meta(tmp_path, LLAMA)
     theirs = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
     weights, positions = open_weights(tmp_path), torch.arange(40)
     x = torch.randn(40, LLAMA.dim, generator=torch.Generator().manual_seed(0))
@@ -85,7 +85,7 @@ def test_scores_are_those_of_metas_own_rotation(tmp_path: Path) -> None:
 
 def test_orders_of_rows_are_inverse() -> None:
     weight = torch.arange(32.0)[:, None]
-    assert torch.equal(interleaved(weight, 8)[map_to_meta_rows(0, 32, 8)], weight)
+    assert torch.equal(interleave_rows(weight, 8)[map_to_meta_rows(0, 32, 8)], weight)
     assert torch.equal(weight[map_to_meta_rows(0, 32, 8)][map_to_titan_rows(0, 32, 8)], weight)
 
 
@@ -100,16 +100,16 @@ def test_orders_of_rows_are_inverse() -> None:
     ],
 )
 def test_the_stretch(tied: bool, params: dict[str, Any], factor: float, tmp_path: Path) -> None:
-    meta(tmp_path, Llama(**SMALL, tied=tied), **params)
+    write_meta(tmp_path, Llama(**SMALL, tied=tied), **params)
     model = open_weights(tmp_path).model
     assert (model.rope_factor, model.rope_low, model.rope_high, model.rope_original) == (factor, 1.0, 4.0, 8192)
 
 
 def test_what_llama2_leaves_out_has_its_values(tmp_path: Path) -> None:
     model = Llama(**SMALL | {"kv_heads": 4}, rope_theta=10_000.0)
-    meta(tmp_path, model, n_kv_heads=..., rope_theta=..., vocab_size=-1)
+    write_meta(tmp_path, model, n_kv_heads=..., rope_theta=..., vocab_size=-1)
     assert open_weights(tmp_path).model == model
-    assert loaded(open_weights(tmp_path)).config == model
+    assert load_module(open_weights(tmp_path)).config == model
 
 
 class Code:
@@ -145,12 +145,12 @@ REFUSED = [
     ),
     pytest.param(lambda f: (f / "params.json").unlink(), "has no params.json", id="no-params"),
     pytest.param(lambda f: (f / "params.json").write_text("["), "params.json is not JSON", id="no-json"),
-    pytest.param(lambda f: edit(f / "params.json", dim=...), "has no dim", id="no-width"),
-    pytest.param(lambda f: edit(f / "params.json", dim=128), "and the described model has", id="another-width"),
-    pytest.param(lambda f: edit(f / "params.json", n_layers=3), "lacks layers.2.", id="more-layers"),
-    pytest.param(lambda f: edit(f / "params.json", n_layers=1), "has layers.1.", id="fewer-layers"),
-    pytest.param(lambda f: edit(f / "params.json", n_heads=3), "model.heads=3", id="odd-heads"),
-    pytest.param(lambda f: edit(f / "params.json", moe_args={"num_experts": 8}), "moe_args=", id="experts"),
+    pytest.param(lambda f: edit_json(f / "params.json", dim=...), "has no dim", id="no-width"),
+    pytest.param(lambda f: edit_json(f / "params.json", dim=128), "and the described model has", id="another-width"),
+    pytest.param(lambda f: edit_json(f / "params.json", n_layers=3), "lacks layers.2.", id="more-layers"),
+    pytest.param(lambda f: edit_json(f / "params.json", n_layers=1), "has layers.1.", id="fewer-layers"),
+    pytest.param(lambda f: edit_json(f / "params.json", n_heads=3), "model.heads=3", id="odd-heads"),
+    pytest.param(lambda f: edit_json(f / "params.json", moe_args={"num_experts": 8}), "moe_args=", id="experts"),
     pytest.param(lambda f: (f / "consolidated.00.pth").unlink(), "lacks consolidated.00.pth", id="missing-file"),
     pytest.param(lambda f: (f / "consolidated.01.pth").unlink(), "and the described model has", id="missing-last"),
     pytest.param(lambda f: change(f, 1, **{W1: None}), f"{W1} is not in every", id="missing-in-one"),
@@ -171,7 +171,7 @@ REFUSED = [
 def test_refusals(
     spoil: Callable[[Path], Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meta(tmp_path, LLAMA, 2)
+    write_meta(tmp_path, LLAMA, 2)
     spoil(tmp_path)
     with pytest.raises(ConfigError) as refused:
         open_weights(tmp_path, "")
@@ -181,6 +181,6 @@ def test_refusals(
 
 
 def test_files_that_share_a_head_are_refused(tmp_path: Path) -> None:
-    meta(tmp_path, Llama(**SMALL | {"heads": 2, "kv_heads": 2}, head_dim=32), 4)
+    write_meta(tmp_path, Llama(**SMALL | {"heads": 2, "kv_heads": 2}, head_dim=32), 4)
     with pytest.raises(ConfigError, match="sharded within a head"):
         open_weights(tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.made_weights import LLAMA, QWEN3, SMALL, edit, equal, hf, meta, native
+from tests.support.made_weights import LLAMA, QWEN3, SMALL, edit_json, has_tensors, write_hf, write_meta, write_native
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
@@ -30,16 +30,16 @@ from titan.weights.formats import compute_digest, open_weights
     ],
 )
 def test_a_checkpoint(model: Decoder, dtype: torch.dtype, tmp_path: Path) -> None:
-    written = native(tmp_path / "run" / "checkpoints" / "step-3", model, dtype)
+    written = write_native(tmp_path / "run" / "checkpoints" / "step-3", model, dtype)
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
         weights = open_weights(path)
-        assert equal(weights, written)
+        assert has_tensors(weights, written)
         assert weights.model == model and weights.tokenizer == "titan4k"
         assert Path(weights.path).name == "step-3"
 
 
 def test_any_part_of_a_checkpoint_is_read(tmp_path: Path) -> None:
-    written = native(tmp_path, LLAMA)["layers.0.feed_forward.w2.weight"]
+    written = write_native(tmp_path, LLAMA)["layers.0.feed_forward.w2.weight"]
     part = open_weights(tmp_path).read("layers.0.feed_forward.w2.weight", [3, 10], [50, 0])
     assert part.shape == (50, 0)
     part = open_weights(tmp_path).read("layers.0.feed_forward.w2.weight", [3, 10], [50, 80])
@@ -47,8 +47,8 @@ def test_any_part_of_a_checkpoint_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_the_folder_goes_by_its_path(tmp_path: Path) -> None:
-    native(tmp_path, LLAMA)
-    edit(tmp_path / "manifest.json", tokenizer="tokenizer.json")
+    write_native(tmp_path, LLAMA)
+    edit_json(tmp_path / "manifest.json", tokenizer="tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert open_weights(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
 
@@ -60,7 +60,7 @@ class Code:
 
 def metadata(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
-    edit(folder / "manifest.json", files={".metadata": vars(manifest.checksum_file(folder / ".metadata"))})
+    edit_json(folder / "manifest.json", files={".metadata": vars(manifest.checksum_file(folder / ".metadata"))})
 
 
 REFUSED: list[Any] = [
@@ -73,12 +73,12 @@ REFUSED: list[Any] = [
     pytest.param(lambda f: metadata(f, b"x"), ".metadata can't be used", id="broken-metadata"),
     pytest.param(lambda f: metadata(f, pickle.dumps(Code())), "names builtins.print", id="code"),
     pytest.param(
-        lambda f: edit(f / "manifest.json", model={"_target_": "titan.model.schema.Llama", **SMALL, "layers": 3}),
+        lambda f: edit_json(f / "manifest.json", model={"_target_": "titan.model.schema.Llama", **SMALL, "layers": 3}),
         "lacks layers.2.",
         id="another-model",
     ),
     pytest.param(
-        lambda f: edit(f / "manifest.json", model={"_target_": "os.system"}),
+        lambda f: edit_json(f / "manifest.json", model={"_target_": "os.system"}),
         "its model is of the class os.system; if you trust it, set the environment variable TITAN_MODULES=os",
         id="another-target",
     ),
@@ -90,7 +90,7 @@ def test_refusals(
     spoil: Callable[[Path], Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "x"
-    native(folder, LLAMA)
+    write_native(folder, LLAMA)
     spoil(folder)
     with pytest.raises(ConfigError) as refused:
         open_weights(folder, "")
@@ -100,7 +100,7 @@ def test_refusals(
 
 
 def test_a_broken_chunk_is_named(tmp_path: Path) -> None:
-    native(tmp_path, LLAMA)
+    write_native(tmp_path, LLAMA)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ConfigError, match=r"norm\.weight can't be read from __0_0\.distcp"):
@@ -129,7 +129,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         open_weights(tmp_path / "x")
 
 
-@pytest.mark.parametrize("write", [native, hf, meta])
+@pytest.mark.parametrize("write", [write_native, write_hf, write_meta])
 def test_a_digest_tells_weights_wherever_they_lie(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
     write(tmp_path / "a", LLAMA)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -138,7 +138,7 @@ def test_a_digest_tells_weights_wherever_they_lie(write: Callable[[Path, Decoder
     assert len(first) == 16
 
 
-@pytest.mark.parametrize("write", [native, hf, meta])
+@pytest.mark.parametrize("write", [write_native, write_hf, write_meta])
 def test_a_digest_tells_weights_of_other_shape_apart(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
     write(tmp_path / "a", LLAMA)
     write(tmp_path / "b", Llama(**SMALL | {"rope_theta": 1e4}))
@@ -147,7 +147,7 @@ def test_a_digest_tells_weights_of_other_shape_apart(write: Callable[[Path, Deco
 
 def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
     for name, change in (("a", 0.0), ("b", 1e-3)):
-        meta(tmp_path / name, LLAMA)
+        write_meta(tmp_path / name, LLAMA)
         file = tmp_path / name / "consolidated.00.pth"
         content = torch.load(file, weights_only=True)
         torch.save({key: value + change for key, value in content.items()}, file)
@@ -165,7 +165,7 @@ print(models[0] == models[1], models[2], "torch" in sys.modules)
 
 
 def test_the_model_is_told_without_torch(tmp_path: Path) -> None:
-    for name, write in (("native", native), ("hf", hf), ("meta", meta)):
+    for name, write in (("native", write_native), ("hf", write_hf), ("meta", write_meta)):
         write(tmp_path / name, LLAMA)
     folders = [tmp_path / name for name in ("native", "hf", "meta")]
     done = subprocess.run([sys.executable, "-c", PEEK, *folders], capture_output=True, text=True, check=True)
@@ -179,8 +179,8 @@ def test_a_model_of_a_trusted_package_is_opened(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "x"
-    native(folder, LLAMA)
-    edit(folder / "manifest.json", model={"_target_": "ours_shapes.Own", **SMALL})
+    write_native(folder, LLAMA)
+    edit_json(folder / "manifest.json", model={"_target_": "ours_shapes.Own", **SMALL})
     with pytest.raises(ConfigError, match=r"TITAN_MODULES=ours_shapes"):
         open_weights(folder, "")
     monkeypatch.setenv("TITAN_MODULES", "ours_shapes")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.layer_norms.cosine import Measure
 from tests.support.matrix import MODEL
-from tests.support.runs import learned, steps, tiny, train
+from tests.support.runs import compose_tiny_run, read_learned_values, read_step_records, train_run
 from titan.run.run import Run
 
 CONF = f"hydra.searchpath=[file://{Path(__file__).resolve().parents[1] / 'conf'}]"
@@ -22,7 +22,7 @@ PREFIX = "hooks/layer_norms/cosine/"
 
 
 def figures(run: Run) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if k.startswith(PREFIX)} for line in steps(run)]
+    return [{k: v for k, v in line.items() if k.startswith(PREFIX)} for line in read_step_records(run)]
 
 
 def call(measure: Measure, step: int, gradients: dict[str, Tensor]) -> dict[str, Any]:
@@ -77,12 +77,12 @@ def test_a_repeated_step_has_no_figure() -> None:
     ],
 )  # fmt: skip
 def test_layouts_give_the_same_figures_and_training_is_as_without(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    alone, plain = tiny(tmp_path / "alone", *OWN, HOOK), tiny(tmp_path / "plain", *OWN)
-    split = tiny(tmp_path / "split", *OWN, HOOK, *layout)
+    alone, plain = compose_tiny_run(tmp_path / "alone", *OWN, HOOK), compose_tiny_run(tmp_path / "plain", *OWN)
+    split = compose_tiny_run(tmp_path / "split", *OWN, HOOK, *layout)
     for run in (alone, plain, split):
-        train(run)
+        train_run(run)
     (first, *there), (_, *here) = figures(alone), figures(split)
     assert first == {} and len(there) == 2 and len(there[0]) == 4 + 4
     for one, other in zip(there, here, strict=True):
         assert other == pytest.approx(one, abs=1e-5)
-    assert learned(alone) == learned(plain)
+    assert read_learned_values(alone) == read_learned_values(plain)

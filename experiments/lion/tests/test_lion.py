@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.lion.update import SignedMomentum
-from tests.support.runs import TINY, steps, tiny, train
+from tests.support.runs import TINY, compose_tiny_run, read_step_records, train_run
 from titan.run.compose import compose_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -40,8 +40,10 @@ def test_its_settings_are_part_of_the_ids() -> None:
 
 @pytest.mark.full
 def test_layouts_learn_the_same(tmp_path: Path) -> None:
-    runs = [tiny(tmp_path / layout, *LION, "checkpoint=off", layout=layout) for layout in ("single", "fsdp2")]
+    runs = [
+        compose_tiny_run(tmp_path / layout, *LION, "checkpoint=off", layout=layout) for layout in ("single", "fsdp2")
+    ]
     for run in runs:
-        train(run)
-    alone, split = ([line["loss"] for line in steps(run)] for run in runs)
+        train_run(run)
+    alone, split = ([line["loss"] for line in read_step_records(run)] for run in runs)
     assert split == pytest.approx(alone, rel=1e-5) and len(set(alone)) == len(alone)

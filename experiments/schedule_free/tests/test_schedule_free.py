@@ -13,7 +13,15 @@ from torch import Tensor
 from experiments.schedule_free.update import Averaging
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support import task_files
-from tests.support.runs import TINY, Tensors, learned, same, saved, tiny, train
+from tests.support.runs import (
+    TINY,
+    Tensors,
+    are_identical,
+    compose_tiny_run,
+    read_checkpoint,
+    read_learned_values,
+    train_run,
+)
 from tests.support.tiers import full
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
@@ -80,15 +88,15 @@ def evaluated(trainer: Trainer) -> list[Tensor]:
 
 
 def test_the_average_is_evaluated_sampled_exported_and_read(tmp_path: Path) -> None:
-    data = task_files.corpus(tmp_path)
+    data = task_files.write_corpus(tmp_path)
     sizes = ["model.vocab=4096", "evaluation.tokens=64", "evaluation.every=2", "metrics.sample_tokens=3"]
     export = ["checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
     base = [setting for setting in SMALL if not setting.startswith(("dataset", "model.vocab"))]
     run = compose_run([*base, *data, *OWN, *sizes, *export, f"hydra.run.dir={tmp_path / 'run'}"])
-    (seen,) = train(run, evaluated)
-    state, kept = split(saved(run, 3))
+    (seen,) = train_run(run, evaluated)
+    state, kept = split(read_checkpoint(run, 3))
     expected = averages(state)
-    assert same(kept, expected)
+    assert are_identical(kept, expected)
     *_, sampled = seen.extra
     # validations after steps 2 and 3, then one forward pass for each of the three tokens
     assert all(torch.equal(weight, expected["norm.weight"]) for weight in seen.extra[-4:])
@@ -97,7 +105,7 @@ def test_the_average_is_evaluated_sampled_exported_and_read(tmp_path: Path) -> N
     exported = load_file(manifest.folder_of(Path(run.directory), 3) / "hf" / "model.safetensors")
     assert torch.equal(exported["model.norm.weight"], expected["norm.weight"])
     weights = open_weights(run.directory)
-    assert same({name: weights.read(name) for name in weights.shapes}, expected)
+    assert are_identical({name: weights.read(name) for name in weights.shapes}, expected)
 
 
 def test_averages_of_averages(tmp_path: Path) -> None:
@@ -118,7 +126,7 @@ def test_averages_of_averages(tmp_path: Path) -> None:
         average_weights(trainer.train_step, [lambda: load(1.0), lambda: load(3.0)])
         return average, parameter.mean().item()
 
-    (seen,) = train(tiny(tmp_path, *OWN, "evaluation.ema=0.5", "checkpoint=off"), before)
+    (seen,) = train_run(compose_tiny_run(tmp_path, *OWN, "evaluation.ema=0.5", "checkpoint=off"), before)
     assert seen.extra == pytest.approx((0.9, 1.8))
 
 
@@ -135,13 +143,13 @@ LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
     evaluation = ["evaluation.tokens=64", "evaluation.every=1"]
     more = [*OWN, *evaluation, "training.steps=4", "model.kv_heads=2", "checkpoint.keep=9"]
-    alone, parts, moved = (tiny(tmp_path / name, *more) for name in ("alone", "parts", "moved"))
-    (whole,) = train(alone)
+    alone, parts, moved = (compose_tiny_run(tmp_path / name, *more) for name in ("alone", "parts", "moved"))
+    (whole,) = train_run(alone)
     first, second = in_two_attempts(parts, parts)
-    assert same(second[0].first, first[0].last)
-    assert same(second[0].last, whole.last) and learned(parts) == learned(alone)
-    _, second = in_two_attempts(tiny(tmp_path / "moved", *more, *LAYOUTS[layout]), moved)
-    state, kept = split(saved(moved, 2))
-    assert same(second[0].first, state) and same(kept, averages(state))
+    assert are_identical(second[0].first, first[0].last)
+    assert are_identical(second[0].last, whole.last) and read_learned_values(parts) == read_learned_values(alone)
+    _, second = in_two_attempts(compose_tiny_run(tmp_path / "moved", *more, *LAYOUTS[layout]), moved)
+    state, kept = split(read_checkpoint(moved, 2))
+    assert are_identical(second[0].first, state) and are_identical(kept, averages(state))
     found, expected = validations(moved), validations(alone)
     assert found == pytest.approx(expected, rel=1e-5) and len(set(expected)) == 4

@@ -12,7 +12,7 @@ from torch import nn
 
 from experiments.z_loss.max_z import MaxZ
 from tests.support.matrix import MODEL
-from tests.support.runs import steps, tiny, train
+from tests.support.runs import compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full
 from titan.model import loss_terms
 from titan.model.layers import Head
@@ -60,11 +60,11 @@ def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("layout", ["tp", full("3d")])
 @pytest.mark.full
 def test_layouts_learn_the_same(tmp_path: Path, layout: str) -> None:
-    alone = tiny(tmp_path / "alone", CONF, *LARGE)
-    split = tiny(tmp_path / "split", CONF, *LARGE, f"parallelism={layout}")
+    alone = compose_tiny_run(tmp_path / "alone", CONF, *LARGE)
+    split = compose_tiny_run(tmp_path / "split", CONF, *LARGE, f"parallelism={layout}")
     for run in (alone, split):
-        train(run)
+        train_run(run)
     for name in ("loss", "loss/max_z", "grad_norm"):
-        wanted = [line[name] for line in steps(alone)]
-        assert [line[name] for line in steps(split)] == pytest.approx(wanted, rel=1e-5)
+        wanted = [line[name] for line in read_step_records(alone)]
+        assert [line[name] for line in read_step_records(split)] == pytest.approx(wanted, rel=1e-5)
         assert len(set(wanted)) == 3

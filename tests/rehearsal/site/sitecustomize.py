@@ -5,5 +5,5 @@ import os
 if os.environ.get("REHEARSAL_DEVICES"):
     from tests.rehearsal import imports
 
-    imports.install()
-    imports.start()
+    imports.install_finder()
+    imports.start_process()
