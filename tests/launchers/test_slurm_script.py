@@ -23,6 +23,7 @@ from titan.cluster.checks import parse_minutes
 from titan.cluster.rank_error import RankError
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
+from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import StopSignals
@@ -68,6 +69,14 @@ def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
 )  # fmt: skip
 def test_time_limits(time: str | None, expected: int | None) -> None:
     assert parse_minutes(time) == expected
+
+
+@pytest.mark.parametrize("written", ["24:00:00", "1:00:00"])
+def test_a_time_limit_that_yaml_reads_as_a_number_is_rejected(written: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/site.yaml").write_text(f"defaults: [h100, _self_]\ntime: {written}\n")
+    with pytest.raises(ConfigError, match="between quotes"):
+        compose_run(["cluster=site", f"hydra.searchpath=[file://{tmp_path}]", "parallelism=ddp"], remote=True)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ RESERVED_OPTIONS = {
     "parsable",
 }
 """Options of sbatch that titan sets itself, or that change output it reads."""
+MOST_MINUTES = 3599
+"""The longest time limit that is accepted as a number of minutes: YAML reads 1:00:00 without quotes as 3600."""
 LONGEST_DAYS = 3650
 """The longest accepted time limit; a longer one is a typing error."""
 
@@ -69,13 +71,18 @@ def parse_minutes(time: str | None) -> int | None:
     The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
 
     Raises:
-        ConfigError: for other formats, zero and more than `LONGEST_DAYS`.
+        ConfigError: for other formats, zero, more than `LONGEST_DAYS` and a number of more than `MOST_MINUTES`.
     """
     if time is None:
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not match:
         raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
+    if time.isdecimal() and int(time) > MOST_MINUTES:
+        raise ConfigError(
+            f"cluster.time={time}: a number of minutes must be at most {MOST_MINUTES} (YAML reads 2:00:00 "
+            'without quotes as 7200); give HH:MM:SS or D-HH:MM:SS, in YAML between quotes: time: "24:00:00".'
+        )
     days, *rest = (None if g is None else int(g) for g in match.groups())
     numbers = [part for part in rest if part is not None]
     if any(part > 59 for part in numbers[1:]) or (days is not None and numbers[0] > 23):

@@ -51,30 +51,30 @@ def build_product(kind: str, emulate: bool) -> GroupedProduct:
     return partial(_multiply_experts, kind=kind, emulate=emulate)
 
 
-def _multiply_experts(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate: bool) -> Tensor:
+def _multiply_experts(x: Tensor, weight: Tensor, offsets: Tensor, kind: str, emulate: bool) -> Tensor:
     if not emulate and x.is_cuda and _has_kernel(kind, x.device):
-        return multiply_padded(x, weight, ends, QUANT_BLOCK[kind], _load_kernel(kind))
-    out: Tensor = _Loop.apply(x, weight, ends, kind, emulate)  # type: ignore[no-untyped-call]
+        return multiply_padded(x, weight, offsets, QUANT_BLOCK[kind], _load_kernel(kind))
+    out: Tensor = _Loop.apply(x, weight, offsets, kind, emulate)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        ctx.how = kind, emulate
-        out: Tensor = torch.ops.titan.low_grouped_product(x, weight, ends, kind, emulate)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, kind: str, emulate: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.options = kind, emulate
+        out: Tensor = torch.ops.titan.low_grouped_product(x, weight, offsets, kind, emulate)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        input_grads = torch.ops.titan.low_grouped_grads(*ctx.saved_tensors, grads[0], *ctx.how)
+        input_grads = torch.ops.titan.low_grouped_grads(*ctx.saved_tensors, grads[0], *ctx.options)
         return *input_grads, None, None, None
 
 
-def _compute_product(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate: bool) -> Tensor:
+def _compute_product(x: Tensor, weight: Tensor, offsets: Tensor, kind: str, emulate: bool) -> Tensor:
     multiply, out = low_precision.build_product(kind, emulate), x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, (start, end) in enumerate(list_row_ranges(ends)):
+    for expert, (start, end) in enumerate(list_row_ranges(offsets)):
         if end > start:
             with _decompose_as_eager():
                 out[start:end] = multiply(_pad_rows(x[start:end], kind), weight[expert])[: end - start]
@@ -82,11 +82,11 @@ def _compute_product(x: Tensor, weight: Tensor, ends: Tensor, kind: str, emulate
 
 
 def _compute_grads(
-    x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, kind: str, emulate: bool
+    x: Tensor, weight: Tensor, offsets: Tensor, grad: Tensor, kind: str, emulate: bool
 ) -> tuple[Tensor, Tensor]:
     x_grad, weight_grad = torch.zeros_like(x), torch.zeros_like(weight)
     multiply = low_precision.build_product(kind, emulate)
-    for expert, (start, end) in enumerate(list_row_ranges(ends)):
+    for expert, (start, end) in enumerate(list_row_ranges(offsets)):
         if end > start:
             rows, upstream = _pad_rows(x[start:end], kind), _pad_rows(grad[start:end], kind)
             with _decompose_as_eager():
@@ -120,19 +120,19 @@ def _pad_rows(x: Tensor, kind: str) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[0] % QUANT_BLOCK[kind])).contiguous()
 
 
-def multiply_padded(x: Tensor, weight: Tensor, ends: Tensor, multiple: int, kernel: GroupedProduct) -> Tensor:
+def multiply_padded(x: Tensor, weight: Tensor, offsets: Tensor, multiple: int, kernel: GroupedProduct) -> Tensor:
     """Return what a kernel does that needs a multiple of so many rows of each expert; its results for others are lost.
 
     The shapes depend on the number of rows only, so the host does not wait.
     """
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
     padded_sizes = sizes + -sizes % multiple
     starts = padded_sizes.cumsum(0, dtype=torch.int32) - padded_sizes
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-    expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-    positions = (rows + (starts - (ends - sizes))[expert]).long()
-    is_assigned = (rows < ends[-1])[:, None]
-    padded_length = x.shape[0] + len(ends) * (multiple - 1)
+    expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
+    positions = (rows + (starts - (offsets - sizes))[expert]).long()
+    is_assigned = (rows < offsets[-1])[:, None]
+    padded_length = x.shape[0] + len(offsets) * (multiple - 1)
     padded = x.new_zeros(padded_length + -padded_length % multiple, x.shape[1]).index_copy(
         0, positions, x.where(is_assigned, 0)
     )
@@ -166,18 +166,18 @@ def _load_kernel(kind: str) -> GroupedProduct:
     return partial(_multiply_at_once, function=function)
 
 
-def _multiply_at_once(x: Tensor, weight: Tensor, ends: Tensor, function: Any) -> Tensor:
-    out: Tensor = function(x, weight.contiguous().mT, offs=ends, pad_token_groups_for_grouped_mm=False)
+def _multiply_at_once(x: Tensor, weight: Tensor, offsets: Tensor, function: Any) -> Tensor:
+    out: Tensor = function(x, weight.contiguous().mT, offs=offsets, pad_token_groups_for_grouped_mm=False)
     return out
 
 
 register_operation(
     "titan::low_grouped_product",
     _compute_product,
-    lambda x, weight, ends, kind, emulate: x.new_empty(x.shape[0], weight.shape[1]),
+    lambda x, weight, offsets, kind, emulate: x.new_empty(x.shape[0], weight.shape[1]),
 )
 register_operation(
     "titan::low_grouped_grads",
     _compute_grads,
-    lambda x, weight, ends, grad, kind, emulate: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    lambda x, weight, offsets, grad, kind, emulate: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )

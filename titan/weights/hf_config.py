@@ -205,27 +205,9 @@ def build_config(
         positions: max_position_embeddings, which has no effect on results; None: that of the family's releases.
 
     Raises:
-        ConfigError: when Hugging Face has no such architecture.
+        ConfigError: when Hugging Face has no such architecture, or it lacks what the model's settings choose.
     """
-    name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
-    if isinstance(model, DeepseekV3):
-        name = hf_deepseek.find_architecture(model)
-    if name is None:
-        family_names = ", ".join(family.__name__ for family in FAMILIES.values())
-        raise ConfigError(
-            f"format=hf: Hugging Face has no {type(model).__name__} (it has {family_names}); give format=titan."
-        )
-    if model.logit_cap is not None:
-        raise ConfigError(
-            f"format=hf: Hugging Face's {name} does not cap logits, and "
-            f"model.logit_cap={format_value(model.logit_cap)}; give format=titan."
-        )
-    for key, value in _LACKING.get(type(model), {}).items():
-        if getattr(model, key) != value:
-            raise ConfigError(
-                f"format=hf: Hugging Face's {name} does not have model.{key}={format_value(getattr(model, key))}; give "
-                "format=titan."
-            )
+    name = _find_architecture(model)
     fields = _map_fields(type(model))
     values = {key: getattr(model, field) for key, field in fields.items()}
     values |= {"head_dim": model.head_size} if "head_dim" in fields else {}
@@ -249,6 +231,34 @@ def build_config(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _find_architecture(model: Decoder) -> str:
+    """Return Hugging Face's architecture of a model.
+
+    Raises:
+        ConfigError: when Hugging Face has none, or it lacks what the model's settings choose.
+    """
+    name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
+    if isinstance(model, DeepseekV3):
+        name = hf_deepseek.find_architecture(model)
+    if name is None:
+        family_names = ", ".join(family.__name__ for family in FAMILIES.values())
+        raise ConfigError(
+            f"format=hf: Hugging Face has no {type(model).__name__} (it has {family_names}); give format=titan."
+        )
+    if model.logit_cap is not None:
+        raise ConfigError(
+            f"format=hf: Hugging Face's {name} does not cap logits, and "
+            f"model.logit_cap={format_value(model.logit_cap)}; give format=titan."
+        )
+    for key, value in _LACKING.get(type(model), {}).items():
+        if getattr(model, key) != value:
+            raise ConfigError(
+                f"format=hf: Hugging Face's {name} does not have model.{key}={format_value(getattr(model, key))}; give "
+                "format=titan."
+            )
+    return name
 
 
 def _build_rope_scaling(model: Decoder) -> dict[str, Any]:
