@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from titan.metrics import reader
 from titan.metrics.reader import (
     METRICS,
     ends_with_attempt,
@@ -129,7 +130,16 @@ def test_steps_that_a_later_attempt_does_not_reach_again_do_not_count() -> None:
         pytest.param('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "attempt": 2}\n', [2, 1], [2], id="resumed"),
         pytest.param('{"step": 1, "loss": 2}\n{"step": 1, "validation_loss": 2}\n{"loss": 1}\n', [1], [1], id="other"),
         pytest.param(
-            f'{{"step": 1, "loss": 2, "x": "{"y" * 70_000}"}}\n{{"step": 2, "loss": 1}}\n', [2], [1], id="tail"
+            f'{{"step": 1, "loss": 2, "x": "{"y" * 70_000}"}}\n{{"step": 2, "loss": 1}}\n', [2, 1], [1], id="long-first"
+        ),
+        pytest.param(
+            f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "attempt": 2, "x": "{"y" * 300_000}"}}\n',
+            [2, 1],
+            [2],
+            id="long-last",
+        ),
+        pytest.param(
+            f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": 1, "x": "{"y" * 70_000}', [1], [1], id="long-truncated"
         ),
     ],
 )
@@ -137,3 +147,15 @@ def test_the_end_of_the_file(text: str, last: list[int], attempts: list[int], tm
     (tmp_path / METRICS).write_text(text)
     assert [record["step"] for record in read_last_steps(tmp_path / METRICS)] == last
     assert [attempt for attempt in (1, 2) if ends_with_attempt(tmp_path / METRICS, attempt)] == attempts
+
+
+def test_only_the_end_is_read_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f'{{"step": {step}, "loss": 1}}\n' for step in range(10_000)]
+    (tmp_path / METRICS).write_text("".join(lines))
+    parsed_lines: list[str] = []
+    parse_lines = reader._parse_lines
+    monkeypatch.setattr(
+        reader, "_parse_lines", lambda lines, take: parsed_lines.extend(lines) or parse_lines(lines, take)
+    )
+    assert next(read_last_steps(tmp_path / METRICS))["step"] == 9999
+    assert parsed_lines == ["", lines[-1].strip()]

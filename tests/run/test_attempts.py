@@ -70,6 +70,14 @@ def finish(run: Run) -> None:
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
 
 
+def test_a_run_that_has_a_checkpoint_is_not_withdrawn() -> None:
+    run = tiny()
+    attempt = lived(run)
+    write_run_checkpoint(run, 1)
+    attempts.withdraw_attempt(run, attempt)
+    assert [document["attempt"] for document in read_attempts(Path(run.directory))] == [1]
+
+
 def test_data_are_prepared_before_an_attempt_begins() -> None:
     run, files = tiny(), set()
     data = prepare_data(run)

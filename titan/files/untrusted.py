@@ -69,11 +69,9 @@ def open_regular_file(file: Path) -> Iterator[BinaryIO]:
         yield content
 
 
-def read_regular_file(file: Path, last: int | None = None) -> bytes:
-    """Return the content of a regular file, or its `last` bytes; see `open_regular_file` for errors."""
+def read_regular_file(file: Path) -> bytes:
+    """Return the content of a regular file; see `open_regular_file` for errors."""
     with open_regular_file(file) as content:
-        if last is not None:
-            content.seek(max(0, content.seek(0, os.SEEK_END) - last))
         return content.read()
 
 

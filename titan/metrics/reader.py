@@ -7,15 +7,17 @@ other types, is skipped and costs only itself. A step that a later attempt repea
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan.files.untrusted import open_regular_file, read_regular_file
+from titan.files.untrusted import open_regular_file
 
 METRICS = "metrics.jsonl"
 """The file's name in a run's directory."""
@@ -23,7 +25,7 @@ Record = dict[str, Any]
 LINES_PER_PARSE = 1000
 """Lines that are parsed together."""
 TAIL_BYTES = 1 << 16
-"""How much of the end of the file is read for the last steps."""
+"""How much of the end of the file is read at first for the last steps."""
 COUNTS = {"step": 0, "attempt": 1}
 """Values that are whole numbers from 0, if there, and what they are where a line lacks them."""
 NUMBERS = ("loss", "validation_loss", "tokens_per_second", "step_seconds")
@@ -133,12 +135,22 @@ _NUMBER_TYPES = frozenset({int, float, type(None)})
 
 
 def _read_last_records(file: Path) -> Iterator[Record]:
-    """Yield the records at the end of the file, the last one first."""
-    try:
-        text = read_regular_file(file, TAIL_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return
-    for line in reversed(text.splitlines()):
-        records: list[Record] = []
-        _parse_lines([line], records.extend)
-        yield from records
+    """Yield the records of the file, the last one first; only as much of the file is read as they take."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _read_lines_backwards(file):
+            records: list[Record] = []
+            _parse_lines([line.decode(errors="replace")], records.extend)
+            yield from records
+
+
+def _read_lines_backwards(file: Path) -> Iterator[bytes]:
+    """Yield the lines of the file, the last one first; each read takes twice as much, so that long lines cost once."""
+    with open_regular_file(file) as content:
+        start, size, rest = content.seek(0, os.SEEK_END), TAIL_BYTES, b""
+        while start:
+            end, start = start, max(0, start - size)
+            size *= 2
+            content.seek(start)
+            rest, *lines = (content.read(end - start) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest

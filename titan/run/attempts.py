@@ -187,7 +187,10 @@ def _retire_copy(copies: Remote, step: int, setting: str) -> None:
 
 
 def withdraw_attempt(run: Run, attempt: Attempt) -> None:
-    """Remove the record of an attempt that a ConfigError ended before its first step, so that its name is free."""
+    """Remove the record of an attempt that a ConfigError ended before its first step, so that its name is free.
+
+    Nothing is removed of a run that has a complete checkpoint and no earlier attempt: its metrics were lost.
+    """
     directory = Path(run.directory)
     earlier = [document for document in read_attempts(directory) if document["attempt"] != attempt.number]
     if ends_with_attempt(directory / METRICS, attempt.number):
@@ -196,7 +199,8 @@ def withdraw_attempt(run: Run, attempt: Attempt) -> None:
         with contextlib.suppress(OSError):  # on a full disk it stays
             return records.write_attempts(directory, earlier)
         return
-    records.clear_attempt(run)
+    if not manifest.list_complete(directory):
+        records.clear_attempt(run)
 
 
 def check_directory(run: Run, has_own_job: bool) -> None:
