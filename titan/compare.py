@@ -85,7 +85,7 @@ def _run_comparison(command_line: CommandLine[Settings]) -> int:
 def _check_directories(directories: Sequence[str]) -> None:
     """Raise ConfigError for a directory that does not exist, before any work."""
     for name in directories:
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
             raise ConfigError(f"{name}: there is no such directory; correct the path.")
 
 

@@ -124,6 +124,8 @@ def describe_user_error(error: Exception) -> tuple[int, str] | None:
         return 2 if isinstance(error, ConfigError) else 1, str(error)
     if (sentence := describe_machine_error(error)) is not None:
         return 1, sentence
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return 2, f"{sanitize_line(str(error.filename))}: there is no such file or directory ({error.strerror})."
     if (location := find_own_code_error(error)) is not None:
         return 2, f"your code failed: {sanitize_line(location)}; correct it."
     return None

@@ -128,6 +128,7 @@ ONE = Command("titan.one", "One.", {}, One, overrides="Other arguments are overr
         pytest.param(Several, ["a", "runs/lr=1", "lr=1"], Several(("a", "runs/lr=1"), 1.0), id="several"),
         pytest.param(Optional, ["lr=1"], Optional(None, 1.0), id="left-out"),
         pytest.param(Optional, ["a"], Optional("a"), id="given"),
+        pytest.param(One, ["~/runs/lr=1"], One("~/runs/lr=1"), id="home"),
     ],
 )
 def test_first_words(
@@ -166,6 +167,20 @@ def test_other_words_are_overrides() -> None:
     assert command_line.settings == One("runs/a", 1.0, Sizes(3))
     assert command_line.overrides == ["--config-dir", "mine", "optimizer.lr=2", "+x.y=1"]
     assert command_line.words == words
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("+mine/group=x", id="group"),
+        pytest.param("++mine/group=x", id="group-forced"),
+        pytest.param("~mine/group=x", id="group-removed"),
+        pytest.param(f"dataset.path=[{'file.txt,' * 40}]", id="long"),
+    ],
+)
+def test_a_first_word_may_be_an_override(word: str) -> None:
+    command_line = Command("titan.x", "X.", {}, Optional, overrides="Others.").parse([word])
+    assert command_line.settings == Optional() and command_line.overrides == [word]
 
 
 def test_the_usage_shows_what_is_required() -> None:

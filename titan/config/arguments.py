@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import re
 import types
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -128,15 +129,16 @@ def split_operands(cls: type, argv: Sequence[str]) -> tuple[list[str], list[str]
     """Return the first words of a command line, and the rest.
 
     A directory may have an equals sign in its name, as that of a trial: a word whose key is not declared is a first
-    word if it exists as a path, or if a slash stands before its equals sign.
+    word if it exists as a path, or if a slash stands before its equals sign and it is no override of a group, such as
+    +mine/group=x.
     """
     first = find_operand(cls)
     if first is None:
         return [], list(argv)
     keys = list_keys(cls)
-    words = list(itertools.takewhile(lambda word: not _is_assignment(word, keys), argv))
-    count = len(words) if first.takes_several else min(1, len(words))
-    return words[:count], list(argv[count:])
+    candidates = argv if first.takes_several else argv[:1]
+    words = list(itertools.takewhile(lambda word: not _is_assignment(word, keys), candidates))
+    return words, list(argv[len(words) :])
 
 
 def describe_settings(cls: type) -> str:
@@ -156,8 +158,8 @@ def _is_assignment(word: str, keys: dict[str, Key]) -> bool:
     key, equals, _ = word.partition("=")
     if word.startswith("-") or (equals and key in keys):
         return True
-    is_path = "/" in key and not key.lstrip("+~").startswith("hydra/")
-    return bool(equals) and not is_path and not Path(word).exists()
+    is_path = "/" in key and not re.match(r"\+|~[^/]|hydra/", key)
+    return bool(equals) and not is_path and not os.path.exists(word)  # Path.exists raises for a long value
 
 
 def _read_operands(cls: type, words: Sequence[str]) -> dict[str, Any]:

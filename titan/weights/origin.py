@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def check_source(name: str) -> None:
     A name at Hugging Face's hub looks like a path, too.
     """
     path = Path(name).expanduser()
-    if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
+    if not os.path.exists(path) and (os.path.isdir(path.parent) or len(path.parts) != 2):
         raise ConfigError(f"{name}: there is no such directory; correct the path.")
 
 
