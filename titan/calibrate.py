@@ -62,8 +62,8 @@ def _run_calibration(command_line: CommandLine[Settings]) -> int:
     if busy := count_busy_cores():
         print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
     text = format_cluster(machine, _measure_figures(machine, ranks), ranks)
+    print(text, end="", flush=True)  # before the file, which may fail
     write_output_file(file, text, makes_folder=True)
-    print(text, end="")
     print(f"written: {file}")
     return 0
 

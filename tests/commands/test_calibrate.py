@@ -54,6 +54,15 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+def test_figures_are_printed_where_the_file_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "_measure_figures", lambda machine, ranks: {"bf16_tflops": 1.0})
+    (tmp_path / "x.yaml").symlink_to("/dev/full")
+    assert calibrate.main([f"to={tmp_path}/x.yaml"]) == 1
+    assert "  bf16_tflops: 1" in capsys.readouterr().out
+
+
 def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(work: tuple[int, int, int], _: object) -> float:
         m, n, k = work

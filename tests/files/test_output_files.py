@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_file, check_output_files, write_output_file
+
+LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
@@ -19,6 +22,13 @@ from titan.files.output_files import check_output_file, check_output_files, writ
         pytest.param("a", (".yaml",), "to=a: unknown file format; use .yaml.", id="no-ending"),
         pytest.param("folder", (), "to=folder: is a directory; give another file.", id="directory"),
         pytest.param("gone/a", (), "to=gone/a: there is no directory gone; give another file.", id="no-folder"),
+        pytest.param(
+            "/proc/a",
+            (),
+            "to=/proc/a: nothing can be written into /proc (No such file or directory); give another file.",
+            id="no-files",
+        ),
+        pytest.param(LONG, (), f"to={LONG}: a name in it has more than 255 bytes; give a shorter one.", id="long-name"),
     ],
 )
 def test_what_can_not_be_written_is_rejected(
@@ -29,6 +39,24 @@ def test_what_can_not_be_written_is_rejected(
     with pytest.raises(ConfigError) as rejected:
         check_output_file(name, endings)
     assert str(rejected.value) == sentence
+    assert sorted(map(str, Path().iterdir())) == ["folder"]
+
+
+@pytest.mark.parametrize("name", ["file/a", "file/mine/a", "link/a"])
+def test_a_folder_that_can_not_be_made_is_rejected(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file, not a directory; give another file"):
+        check_output_file(f"{tmp_path}/{name}", makes_folder=True)
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    file = check_output_file(f"/dev/fd/{write_end}")  # as in to=>(command)
+    write_output_file(file, "text")
+    assert os.read(read_end, 9) == b"text"
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_several_files_or_none(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic
+from titan.files.untrusted import MAX_NAME_BYTES
 
 
 def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: bool = False) -> Path:
@@ -20,16 +23,39 @@ def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: b
         makes_folder: whether writing makes the folder that the file is in.
 
     Raises:
-        ConfigError: when it has another ending, is a directory, or is in a directory that does not exist.
+        ConfigError: when it has another ending or can't be written: it is a directory, or its directory does not exist
+            or can't be written to.
     """
     file = Path(name).expanduser()
     if endings and file.suffix not in endings:
         raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
-    if file.is_dir():
+    if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in file.parts):
+        raise ConfigError(f"to={name}: a name in it has more than {MAX_NAME_BYTES} bytes; give a shorter one.")
+    if os.path.isdir(file):
         raise ConfigError(f"to={name}: is a directory; give another file.")
-    if not makes_folder and not file.parent.is_dir():
+    if not makes_folder and not os.path.isdir(file.parent):
         raise ConfigError(f"to={name}: there is no directory {file.parent}; give another file.")
+    if not _is_stream(file):
+        _check_folder(name, next(folder for folder in file.resolve().parents if os.path.exists(folder)))
     return file
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Raise ConfigError when no file can be made in a folder; os.access says of /proc, to root, that one can."""
+    if not os.path.isdir(folder):
+        raise ConfigError(f"to={name}: {folder} is a file, not a directory; give another file.")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"to={name}: nothing can be written into {folder} ({error.strerror}); give another file."
+        ) from error
+
+
+def _is_stream(file: Path) -> bool:
+    """Return whether a file is a pipe or a device."""
+    return os.path.exists(file) and not os.path.isfile(file)
 
 
 def check_output_files(names: str | Sequence[str] | None, endings: Sequence[str]) -> tuple[Path, ...]:
@@ -52,10 +78,9 @@ def write_output_file(file: Path, content: Any, *, makes_folder: bool = False) -
     try:
         if makes_folder:
             file.parent.mkdir(parents=True, exist_ok=True)
-        target = file.resolve()  # a link stays one
-        if target.exists() and not target.is_file():  # a pipe or a device
-            target.write_text(text, encoding="utf-8")
+        if _is_stream(file):
+            file.write_text(text, encoding="utf-8")
         else:
-            write_atomic(target, text)
+            write_atomic(file.resolve(), text)  # a link stays one
     except OSError as error:
         raise RunError(f"to={file}: can't be written ({error.strerror}).") from error

@@ -22,7 +22,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The loader in C if it is available: a comparison reads thousands of documents."""
 MAX_DEPTH = 100
 """The maximum nesting depth of lists and mappings in YAML."""
-_MAX_NAME_BYTES = 255
+MAX_NAME_BYTES = 255
+"""The most bytes of a file's name, in Linux' file systems."""
 
 
 def check_file_name(name: object) -> str:
@@ -31,7 +32,7 @@ def check_file_name(name: object) -> str:
     Raises:
         ValueError: when it is not.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES:
+    if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > MAX_NAME_BYTES:
         raise ValueError(f"it names {describe_value(name)}, which is not a file in its folder")
     if any(c in "/\\" or ord(c) < 32 for c in name) or "::" in name:  # which joins URLs, to fsspec
         raise ValueError(f"it names {describe_value(name)}, which is not a file in its folder")
