@@ -127,11 +127,12 @@ def test_a_missing_run_is_named(case: Case, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
 @pytest.mark.parametrize("name", [pytest.param("gone/lr=0.1", id="gone"), pytest.param("x" * 300, id="long")])
 def test_a_run_that_does_not_exist_is_named(case: Case, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{name}: " in rejected(case, [name, *case.valid[1:]], capsys)
+    sentence = rejected(case, [name, *case.valid[1:]], capsys)
+    assert name[:100] in sentence
 
 
 def test_a_long_path_in_a_setting_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "x" * 300 in rejected(CASES[0], [f"resume={'x' * 300}"], capsys)
+    assert "there is no such file" in rejected(CASES[0], [f"resume={'x' * 300}"], capsys)
 
 
 def test_all_commands_are_here() -> None:

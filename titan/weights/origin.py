@@ -95,10 +95,10 @@ def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
         ConfigError: when there are no weights.
     """
     label, folder = settings.format_setting(setting, path), Path(path).expanduser().absolute()
-    if not folder.exists() and isinstance(path, str) and _ON_HUB.fullmatch(path):
+    if not os.path.exists(folder) and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return WeightsLocation("hub", path, label)
-    if not folder.is_dir():
-        problem = "is a file; give its folder, or" if folder.exists() else "there is no such directory;"
+    if not os.path.isdir(folder):
+        problem = "is a file; give its folder, or" if os.path.exists(folder) else "there is no such directory;"
         raise ConfigError(f"{label}: {problem} correct the path.")
     if any((folder / name).exists() for name in (manifest.NAME, "checkpoints", INDEX)):
         return WeightsLocation("titan", _use_last_checkpoint(select.load_named(str(path), setting)), label)
