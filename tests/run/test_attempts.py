@@ -70,6 +70,15 @@ def finish(run: Run) -> None:
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
 
 
+def test_another_experiment_is_rejected_before_data_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    lived(tiny())
+    prepared_runs: list[Run] = []
+    monkeypatch.setattr(start, "prepare_data", lambda run, show: prepared_runs.append(run))
+    with pytest.raises(ConfigError, match=r"holds another experiment \(optimizer.lr was 0.001, now 1.0\)"):
+        start.run_local(tiny("optimizer.lr=1"))
+    assert prepared_runs == []
+
+
 def test_a_run_that_has_a_checkpoint_is_not_withdrawn() -> None:
     run = tiny()
     attempt = lived(run)
