@@ -150,6 +150,7 @@ def test_a_comparison_goes_on_past_a_run_that_is_damaged(tmp_path: Path, capsys:
 
 
 POINT = {"event": "point", "id": "a", "directory": "a", "overrides": ["x=1"], "steps": 3, "devices": 1, "asked": ""}
+OLD_POINT = {key: value for key, value in POINT.items() if key != "asked"}
 EVENTS = [
     POINT | {"directory": "../../victim"}, POINT | {"directory": "/etc"}, POINT | {"steps": None}, POINT | {"id": 7},
     {"event": "sent", "jobs": {"a": ["../../x"]}}, {"event": "sent", "jobs": None}, {"event": "ended", "id": "a"}, None,
@@ -173,3 +174,16 @@ def test_a_ledgers_line_of_other_types_is_left_out_and_told(
     assert "ledger.jsonl: 1 line is damaged or cut short, and not used" in said
     assert "sweep.yaml can't be read, and is not used: margin is 'wide', where a number is due" in said
     assert re.search(r"x=1 +planned +2/3 +3\.0000", said)
+
+
+def test_the_ledger_of_another_commit_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "runs/grid"
+    sweep.mkdir(parents=True)
+    ledger.add_events(sweep, OLD_POINT)
+    for command, words in ((status, ["watch=false"]), (compare, ["to=[]"])):
+        assert command.main([str(sweep), *words]) == 2
+        sentence = " ".join(capsys.readouterr().err.split())
+        assert "another commit of titan wrote ledger.jsonl (a line has no 'asked')" in sentence
+    make_run(tmp_path / "runs/0", Story(), "parallelism=single")
+    assert compare.main([f"{tmp_path}/runs", "to=[]"]) == 0
+    assert "grid: hydra.sweep.dir=" in " ".join(capsys.readouterr().out.split())

@@ -196,7 +196,13 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
         if named_by_user or _is_run_directory(directory):
             _add_run(directory, collection, None)
         return
-    sweep = ledger.read(directory)
+    try:
+        sweep = ledger.read(directory)
+    except ConfigError as error:
+        if named_by_user:
+            raise
+        collection.corruption.append(f"{directory.name}: {error}")
+        return
     if sweep is not None:
         collection.sweeps[directory] = sweep.spec
         collection.corruption += [f"{directory.name}: {note}" for note in sweep.notes]

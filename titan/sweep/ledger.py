@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import yaml
 
+from titan.errors import ConfigError
 from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_result
@@ -108,6 +109,9 @@ def read(directory: Path) -> SweepState | None:
     """Return the sweep in `directory`, by its ledger and its runs' directories, without Slurm; None if there is none.
 
     A trial that was submitted to Slurm and has no exit record counts as queued, or running where its run is locked.
+
+    Raises:
+        ConfigError: when another commit of titan wrote the ledger.
     """
     if not (directory / LEDGER).is_file():
         return None
@@ -195,7 +199,11 @@ def add_events(directory: Path, *lines: Mapping[str, Any]) -> None:
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the ledger's events in order, without lines that are corrupt or incomplete after a kill."""
+    """Yield the ledger's events in order, without lines that are corrupt or incomplete after a kill.
+
+    Raises:
+        ConfigError: when another commit of titan wrote the ledger.
+    """
     return (event for event in _read_lines(directory) if event is not None)
 
 
@@ -215,8 +223,14 @@ def _parse_event(directory: Path, line: str) -> dict[str, Any]:
     Raises:
         ValueError: when the line is no event, or names a folder elsewhere.
         KeyError: when the event lacks a value.
+        ConfigError: when the line names a trial as another commit of titan does: a line that was cut is no object.
     """
     event = untrusted.parse_object(line)
+    if event.get("event") == "point" and (missing := sorted(_EVENT_TYPES["point"].keys() - event.keys())):
+        raise ConfigError(
+            f"hydra.sweep.dir={directory}: another commit of titan wrote {LEDGER} (a line has no {missing[0]!r}); read "
+            "it with the commit that wrote it, or choose another name to start again."
+        )
     for name, kind in _EVENT_TYPES.get(str(event.get("event")), {}).items():
         untrusted.check_type(event[name] if kind != str | None else event.get(name), kind, name)
     if event.get("event") == "point":
