@@ -46,13 +46,14 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
     Args:
         run: the checked run.
         apart: start a process even for one rank, so that nothing of it stays in this one.
-        report: called with the error of the rank that failed first, where ranks are processes.
+        report: called with the error of the rank that failed first, where ranks are processes; see `ReasonReceiver`.
 
     Returns:
         The exit code; what this process itself rejects, and a rank in it, is raised.
     """
     with set_variables(run.cluster.environment), lock_directory(Path(run.directory)):
         for restart in range(run.cluster.restarts + 1):
+            report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)

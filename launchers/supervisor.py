@@ -214,7 +214,7 @@ def _show_messages(directory: Path, messages: Messages) -> None:
 def _find_error(folder: Path, codes: list[int | None], first_failed: int) -> RankError | None:
     """Return the error that caused the others; None where a signal or a closed output stopped a rank."""
     if killed_ranks := [rank for rank, code in enumerate(codes) if code is not None and code < 0]:
-        return rank_error.describe_kill(signal.Signals(-(codes[killed_ranks[0]] or 0)).name, killed_ranks[0])
+        return rank_error.describe_kill(-(codes[killed_ranks[0]] or 0), killed_ranks[0])
     cause = rank_error.find_first_cause(map(rank_error.read, folder.glob("*.error")))
     code = codes[first_failed]
     if cause is not None or code in (130, output.SIGPIPE_CODE):

@@ -166,7 +166,8 @@ def train(run: Run, *, in_process: bool = False) -> Result:
     reasons: list[str] = []
     code = launch(run, in_process=in_process, report=reasons.append)
     if code not in (0, *STOPPED):
-        reason = reasons[-1] if reasons else f"{run.directory}: the run ended with exit code {code}; see log/ in it."
+        last_reason = reasons[-1] if reasons else ""
+        reason = last_reason or f"{run.directory}: the run ended with exit code {code}; see log/ in it."
         raise (ConfigError if code == 2 else RunError)(reason)
     return _read_outcome(Path(run.directory), code)
 

@@ -86,7 +86,7 @@ EXIT_REQUEUE = 75
 
 
 ReasonReceiver = Callable[[str], object]
-"""Takes the reason why a run failed, in one line, once it is printed."""
+"""Takes the reason why a run failed, in one line, once it is printed; and nothing, when an attempt begins."""
 
 
 def ignore_reason(reason: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -171,7 +170,7 @@ def _run_node(arguments: list[str], count: int) -> int:
 def _report_kill(attempt: Path, rank: int, return_code: int) -> None:
     """Write the error of a rank that a signal has killed, since it could not do so itself."""
     if return_code < 0:
-        error = rank_error.describe_kill(signal.Signals(-return_code).name, rank)
+        error = rank_error.describe_kill(-return_code, rank)
         print(f"titan: {error.text}", file=sys.stderr)
         rank_error.write(_locate_error_file(attempt, rank), error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: y\n"
             "rank 1 failed: ValueError: y",
             id="traceback",
         ),
-        pytest.param(rank_error.describe_kill("SIGSEGV", 1), KILLED, KILLED, id="killed"),
+        pytest.param(rank_error.describe_kill(signal.SIGSEGV, 1), KILLED, KILLED, id="killed"),
     ],
 )
 def test_what_a_launcher_prints_and_reports(error: RankError, report: str, summary: str) -> None:

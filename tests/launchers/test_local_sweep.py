@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from launchers import run_file, start
 from launchers.command import run_command
 from launchers.local import reason_file, trial
+from tests.support.runs import compose_tiny_run
 from tests.support.tiers import full
 from titan import errors
 from titan.errors import ConfigError, RunError
+from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -72,5 +75,20 @@ def test_the_process_of_a_trial_leaves_the_reason(
     else:
         assert trial.main(str(file), str(os.getpid())) == code
     assert reason_file.read(file, code) == reason
-    reason_file.remove(file)
     assert reason_file.read(file, -9) == "killed by SIGKILL"
+    assert reason_file.read(file, -50) == "killed by signal 50"
+
+
+def test_the_reason_of_an_earlier_attempt_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [("the first attempt failed", 1), (None, 7)]
+
+    def start_ranks(run: Run, attempt: Attempt, apart: bool, report: Callable[[str], object]) -> int:
+        reason, code = ends.pop(0)
+        if reason:
+            report(reason)
+        return code
+
+    monkeypatch.setattr(start, "_start_ranks", start_ranks)
+    run, file = compose_tiny_run(tmp_path / "run", "cluster.restarts=1"), tmp_path / "a.pickle"
+    assert start.run_local(run, report=partial(reason_file.write, file)) == 7
+    assert reason_file.read(file, 7) == "exited with code 7"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 import traceback
 from collections.abc import Iterable
@@ -79,10 +80,19 @@ def describe_error(error: BaseException, rank: int) -> RankError:
     return RankError(lost=bool(CONNECTION_LOST.search(text)), node=node, code=code, rank=rank, text=text, plain=plain)
 
 
-def describe_kill(signal_name: str, rank: int) -> RankError:
+def describe_kill(signal_number: int, rank: int) -> RankError:
     """Return what to report of a rank that a signal killed."""
-    memory = " (out of memory?)" if signal_name == "SIGKILL" else ""
-    return RankError(killed=True, node=_get_node(), rank=rank, text=f"killed by {signal_name}{memory}", plain=True)
+    memory = " (out of memory?)" if signal_number == signal.SIGKILL else ""
+    text = f"killed by {name_signal(signal_number)}{memory}"
+    return RankError(killed=True, node=_get_node(), rank=rank, text=text, plain=True)
+
+
+def name_signal(number: int) -> str:
+    """Return the name of a signal; its number where Python has no name for it, as for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _get_node() -> str:

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from titan.cluster.rank_error import name_signal
 from titan.dataset.preprocess.encode import Encoder
 from titan.dataset.preprocess.shard_job import (
     JobProgress,
@@ -166,10 +167,9 @@ def _describe_exit(code: int) -> str:
     subject = "a process that prepares the data"
     if code < 0:
         memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-        name = signal.Signals(-code).name
         return (
-            f"{subject} was killed by {name}{memory}; rerun the same command to continue, with fewer processes by "
-            f"dataset.workers=N."
+            f"{subject} was killed by {name_signal(-code)}{memory}; rerun the same command to continue, with fewer "
+            f"processes by dataset.workers=N."
         )
     return (
         f"{subject} exited with code {code}; a script that prepares data must do so under "
