@@ -27,7 +27,8 @@ from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
-from titan.run.directory import RUN, is_finished, is_locked, read_attempts
+from titan.report.run_end import classify_end
+from titan.run.directory import RUN, describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
@@ -57,8 +58,8 @@ COMMAND = Command(
         "runs/grid watch=false": "once",
     },
     Status,
-    exit_codes="0 no trial has failed or was stopped, 1 one was, 2 rejected (the message says what to change), 130 "
-    "interrupted.",
+    exit_codes="0 no trial has failed or was stopped, except by a hook, 1 one was, 2 rejected (the message says what "
+    "to change), 130 interrupted.",
 )
 
 
@@ -82,7 +83,7 @@ def _show_status(directory: Path, settings: Status) -> int:
         text = "\n".join(format_table(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
         if not watch or all(trial.state in ENDED_STATES for trial in sweep.trials):
-            return int(any(trial.state in ("failed", "stopped") for trial in sweep.trials))
+            return int(any(map(_needs_attention, sweep.trials)))
         time.sleep(settings.seconds)
 
 
@@ -92,16 +93,42 @@ def read_single_run(directory: Path) -> SweepState | None:
         return None
     last = read_attempts(directory)[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
-    locked, finished = is_locked(directory), is_finished(directory, steps)
-    state: State = "finished" if finished else "running" if locked else "stopped"
-    command = f"python -m titan.train resume={shlex.quote(str(directory))}"
-    reason = f"{command} resumes it" if state == "stopped" else None
+    state, reason = _find_run_state(directory, last, steps)
     name = str(last.get("name") or directory.name)
     return SweepState(
         directory,
         SweepSpec(),
         (TrialState(name, str(directory), (), state, None, reason, steps=steps, devices=devices),),
     )
+
+
+def _find_run_state(directory: Path, last: Mapping[str, Any], steps: int) -> tuple[State, str | None]:
+    """Return the state of a run with `steps` steps and the reason; `last` is the document of its last attempt."""
+    if is_finished(directory, steps):
+        return "finished", None
+    if is_locked(directory):
+        return "running", None
+    result = read_result(directory)[0]
+    state, reason = classify_end(directory, last, result) or ("stopped", "")
+    if _is_ended_by_hook(last, result):
+        return state, reason
+    command = f"python -m titan.train resume={shlex.quote(str(directory))}"
+    cause = f"{reason.rstrip('.')}; " if state == "failed" else ""
+    return state, f"{cause}{command} resumes it"
+
+
+def _needs_attention(trial: TrialState) -> bool:
+    """Return whether a trial failed or was stopped; one that a hook ended has nothing more to do."""
+    if trial.state != "stopped":
+        return trial.state == "failed"
+    directory = Path(trial.directory)
+    result = read_result(directory)[0]
+    return not (describe_hook_end(result) and _is_ended_by_hook(read_attempts(directory)[-1], result))
+
+
+def _is_ended_by_hook(last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Return whether a hook ended the last attempt, not an earlier one."""
+    return result.get("attempt") == last["attempt"] and describe_hook_end(result) is not None
 
 
 def format_table(sweep: SweepState, width: int) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
 from titan import status
+from titan.report.collect import collect_runs
 
 
 def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -62,3 +65,44 @@ def test_slow_ranks_of_a_running_run_are_named(
     monkeypatch.setattr(status, "is_locked", lambda directory: True)
     status.main([str(tmp_path / "run"), "watch=false"])
     assert "run: ranks 3, 5 slower than the others; touch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("result", "log", "state", "reason", "code"),
+    [
+        pytest.param(
+            {"ended_by": {"hook": "kill", "reason": "too slow"}}, "", "stopped", "by hooks.kill: too slow", 0, id="hook"
+        ),
+        pytest.param(
+            {"ended_by": {"hook": "kill", "reason": "too slow"}, "attempt": 0}, "", "stopped", "resumes it", 1,
+            id="hook-of-an-earlier-attempt",
+        ),
+        pytest.param({}, "", "stopped", "run: python -m titan.train resume=", 1, id="signal"),
+        pytest.param(
+            None, "2030-01-01T00:00:00+00:00 9 steps in a row were not finite.\n", "failed",
+            "run: 9 steps in a row were not finite; python -m titan.train resume=", 1, id="failed",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_ended_early(
+    result: dict[str, Any] | None,
+    log: str,
+    state: str,
+    reason: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, Story(attempts=(StoryAttempt(0, 20),)))
+    (run / "result.json").unlink(missing_ok=True)
+    if result is not None:
+        (run / "result.json").write_text(json.dumps({"finished": False, "step": 20, "attempt": 1, **result}))
+    (run / "log").mkdir(exist_ok=True)
+    (run / "log" / "launcher.log").write_text(log)
+    assert status.main([str(run), "watch=false"]) == code
+    text = capsys.readouterr().out
+    assert f"1 run: 1 {state}" in text and reason in text
+    assert ("resumes it" in text) == bool(code)
+    (compared,) = collect_runs([run]).runs
+    assert compared.state == state

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from titan.config.settings import format_value, to_plain
 from titan.console.numbers import format_count, format_tokens
-from titan.report.collect import RawRun, format_setting, parse_start_time
+from titan.report.collect import RawRun, format_setting
 from titan.report.findings import FailedRun
+from titan.report.run_end import parse_start_time
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flatten_config
 from titan.run.schema import Recipe

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -26,7 +25,8 @@ from titan.metrics import columns
 from titan.metrics.columns import MetricsFile, StepColumns
 from titan.model.schema import Llama
 from titan.report.findings import FailedRun, State
-from titan.run.directory import ENVIRONMENT, describe_hook_end, is_locked, read_attempts, read_result
+from titan.report.run_end import classify_end
+from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
@@ -324,56 +324,17 @@ def _determine_state(
         return "finished", None
     if is_locked(directory):
         return "running", None
-    end = _classify_end(directory, document, result, steps)
+    end = classify_end(directory, document, result) or _describe_last_step(steps)
     if trial and trial.state in ("failed", "stopped", "queued", "running"):
         return trial.state, _find_ledger_reason(trial) or (None if trial.state == "running" else end[1])
     return end
 
 
-def _classify_end(
-    directory: Path, document: Mapping[str, Any], result: Mapping[str, Any], steps: StepColumns
-) -> tuple[State, str]:
-    """Return how the last attempt of an unfinished run ended."""
-    if result.get("attempt") == document["attempt"] and result.get("finished") is False:
-        if hook := describe_hook_end(result):
-            return "stopped", f"ended at step {result.get('step')} by {hook}"
-        return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
-    if message := _read_launcher_message(directory / "log" / "launcher.log", str(document.get("began") or "")):
-        return "failed", message
+def _describe_last_step(steps: StepColumns) -> tuple[State, str]:
+    """Return how an attempt ended that left neither a result nor a message."""
     if len(steps) and steps.is_nonfinite()[-1]:
         return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
     return "stopped", "it ended without an error message; the same command resumes it"
-
-
-def _read_launcher_message(log: Path, attempt_start: str) -> str | None:
-    """Return the launcher's last message since the attempt began; the first and last line of a traceback."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    starts = [
-        i
-        for i, line in enumerate(lines)
-        if (_parse_timestamp(line.partition(" ")[0]) or 0) >= (_parse_timestamp(attempt_start) or 0)
-    ]
-    starts = [i for i in starts if _parse_timestamp(lines[i].partition(" ")[0]) is not None]
-    if not starts:
-        return None
-    first_line, *later_lines = [line for line in lines[starts[-1] :] if line.strip()]
-    return " ".join([first_line.partition(" ")[2], *later_lines[-1:]])
-
-
-def _parse_timestamp(text: str) -> float | None:
-    """Return a date in ISO format in seconds since 1970; None where it is none."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
-
-
-def parse_start_time(document: Mapping[str, Any]) -> float | None:
-    """Return when an attempt began, in seconds since 1970; None where its document has no date."""
-    return _parse_timestamp(str(document.get("began") or ""))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

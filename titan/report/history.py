@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from titan.metrics.columns import StepColumns
 from titan.metrics.spikes import MIN_RISE
-from titan.report.collect import RawRun, count_devices, parse_start_time
+from titan.report.collect import RawRun, count_devices
 from titan.report.findings import Curves, Numbers, RunCost, Spike
+from titan.report.run_end import parse_start_time
 
 HOUR = 3600.0
 SILENT_REASONS = ("it ended without an error message", "it ended after step")
