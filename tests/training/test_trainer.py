@@ -29,6 +29,7 @@ from tests.support.runs import (
 )
 from tests.support.tiers import full
 from titan.checkpoint.state import train_state_dict
+from titan.metrics.reader import read_records
 from titan.parallelism.microbatches import Microbatches
 from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer
@@ -217,3 +218,17 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     run = compose_tiny_run(tmp_path, "training.steps=50", "checkpoint=off", "cluster.timeout=60", layout="fsdp2")
     assert [rank.code for rank in train_run(run, hear)] == [130, 130]
     assert 1 <= len(read_step_records(run)) <= 3
+
+
+def test_a_save_that_has_finished_is_recorded_before_the_step_in_flight(tmp_path: Path) -> None:
+    def finish_save_late(trainer: Trainer) -> None:
+        poll = trainer.saving.poll_finished
+        late_save = {"checkpoint_step": 1, "checkpoint_stall_seconds": 0.0}
+        trainer.saving.poll_finished = lambda: [late_save] if trainer.step == 4 else poll()  # type: ignore[method-assign]
+
+    run = compose_tiny_run(tmp_path, "training.steps=5", "checkpoint.every=0")
+    train_run(run, finish_save_late)
+    records = read_records(tmp_path / "metrics.jsonl")
+    steps = [record["step"] for record in records]
+    assert steps == sorted(steps)
+    assert any("checkpoint_step" in record for record in records if record["step"] == 3)

@@ -96,13 +96,16 @@ class RunReporter:
             summary.show_run(self.run, self.attempt, mix, notes)
             self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
 
-    def report_step(self, result: StepResult, cause: str, report_saves: Callable[[], None]) -> None:
+    def report_step(
+        self, result: StepResult, cause: str, poll_saves: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> None:
         """Report a step that all ranks have finished.
 
         Args:
             result: of the step.
             cause: where its first value that is not finite came from; empty for a finite step.
-            report_saves: reports the saves that have finished: between what hooks do and the step's record.
+            poll_saves: returns the saves that have finished: they are reported between what hooks do and the step's
+                record, at the step that is reported, though the next one may have begun.
         """
         self.step_times.add(result.seconds, result.metrics[PAIRS], result.batch.wait_seconds)
         ranks, warnings = self.rank_times.read_slots(result.step, result.rank_slots)
@@ -110,7 +113,7 @@ class RunReporter:
             self.warn(line)
         hook_metrics = self.hooks.end_step(result.step, lambda: self._build_hook_figures(result))
         if self.recorder:
-            report_saves()
+            self.report_saves(result.step, poll_saves())
             record = self.build_record(result) | self._record_expert_load(result) | ranks
             not_finite = {"not_finite": cause} if cause else {}
             self.recorder.log(record | not_finite | self._mark_spike(result) | hook_metrics)
@@ -128,7 +131,7 @@ class RunReporter:
         self.show(f"step {step:,}: {summary.describe_evaluation(figures)}")
 
     def report_saves(self, step: int, saves: Sequence[Mapping[str, Any]]) -> None:
-        """Report finished saves at the present step: trackers need steps in ascending order."""
+        """Report finished saves at `step`, that of the last record or later: trackers need ascending steps."""
         if self.recorder:
             for save in saves:
                 hook_metrics = self.hooks.call_moment("on_checkpoint", save["checkpoint_step"], save)

@@ -278,7 +278,7 @@ class Trainer:
             return False
         self.profiler.is_requested = self.profiler.is_requested or result.metrics[PROFILE] > 0
         cause = self._check_finite(result)
-        self.reporter.report_step(result, cause, self._report_finished_saves)
+        self.reporter.report_step(result, cause, self.saving.poll_finished)
         return bool(cause)
 
     def _check_finite(self, result: StepResult) -> str:
@@ -341,9 +341,6 @@ class Trainer:
         release_freed_memory(self.world.device)
         self.requests.save = False
         self.saving.save(self.step, self.rows)
-        self._report_finished_saves()
-
-    def _report_finished_saves(self) -> None:
         self.reporter.report_saves(self.step, self.saving.poll_finished())
 
     # --- the end
