@@ -165,6 +165,7 @@ class TestPlans:
         assert found.create_local_plan({"a": torch.ones(2)}) == first.compute_digest()
         assert isinstance(found.create_local_plan(change), Holdings)
         found.forget_plan()
+        assert found.resolver.state_dict == {}, "the memory of a state that was not saved is freed"
         assert isinstance(found.create_local_plan(change), Holdings)
 
 

@@ -96,7 +96,8 @@ class CachingSavePlanner:
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Forget the plan: the next save makes a new one."""
+        """Forget the plan, and the state of a save that has failed: the next save makes a new one."""
+        self.resolver.state_dict = {}
         self.tensor_keys: list[TensorKey] | None = None
         self.items: list[WriteItem] = []
         self.assigned_items: list[WriteItem] = []
