@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.prepared_folders import read_row
 from tests.support.runs import (
     RankOutcome,
     are_identical,
@@ -110,7 +111,7 @@ def test_law_2_every_step_reads_the_rows_that_the_seed_says(layout: str, changes
     for number, line in enumerate(read_step_records(run)):
         first = number * rows
         indices = range(first, first + rows)
-        hashes = (hash_row(i, corpus.train.read_row(int(order.rows_at(i)), length)) for i in indices)
+        hashes = (hash_row(i, read_row(corpus.train, int(order.rows_at(i)), length)) for i in indices)
         assert line["rows"] == [first, first + rows - 1]
         assert line["batch_hash"] == f"{sum(hashes) % 2**64:016x}"
         assert (line["step"], line["tokens"]) == (number + 1, (first + rows) * length)
@@ -138,7 +139,7 @@ def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None
     model.init_buffers("cpu")
     corpus = open_corpus(prepare(run.dataset))
     order = Permutation(corpus.train.count_rows(run.training.seq_len), run.training.seed)
-    rows = [corpus.train.read_row(int(order.rows_at(i)), run.training.seq_len) for i in range(run.training.rows)]
+    rows = [read_row(corpus.train, int(order.rows_at(i)), run.training.seq_len) for i in range(run.training.rows)]
     batch = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
     logits = model.head(model(batch[:, :-1])).float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
+from tests.support.prepared_folders import make_documents, publish_unit, read_row, write_corpus, write_manifest
 from tests.support.tiers import select_cases
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
@@ -158,7 +158,7 @@ def every_row_once(
             count = training.find_phase(step).rows
             numbers = mix.compute_row_numbers(np.arange(position, position + count))
             which, rows = mix.locate_rows(numbers)
-            expected = [mix.sources[k].split.read_row(row, SEQ_LEN) for k, row in zip(which, rows, strict=True)]
+            expected = [read_row(mix.sources[k].split, row, SEQ_LEN) for k, row in zip(which, rows, strict=True)]
             assert [row for batch in batches for row in rows_of(batch)] == [row.tolist() for row in expected]
             hashes = [hash_row(number, row) for number, row in zip(numbers.tolist(), expected, strict=True)]
             assert sum(batch.hash for batch in batches) % 2**64 == sum(hashes) % 2**64

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.footprint import estimate_footprint
 from tests.support.made_source import Made, MadeSource, make_documents
 from tests.support.tiers import full
 from titan.dataset.documents import Document, Skip, SourcePart, Turn
 from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import group_documents, hash_document
-from titan.dataset.preprocess.footprint import estimate_footprint
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import SplitWriter, compute_checksum, write_json
 from titan.dataset.schema import Stdlib

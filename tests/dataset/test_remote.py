@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.prepared_folders import make_documents, write_corpus
+from tests.support.prepared_folders import make_documents, read_row, write_corpus
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
@@ -59,7 +59,7 @@ def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
     numbers = np.arange(50)
     for mix in (near, far):
         _, rows = mix.locate_rows(numbers)
-        assert all(mix.sources[0].split.read_row(row, 64)[0] == row * 64 % 2**16 for row in rows.tolist())
+        assert all(read_row(mix.sources[0].split, row, 64)[0] == row * 64 % 2**16 for row in rows.tolist())
 
 
 def test_the_cache_keeps_what_it_may(there: Path) -> None:

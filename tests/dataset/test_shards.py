@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.prepared_folders import make_documents, publish_unit, write_corpus, write_manifest
+from tests.support.prepared_folders import make_documents, publish_unit, read_row, write_corpus, write_manifest
 from titan.dataset import shards
 from titan.dataset.shards import Split, open_corpus
 from titan.errors import ConfigError, RunError
@@ -57,12 +57,12 @@ def test_masks_are_read_like_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seq_len", [1, 7, 16, 64])
 def test_rows_overlap_by_one_token(split: Split, seq_len: int) -> None:
-    rows = [split.read_row(i, seq_len) for i in range(split.count_rows(seq_len))]
+    rows = [read_row(split, i, seq_len) for i in range(split.count_rows(seq_len))]
     assert len(rows) == (TOKENS - 1) // seq_len
     assert all(row.size == seq_len + 1 for row in rows)
     assert all(a[-1] == b[0] for a, b in pairwise(rows))
     with pytest.raises(IndexError):
-        split.read_row(len(rows), seq_len)
+        read_row(split, len(rows), seq_len)
 
 
 @pytest.mark.parametrize(

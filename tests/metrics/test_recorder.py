@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.composing import compose_test_run
+from tests.support.prepared_folders import read_row
 from tests.support.runs import LAYOUTS, TINY, compose_tiny_run, read_checkpoint, read_step_records, train_run
 from tests.support.tiers import full
 from titan.dataset.preprocess.prepare import prepare
@@ -119,7 +120,7 @@ def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> Non
     state = {n.removeprefix("model."): t for n, t in read_checkpoint(run, 3).items() if n.startswith("model.")}
     model.to_empty(device="cpu").load_state_dict(state)
     model.init_buffers("cpu")
-    rows = [torch.from_numpy(corpus.validation.read_row(i, 16).astype("int64")) for i in range(10)]
+    rows = [torch.from_numpy(read_row(corpus.validation, i, 16).astype("int64")) for i in range(10)]
     batch = torch.stack(rows)
     with torch.no_grad():
         logits = model.head(model(batch[:, :-1])).double()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from titan.dataset.shards import FORMAT, SPLITS, Corpus, choose_token_dtype, open_corpus
+from titan.dataset.shards import FORMAT, SPLITS, Corpus, Split, choose_token_dtype, open_corpus
 from titan.files.atomic import write_json
 
 Unit = Sequence[Sequence[int]]
@@ -88,3 +90,8 @@ def make_documents(*lengths: int, start: int = 0, vocab_size: int = 1000) -> lis
         out.append([token % vocab_size for token in range(start, start + length)])
         start += length
     return out
+
+
+def read_row(split: Split, i: int, seq_len: int) -> NDArray[Any]:
+    """Row `i`: `seq_len + 1` tokens, of which the last is the first one of the next row; IndexError without such."""
+    return split.read(i * seq_len, seq_len + 1)

@@ -17,6 +17,7 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.composing import compose_test_run
+from tests.support.prepared_folders import read_row
 from tests.support.processes import wait_until
 from tests.support.runs import (
     LAYOUTS,
@@ -64,7 +65,7 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
         total = 0
         for number in numbers.tolist():
             (k,), (row,) = mix.locate_rows(np.array([number]))
-            total += hash_row(number, mix.sources[k].split.read_row(int(row), run.training.seq_len))
+            total += hash_row(number, read_row(mix.sources[k].split, int(row), run.training.seq_len))
         out.append(([int(numbers[0]), int(numbers[-1])], f"{total % 2**64:016x}"))
     return out
 
@@ -184,7 +185,7 @@ def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
     mix, total, count = build_run_mixture(run), torch.zeros(()), 0
     split = mix.sources[0].split
     for row in mix.locate_rows(np.arange(run.training.rows))[1].tolist():
-        tokens = split.read_row(row, 16).astype(np.int64)
+        tokens = read_row(split, row, 16).astype(np.int64)
         for part in np.split(tokens, split.find_document_starts(row * 16, 17)):
             if part.size > 1:
                 ids = torch.from_numpy(part)[None]

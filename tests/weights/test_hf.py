@@ -31,7 +31,6 @@ from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import compute_digest, open_weights
 from titan.weights.hf_config import build_config, build_schema
-from titan.weights.origin import find_weights
 
 MODELS = [
     pytest.param(LLAMA, id="llama"),
@@ -314,8 +313,8 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.chdir(tmp_path)
-        assert find_weights(f"someone/tiny@{COMMIT}").read_model() == LLAMA
         weights = open_weights(f"someone/tiny@{COMMIT}")
+        assert weights.model == LLAMA
         assert not any("consolidated" in asked or ".bin" in asked for asked in hub.requests)
         with pytest.raises(ConfigError, match="no such repository on the hub"):
             open_weights("someone/else")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,24 +150,6 @@ def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
         content = torch.load(file, weights_only=True)
         torch.save({key: value + change for key, value in content.items()}, file)
     assert compute_digest(open_weights(tmp_path / "a")) != compute_digest(open_weights(tmp_path / "b"))
-
-
-PEEK = """
-import sys
-from titan.weights.origin import find_weights
-from titan.weights.model_config import check_model
-models = [find_weights(path).read_model() for path in sys.argv[1:]]
-check_model(models[0], models[1], "x")
-print(models[0] == models[1], models[2], "torch" in sys.modules)
-"""
-
-
-def test_the_model_is_told_without_torch(tmp_path: Path) -> None:
-    for name, write in (("native", write_native), ("hf", write_hf), ("meta", write_meta)):
-        write(tmp_path / name, LLAMA)
-    folders = [tmp_path / name for name in ("native", "hf", "meta")]
-    done = subprocess.run([sys.executable, "-c", PEEK, *folders], capture_output=True, text=True, check=True)
-    assert done.stdout == "True None False\n"
 
 
 def test_a_model_of_a_trusted_package_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,8 @@ def _build_manifest(content: dict[str, Any]) -> Manifest:
 
     Raises:
         ValueError: when a value has another type or is out of range, or a file is outside of the folder.
-        TypeError: when a value is missing, or is not a field.
-        KeyError: when `files` is missing.
+        KeyError: when a field of `Manifest` is missing; its name.
+        TypeError: when a value is not a field, or a file lacks one.
     """
     for name, kind in get_type_hints(Manifest).items():
         untrusted.check_type(content[name], dict if name == "files" else kind, name)

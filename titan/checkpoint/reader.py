@@ -107,7 +107,7 @@ class ProgressLoadPlanner(DefaultLoadPlanner):
         self.advance = advance
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """See torch's `ProgressLoadPlanner`."""
+        """See torch's `DefaultLoadPlanner`."""
         super().commit_tensor(read_item, tensor)
         self.advance()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
@@ -123,7 +123,3 @@ class Hardware:
                 "such as cluster=h100, or measure this machine with python -m titan.calibrate."
             )
         return float(value)
-
-    def collect_figures(self) -> dict[str, float]:
-        """Return the figures that are given."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}

@@ -166,14 +166,6 @@ class Split:
         """Return the number of rows of `seq_len` tokens, each with the following token as its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
-    def read_row(self, i: int, seq_len: int) -> NDArray[Any]:
-        """Return row `i`: `seq_len + 1` tokens, of which the last is the first one of the next row.
-
-        Raises:
-            IndexError: when there is no such row.
-        """
-        return self.read(i * seq_len, seq_len + 1)
-
     def _read_slice(self, start: int, count: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         pieces = [
             self._read_shard(shard, first, size, suffix, dtype)

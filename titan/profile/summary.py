@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,6 @@ PREDICTED = {
 }  # fmt: skip
 """Causes of `titan.estimate.step_time` by the row that they are compared with: a rank without work waits for a
 message of another stage."""
-_NAME = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 _FIGURES = dict[str, float]
 _KINDS: dict[str, Any] = {"rank": int, "steps": list[int], "seconds": float, "parts": _FIGURES, "hidden": _FIGURES}
 

@@ -121,7 +121,7 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
 
 
 def _check_kind(raw: RawRun, run: Run) -> None:
-    """Raise _Unusable for a run that is not finished, or on another device or in another compute type."""
+    """Raise _UnusableRunError for a run that is not finished, or on another device or in another compute type."""
     if raw.state != "finished":
         raise _UnusableRunError(f"is not finished ({raw.state})")
     if raw.hardware != run.machine.name:

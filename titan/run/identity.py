@@ -49,7 +49,8 @@ DIGEST_SCHEDULES: dict[str, dict[str, str]] = {
     "titan.schedule.Linear": {"training.schedule": "linear"},
     "titan.schedule.WSD": {},
 }
-"""What ids hash for these kinds of schedules; for others, their names under `schedule`."""
+"""What ids hash for the names of these kinds of schedules; for those of others, `schedule`. Their settings `warmup`,
+`decay` and `final_lr` are hashed under the names in `DIGEST_NAMES`."""
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
 
 

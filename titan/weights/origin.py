@@ -18,8 +18,6 @@ from titan.console.text import sanitize_line
 from titan.dataset.sources.hub import translate_hub_error
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
-from titan.weights import model_config
-from titan.weights.hf_config import build_schema
 
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _PATTERNS = ("model*.safetensors", "*.json", "tokenizer.model", "*.jinja")
@@ -47,29 +45,14 @@ class WeightsLocation:
         Raises:
             ConfigError: when it can't be fetched.
         """
-        return Path(self.path) if self.kind != "hub" else self._fetch("snapshot_download", allow_patterns=_PATTERNS)
+        return Path(self.path) if self.kind != "hub" else self._fetch()
 
-    def read_model(self) -> Any:
-        """Return the model that the folder describes; None for Meta's format, whose description is incomplete.
-
-        Raises:
-            ConfigError: when titan has no such model, or the description is broken.
-        """
-        if self.kind == "titan":
-            saved_manifest = manifest.read(Path(self.path))
-            return None if saved_manifest is None else build_model(saved_manifest, self.label)
-        if self.kind == "meta":
-            return None
-        is_on_hub = self.kind == "hub"
-        file = self._fetch("hf_hub_download", filename="config.json") if is_on_hub else Path(self.path) / "config.json"
-        return build_schema(model_config.load_json(file, self.label), self.label)
-
-    def _fetch(self, function_name: str, **options: Any) -> Path:
-        """Fetch with a function of huggingface_hub and the user's login, into its cache."""
+    def _fetch(self) -> Path:
+        """Fetch a repository of the hub with the user's login, into the cache of huggingface_hub."""
         hub = import_optional("huggingface_hub", self.label)
         repository, _, revision = self.path.partition("@")
         try:
-            return Path(getattr(hub, function_name)(repository, revision=revision or None, **options))
+            return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=_PATTERNS))
         except Exception as error:
             raise translate_hub_error(error, self.label, self.label) from error
 

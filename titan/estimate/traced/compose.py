@@ -77,12 +77,6 @@ class RepeatAxis:
         """Return the index in the whole of an index of the short trace, in a unit of the whole."""
         return self.start + index - self.first + (unit - self.find_unit(index)) * self.period
 
-    def find_template(self, unit: int) -> int:
-        """Return the unit of the short trace that stands for a unit of the whole."""
-        if unit <= self.repeated_unit:
-            return unit
-        return max(self.repeated_unit, unit - self.added_units)
-
 
 class ObjectName(NamedTuple):
     """What identifies a tensor or marker of the whole: region, block outside of regions, and its number there."""
