@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.tiers import full
 from titan.console.numbers import format_tokens
-from titan.metrics.plot import extract_curve, plot_losses, thin_curve
+from titan.metrics.loss_curves import read_loss_curves
+from titan.metrics.plot import plot_losses, thin_curve
 from titan.metrics.reader import read_steps
 
 SVG = "http://www.w3.org/2000/svg"
@@ -37,15 +39,69 @@ def metrics_file(tmp_path: Path) -> Path:
 
 
 def test_the_last_line_of_a_step_counts(metrics_file: Path) -> None:
-    training = extract_curve(read_steps(metrics_file), "loss")
-    assert training.steps == (1, 2, 3)
-    assert training.tokens == (2048, 4096, 6144)
-    assert training.values == (8.0, 6.5, 6.0)
+    training = read_loss_curves(metrics_file).training
+    assert training.steps.tolist() == [1, 2, 3]
+    assert training.tokens.tolist() == [2048, 4096, 6144]
+    assert training.values.tolist() == [8.0, 6.5, 6.0]
 
 
 def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -> None:
-    validation = extract_curve(read_steps(metrics_file), "validation_loss")
-    assert (validation.steps, validation.values) == ((2,), (7.5,))
+    validation = read_loss_curves(metrics_file).validation
+    assert (validation.steps.tolist(), validation.values.tolist()) == ([2], [7.5])
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        pytest.param([], (None, None), id="none"),
+        pytest.param([3.0], (3.0, 3.0), id="one"),
+        pytest.param([None, 3.0, 2.0], (3.0, 2.0), id="a-bad-first"),
+        pytest.param([3.0, None], (3.0, None), id="a-bad-last"),
+    ],
+)
+def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
+    curves = read_loss_curves(file)
+    assert (curves.first, curves.last) == expected
+
+
+def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
+    curves = read_loss_curves(tmp_path / "metrics.jsonl")
+    assert (curves.first, curves.last, len(curves.training), len(curves.validation)) == (None, None, 0, 0)
+
+
+def test_a_number_that_is_too_large_costs_only_its_line(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 10**400 if step == 3 else 2} for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_loss_curves(tmp_path / "metrics.jsonl").training.steps.tolist() == [1, 2, 4, 5]
+
+
+LOSS, VALIDATION = {"loss": 3.0}, {"validation_loss": 4.0}
+lines_of_steps = st.lists(
+    st.builds(
+        lambda step, values, attempt: {"step": step, "attempt": attempt, **values},
+        st.integers(0, 4),
+        st.sampled_from([LOSS, VALIDATION, {}, {"loss": 2.0, "spike": 1.0}, {"loss": None}, {"validation_loss": 5.0}]),
+        st.integers(1, 2),
+    ),
+    max_size=12,
+)
+
+
+@given(lines_of_steps)
+def test_curves_are_those_of_merged_records(lines: list[dict[str, Any]]) -> None:
+    """Other readers merge records; the columns must say the same."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "metrics.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        curves, merged = read_loss_curves(file), read_steps(file)
+    for curve, key in ((curves.training, "loss"), (curves.validation, "validation_loss")):
+        finite = [(record["step"], record[key]) for record in merged if record.get(key) is not None]
+        assert list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == finite
+    spikes = [record["step"] for record in merged if "spike" in record and record.get("loss") is not None]
+    assert curves.spikes.steps.tolist() == spikes
 
 
 @pytest.mark.parametrize(
@@ -61,7 +117,7 @@ def test_a_validation_line_does_not_hide_the_training_line(metrics_file: Path) -
 def test_draws_a_picture(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     file, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plot_losses(file, picture) == picture
+    assert plot_losses(read_loss_curves(file), picture) == picture
     text = picture.read_text()
     root = ElementTree.fromstring(text)
     assert root.tag == f"{{{SVG}}}svg" and "nan" not in text
@@ -76,7 +132,7 @@ def test_nothing_to_draw(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "metrics.jsonl"
     if text is not None:
         file.write_text(text)
-    assert plot_losses(file, tmp_path / "loss.svg") is None
+    assert plot_losses(read_loss_curves(file), tmp_path / "loss.svg") is None
     assert not (tmp_path / "loss.svg").exists()
 
 
@@ -84,7 +140,7 @@ def test_marks_above_the_axis_are_at_its_upper_end(tmp_path: Path) -> None:
     lines = [{"step": s, "tokens": 64 * s, "loss": 3.0 + s / 1000} for s in range(1, 401)]
     lines[200] |= {"loss": 90.0, "spike": 3.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
+    plot_losses(read_loss_curves(tmp_path / "metrics.jsonl"), tmp_path / "loss.svg")
     text = (tmp_path / "loss.svg").read_text()
     (mark,) = re.findall(r'class="marks spikes" d="M([\d.]+) ([\d.]+)l', text)
     (top,) = {float(y) for y in re.findall(r'<rect x="70" y="(\d+)"', text)}

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.made_runs import Story, make_run, read_lines, write_lines
 from tests.support.runs import compose_tiny_run, read_step_records, train_run
-from titan.metrics.plot import plot_losses, select_spikes
-from titan.metrics.reader import read_steps
+from titan.metrics.loss_curves import read_loss_curves
+from titan.metrics.plot import plot_losses
 from titan.metrics.spikes import SpikeDetector
 from titan.report import collect, history, notes
 from titan.report.history import History
@@ -71,9 +71,12 @@ def test_marks_are_in_the_plot_and_in_a_comparison(tmp_path: Path) -> None:
     spike = next(line for line in lines if line["step"] == 30)
     spike |= {"spike": 9.0, "spike_median": 3.1}
     write_lines(tmp_path / "run", lines)
-    assert select_spikes(read_steps(tmp_path / "run" / "metrics.jsonl")).values == (spike["loss"],)
+    assert read_loss_curves(tmp_path / "run" / "metrics.jsonl").spikes.values.tolist() == [spike["loss"]]
     write_lines(tmp_path, [{k: v for k, v in line.items() if k != "spike"} for line in lines])
-    pictures = [plot_losses(folder / "metrics.jsonl", folder / "loss.svg") for folder in (tmp_path, tmp_path / "run")]
+    pictures = [
+        plot_losses(read_loss_curves(folder / "metrics.jsonl"), folder / "loss.svg")
+        for folder in (tmp_path, tmp_path / "run")
+    ]
     plain, spiked = [picture.read_bytes() for picture in pictures if picture]
     assert plain != spiked
     (raw,) = collect.collect_runs([tmp_path / "run"]).runs

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from titan.console.numbers import format_tick, format_tokens
 from titan.files.atomic import write_atomic
 from titan.metrics import svg
-from titan.metrics.reader import read_steps
+from titan.metrics.loss_curves import Curve, LossCurves
 from titan.metrics.svg import Frame, Label, Numbers, Scale
 
 SMOOTHING_SHARE = 0.02
@@ -37,57 +33,20 @@ Points = tuple[Numbers, Numbers]
 """Tokens and values, [points] each."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One metric over training.
-
-    Attributes:
-        steps: in ascending order.
-        tokens: read up to each step.
-        values: at each step, all finite.
-    """
-
-    steps: tuple[int, ...]
-    tokens: tuple[float, ...]
-    values: tuple[float, ...]
-
-
-def plot_losses(metrics_file: Path, picture: Path) -> Path | None:
-    """Plot training and validation loss from metrics.jsonl.
+def plot_losses(curves: LossCurves, picture: Path) -> Path | None:
+    """Plot training and validation loss.
 
     Args:
-        metrics_file: lines with step, tokens and loss or validation_loss.
+        curves: the losses, from `read_loss_curves`.
         picture: the file to write.
 
     Returns:
         The file; None where there is no loss.
     """
-    records = read_steps(metrics_file)
-    training, validation = extract_curve(records, "loss"), extract_curve(records, "validation_loss")
-    spikes = select_spikes(records)
-    if not (training.steps or validation.steps):
+    if not (len(curves.training) or len(curves.validation)):
         return None
-    write_atomic(picture, _draw_picture(training, validation, spikes))
+    write_atomic(picture, _draw_picture(curves.training, curves.validation, curves.spikes))
     return picture
-
-
-def select_spikes(records: Iterable[Mapping[str, Any]]) -> Curve:
-    """Return the losses of the steps that are marked as spikes."""
-    return extract_curve((record for record in records if "spike" in record), "loss")
-
-
-def extract_curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
-    """Return the finite values of `key`; the records are of one step each, as `read_steps` returns them."""
-    finite_records = [record for record in records if _is_finite(record.get(key))]
-    return Curve(
-        steps=tuple(int(record["step"]) for record in finite_records),
-        tokens=tuple(float(record.get("tokens", record["step"])) for record in finite_records),
-        values=tuple(float(record[key]) for record in finite_records),
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOOTHING_SHARE) -> Points:
@@ -113,21 +72,21 @@ def thin_curve(x: Numbers, y: Numbers, points: int = POINTS, share: float = SMOO
 
 
 def _draw_picture(training: Curve, validation: Curve, spikes: Curve) -> str:
-    last_tokens = max(*training.tokens, *validation.tokens, 1.0)
+    last_tokens = max(1.0, *(curve.tokens.max() for curve in (training, validation) if len(curve)))
     low, high = _compute_limits(training.values, validation.values)
     frame = Frame(Scale(0, 1.02 * last_tokens, 70, WIDTH - 190), Scale(low, high, HEIGHT - 50, 60), WIDTH, HEIGHT)
     axes = frame.draw_axes("tokens", "loss (nats per token)", format_tokens, format_tick)
-    body, labels = axes + _draw_step_axis(frame, training if training.steps else validation), []
-    if training.steps:
+    body, labels = axes + _draw_step_axis(frame, training if len(training) else validation), []
+    if len(training):
         body += svg.clip_body(frame, "training", _draw_training(frame, training))
         labels.append(Label(frame.y.at(training.values[-1]), _label_training(training), 'class="training"'))
-    if validation.steps:
+    if len(validation):
         last = validation.values[-1]
         body += svg.clip_body(frame, "validation", _draw_marks(frame, validation, "validation", "m-4 0l4 -4l4 4l-4 4z"))
         labels.append(Label(frame.y.at(last), f"validation, last {last:.3f}", 'class="validation"'))
-    if spikes.steps:
+    if len(spikes):
         body += _draw_marks(frame, spikes, "spikes", "l-5 -9h10z")
-        labels.append(Label(frame.y.end, f"spikes, {len(spikes.steps)}", 'class="spikes"'))
+        labels.append(Label(frame.y.end, f"spikes, {len(spikes)}", 'class="spikes"'))
     inner = svg.draw_picture(frame, "Loss", body + svg.draw_labels(frame, labels))
     size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
     return (
@@ -138,7 +97,7 @@ def _draw_picture(training: Curve, validation: Curve, spikes: Curve) -> str:
 
 def _count_window(training: Curve) -> int:
     """Return the steps that a smoothed point averages over; below 2 there is nothing to smooth."""
-    return round(SMOOTHING_SHARE * len(training.values))
+    return round(SMOOTHING_SHARE * len(training))
 
 
 def _label_training(training: Curve) -> str:
@@ -147,7 +106,7 @@ def _label_training(training: Curve) -> str:
 
 
 def _draw_training(frame: Frame, training: Curve) -> str:
-    xs, ys = np.array(training.tokens), np.array(training.values)
+    xs, ys = training.tokens, training.values
     raw_points = thin_curve(xs, ys, RAW_POINTS, share=0)
     if _count_window(training) < 2:
         return svg.draw_line(frame, *raw_points, 'class="training"', "training")
@@ -171,11 +130,11 @@ def _draw_step_axis(frame: Frame, curve: Curve) -> str:
     return svg.draw_text(frame.x.start, y, "step", kind="name", shift=-svg.LETTER * 7) + "".join(names)
 
 
-def _compute_limits(*curves: Sequence[float]) -> tuple[float, float]:
+def _compute_limits(*curves: Numbers) -> tuple[float, float]:
     """Return the range of the loss axis; the highest 0.5% of the values may lie outside of it."""
-    values = sorted(value for curve in curves for value in curve)
-    low, high = values[0], values[-1]
-    percentile = values[int(0.995 * (len(values) - 1))]
+    values = np.sort(np.concatenate(curves))
+    low, high = float(values[0]), float(values[-1])
+    percentile = float(values[int(0.995 * (len(values) - 1))])
     top = percentile if high > percentile + (percentile - low) else high
     pad = 0.05 * (top - low) or 0.5
     return low - pad, top + pad

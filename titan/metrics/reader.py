@@ -56,12 +56,6 @@ def ends_with_attempt(file: Path, attempt: int) -> bool:
     return next((record.get("attempt", 1) == attempt for record in _read_last_records(file)), False)
 
 
-def find_first_and_last_loss(file: Path) -> tuple[float | None, float | None]:
-    """Return a run's losses over all its attempts: the first that is finite, and the last."""
-    losses = [record["loss"] for record in read_records(file) if "loss" in record]
-    return next((loss for loss in losses if loss is not None), None), losses[-1] if losses else None
-
-
 def merge_steps(records: Iterable[Record], limits: Mapping[int, float]) -> list[Record]:
     """Return one record per step, in rising order: all that was recorded since the step was last trained.
 

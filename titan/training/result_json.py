@@ -10,8 +10,9 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.hooks.calls import Hooks
+from titan.metrics.loss_curves import read_loss_curves
 from titan.metrics.plot import plot_losses
-from titan.metrics.reader import METRICS, find_first_and_last_loss
+from titan.metrics.reader import METRICS
 from titan.metrics.recorder import peak_memory_gib, replace_non_finite
 from titan.parallelism.mesh import World
 from titan.run.attempts import Attempt
@@ -67,17 +68,17 @@ def build_result(
         speed: of a typical step, and how much of the steps waited for data.
     """
     directory, seconds = Path(run.directory), time.monotonic() - end.start_time
-    metrics, checkpoints = directory / METRICS, manifest.list_complete(directory)
-    first, last = find_first_and_last_loss(metrics)
-    plot = plot_losses(metrics, directory / "loss.svg") if run.metrics.plot else None
+    checkpoints = manifest.list_complete(directory)
+    curves = read_loss_curves(directory / METRICS)
+    plot = plot_losses(curves, directory / "loss.svg") if run.metrics.plot else None
     return {
         "finished": end.finished,
         "step": end.step,
         "tokens": end.rows * run.training.seq_len,
         "attempt": attempt.number,
         "science_id": attempt.ids.science,
-        "first_loss": first,
-        "last_loss": last,
+        "first_loss": curves.first,
+        "last_loss": curves.last,
         **{name: replace_non_finite(value) for name, value in latest_metrics.items()},
         **end.ended_by,
         **speed,
