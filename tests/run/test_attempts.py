@@ -28,7 +28,7 @@ from titan.cluster import devices
 from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
-from titan.run import attempts
+from titan.run import attempts, completion
 from titan.run.attempts import Attempt, FinishedRun
 from titan.run.directory import is_locked, parse_attempts, read_attempts
 from titan.run.lock import lock_directory
@@ -68,6 +68,15 @@ def finish(run: Run) -> None:
     """What the trainer leaves at the end."""
     result = {"finished": True, "step": run.training.steps}
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
+
+
+def test_a_result_without_a_run_is_not_done() -> None:
+    run = tiny()
+    lived(run)
+    result = {"finished": False, "step": 1, "attempt": 1, "ended_by": {"hook": "prune", "reason": "slow"}}
+    (Path(run.directory) / "result.json").write_text(json.dumps(result))
+    (Path(run.directory) / "run.yaml").unlink()
+    assert not completion.is_done(run)
 
 
 def test_another_experiment_is_rejected_before_data_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

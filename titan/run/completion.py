@@ -16,7 +16,9 @@ def is_done(run: Run) -> bool:
     if is_finished(directory, run.training.steps):
         return True
     result = read_result(directory)[0]
-    return bool(result.get("ended_by")) and is_ended_by_hook(run, read_attempts(directory)[-1], result)
+    if not result.get("ended_by") or not (attempts := read_attempts(directory)):
+        return False
+    return is_ended_by_hook(run, attempts[-1], result)
 
 
 def is_ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
