@@ -13,6 +13,7 @@ from titan.config.settings import format_value, suggest_nearest
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
@@ -35,6 +36,9 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     Raises:
         ConfigError: for a combination that can't work.
     """
+    if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
+        layout = run.layout
+        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
     axis_checks = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
     for check_axis in (*axis_checks, _check_experts, _check_memory):
         check_axis(run)
@@ -179,8 +183,6 @@ def _check_tensor(run: Run) -> None:
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
                 f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
             )
-    if degree > 1 and not type(model).__module__.startswith("titan."):  # tests check titan's own, without torch here
-        model.check_tensor_plan(degree)
     if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,
