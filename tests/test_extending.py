@@ -25,7 +25,7 @@ from titan.run import identity
 from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
-SECTIONS = ("A model", "An optimizer", "A dataset", "A schedule")
+SECTIONS = ("A model", "An attention", "An optimizer", "A dataset", "A schedule")
 NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task")
 TERMS, STRATEGY, HOOKS, TASK = map(examples.read_section, NAMES)
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from titan.compile.compiler import find_missing_compiler
+from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
@@ -20,6 +21,7 @@ from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
+from titan.weights.hf_config import FAMILIES
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -79,10 +81,15 @@ def _check_checkpoint(run: Run) -> None:
             f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
             f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
         )
-    if checkpoint.export == "meta" and not isinstance(run.model, Llama):
+    if checkpoint.export == "meta" and type(run.model) is not Llama:
+        alternative = "hf" if type(run.model) in FAMILIES.values() else "null"
         raise ConfigError(
             f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
-            f"{type(run.model).__name__}; give checkpoint.export=hf."
+            f"{type(run.model).__name__}; give checkpoint.export={alternative}."
+        )
+    if checkpoint.export == "hf" and type(run.model) not in FAMILIES.values():
+        raise ConfigError(
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null."
         )
 
 
