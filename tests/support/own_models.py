@@ -1,4 +1,4 @@
-"""Models as a user writes them: attention by a window, by a state and by whole rows, and a block with more parameters."""
+"""Models as a user writes them: attention by a window, a state or whole rows, and a block with more parameters."""
 
 from __future__ import annotations
 
