@@ -90,10 +90,17 @@ def judge_candidates(
 
 @dataclass(frozen=True)
 class UncorrectedComparison:
-    """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
+    """A comparison before Holm's correction.
+
+    Attributes:
+        quality: what is known before the correction.
+        seeds: the values to test; None: it is not ranked and stays unchanged.
+        can_be_equal: whether a small difference shows that there is none.
+    """
 
     quality: Quality
     seeds: SeedComparison | None = None
+    can_be_equal: bool = True
 
 
 def compare_variant(
@@ -350,14 +357,41 @@ def _build_token_axis(member: Member) -> Numbers:
 def _compare_at_equal_hours(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
 ) -> list[UncorrectedComparison]:
-    """Compare at equal device-hours; by the final values where both spent the same."""
-    hours = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
+    """Compare at equal device-hours: by the final values, where these decide it.
+
+    Final values decide it where both sides spent the same, and where the better one spent less. Else the slower side
+    needs a schedule that ends as early as the other's.
+    """
+    sides = [[m for m in side if m.run.step and _goes_on(m)] for side in (variant, baseline)]
+    hours = [[m.run.cost.training_hours for m in side] for side in sides]
     if not all(hours) or min(map(min, hours)) <= 0:
         return []
-    low, high = min(map(min, hours)), max(map(max, hours))
-    if high - low <= SAME_HOURS * high and end.seeds is not None:
-        return [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal device-hours"))]
-    return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
+    if end.seeds is None or end.seeds.difference is None:
+        return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
+    ratio = float(np.median(hours[0]) / np.median(hours[1]))
+    if abs(ratio - 1) <= SAME_HOURS:
+        return [_build_ranked(end.seeds, measure, "equal device-hours", "")]
+    p_value = end.seeds.compute_p_value()
+    if p_value is None or p_value >= ALPHA or (end.seeds.difference.estimate < 0) != (ratio < 1):
+        return [_explain_unequal_hours(sides, ratio, end.seeds, measure)]
+    suffix = f" with {abs(ratio - 1):.0%} {'fewer' if ratio < 1 else 'more'} device-hours"
+    ranked = _build_ranked(end.seeds, measure, "equal device-hours", suffix)
+    return [dataclasses.replace(ranked, can_be_equal=False)]
+
+
+def _explain_unequal_hours(
+    sides: Sequence[Sequence[Member]], ratio: float, seeds: SeedComparison, measure: Measure
+) -> UncorrectedComparison:
+    """Return why final values do not decide it: how many steps the slower side has in the time of the other."""
+    name, slower = ("the variant", sides[0]) if ratio > 1 else ("the baseline", sides[1])
+    steps = max(1, math.floor(int(np.median([m.run.step for m in slower])) / max(ratio, 1 / ratio)))
+    text = (
+        f"inconclusive: {_format_difference(seeds, measure)}; {name} took {max(ratio, 1 / ratio) - 1:.0%} more "
+        f"device-hours: run it with training.steps={steps}"
+    )
+    unranked = _build_inconclusive(measure.name, "equal device-hours", text)
+    quality = dataclasses.replace(unranked.quality, difference=seeds.compute_interval(), pairs=seeds.pairs)
+    return dataclasses.replace(unranked, quality=quality)
 
 
 def _compare_before_end(
@@ -447,7 +481,7 @@ def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, mar
     if p_holm is None or seeds.difference is None:
         return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
-    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats else None
+    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats and comparison.can_be_equal else None
     small = p_none is not None and p_none < ALPHA
     answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
     needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None

@@ -289,8 +289,7 @@ def _format_needed(quality: Quality) -> str:
     needed = quality.needed_range
     if needed is None or needed.count is None:
         return "more seeds are unlikely to decide"
-    low, high = (f"{end:,}" if end else f"more than {statistics.MOST:,}" for end in (needed.low, needed.high))
-    return f"about {needed.count:,} needed, 95% range {low} to {high}"
+    return f"{statistics.format_repeats_needed(needed, 'seeds')} would decide"
 
 
 def _describe_diverged(comparison: Comparison) -> list[str]:
