@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Story, StoryAttempt, make_run
+from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
+from titan.sweep.ledger import SweepSpec
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"
@@ -142,6 +143,25 @@ def test_time_is_equal_or_favours_the_worse_side(tmp_path: Path, seconds: float,
     ends = qualities(compared(tmp_path, (BASE, ()), (other, (WD,))))
     assert re.search(expected, ends["equal device-hours"].text)
     assert ends["equal device-hours"].answer == ("undecided" if "run it" in expected else "yes")
+
+
+def test_the_budget_of_a_sweep_decides(tmp_path: Path) -> None:
+    shorter = [replace(story, steps=20, seconds=story.seconds * 2, level=2.9) for story in BASE]
+    for budget, other, at in (
+        ("flops", BASE, "equal FLOPs"), ("flops", shorter, "equal tokens"), ("time", shorter, "equal device-hours"),
+        ("steps", shorter, "equal tokens"),
+    ):  # fmt: skip
+        root = tmp_path / f"{budget}-{other[0].steps}"
+        trials = {}
+        for letter, stories, overrides in (("a", BASE, ()), ("b", other, (WD,))):
+            for index, story in enumerate(stories):
+                make_run(root / f"{letter}{index}", story, *overrides)
+                trials[f"{letter}{index}"] = (*overrides, f"training.seed={story.seed}")
+        make_sweep(root, SweepSpec(budget=budget), trials)
+        found = compare([root])
+        assert found.budget == budget
+        (verdict, *_) = found.variants[1].quality
+        assert verdict.at == at
 
 
 def test_no_difference_in_more_time_is_not_equality(tmp_path: Path) -> None:

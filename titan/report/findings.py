@@ -424,6 +424,7 @@ class Comparison:
         failed: what failed, with reasons.
         target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
+        budget: what the variants had as much of as the baseline: "steps", "tokens", "flops" or "time".
         notes: on the whole: several code ids, different hardware, different validation sets.
     """
 
@@ -435,4 +436,5 @@ class Comparison:
     failed: tuple[FailedRun, ...]
     target: float | None
     margin: float
+    budget: str = "steps"
     notes: tuple[str, ...] = field(default=())

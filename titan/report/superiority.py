@@ -38,7 +38,7 @@ from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
 SAME_HOURS = 0.02
-"""Device-hours that differ by no more than this share are equal."""
+"""Device-hours, and FLOPs, that differ by no more than this share are equal."""
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
 
@@ -71,7 +71,7 @@ _LOSSES: dict[LossMeasure, Measure] = {
 
 
 def judge_candidates(
-    candidates: Sequence[VariantCandidate], target: float | None, margin: float
+    candidates: Sequence[VariantCandidate], target: float | None, margin: float, budget: str = "steps"
 ) -> list[tuple[Quality, ...]]:
     """Return the comparisons of each variant with the baseline; the first one decides the answer.
 
@@ -81,9 +81,10 @@ def judge_candidates(
         candidates: the variants, the baseline first.
         target: the target loss that decides where variants saw different numbers of tokens.
         margin: equivalence margin, in nats of validation loss.
+        budget: of the sweep; the comparison at equal FLOPs or time decides where this is its budget.
     """
     rivals = [v for v in candidates if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best]
-    uncorrected = [compare_variant(v.members, candidates[0].members, target) for v in rivals]
+    uncorrected = [compare_variant(v.members, candidates[0].members, target, budget) for v in rivals]
     qualities = dict(zip(map(id, rivals), correct_comparisons(uncorrected, margin), strict=True))
     return [qualities.get(id(v), ()) for v in candidates]
 
@@ -104,7 +105,7 @@ class UncorrectedComparison:
 
 
 def compare_variant(
-    variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None
+    variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None, budget: str = "steps"
 ) -> list[UncorrectedComparison]:
     """Return the comparisons of a variant's runs with the baseline's; the first one decides the answer.
 
@@ -112,6 +113,7 @@ def compare_variant(
         variant: runs of the variant.
         baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
+        budget: of the sweep.
     """
     common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
     if common_loss is None:
@@ -120,21 +122,40 @@ def compare_variant(
     measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
     comparisons = [end]
-    if has_unequal_tokens(variant, baseline):
+    if budget == "flops" and _has_equal_flops(variant, baseline):
+        comparisons = [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal FLOPs"))]
+    elif has_unequal_tokens(variant, baseline):
         comparisons = _compare_at_unequal_tokens(variant, baseline, measure, end, target)
     elif (
         _collect_tokens(variant) and _collect_tokens(baseline) and _collect_tokens(variant) != _collect_tokens(baseline)
     ):
         comparisons.append(_compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
-    if _has_same_machines(variant, baseline):
-        comparisons += _compare_at_equal_hours(variant, baseline, measure, end)
-    return comparisons
+    hours = _compare_at_equal_hours(variant, baseline, measure, end) if _has_same_machines(variant, baseline) else []
+    return [*hours, *comparisons] if budget == "time" else [*comparisons, *hours]
 
 
 def has_unequal_tokens(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether both sides have finished runs and these saw different numbers of tokens."""
     variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
     return bool(variant_tokens and baseline_tokens) and variant_tokens != baseline_tokens
+
+
+def _has_equal_flops(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Return whether the finished runs of both sides computed as many FLOPs, up to a step."""
+    sides = [[_count_flops(m) for m in side if m.run.state == "finished"] for side in (variant, baseline)]
+    if not all(sides) or None in sides[0] + sides[1]:
+        return False
+    a, b = (float(np.median(np.array(side, dtype=np.float64))) for side in sides)
+    fewest_steps = min(m.run.step for m in (*variant, *baseline) if m.run.state == "finished")
+    return abs(a - b) <= max(SAME_HOURS, 1 / fewest_steps) * max(a, b)
+
+
+def _count_flops(member: Member) -> float | None:
+    """Return the FLOPs of a run in units of 1e12; None where its speed is not known."""
+    speed = member.run.speed
+    if speed is None or speed.tflops_per_device is None:
+        return None
+    return member.run.tokens * speed.tflops_per_device / speed.tokens_per_second_per_device
 
 
 def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
