@@ -36,7 +36,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             **_describe_data(run, mix),
             "batch": f"{training.global_batch:,} tokens = {training.rows} rows; {run.rank_rows} per rank in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_describe_growth(run)}",
-            "steps": f"{training.steps:,}, {format_count(training.tokens)} tokens; "
+            "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
