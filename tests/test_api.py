@@ -241,6 +241,8 @@ def test_compare_rejects(directory: str, options: dict[str, Any], sentence: str)
 def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         api.open_run(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        api.open_run(tmp_path / "gone")
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ from titan.console import output
 from titan.console.progress import print_table
 from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError
+from titan.weights.origin import check_source
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_conversion(command_line: CommandLine[Convert]) -> int:
     settings = command_line.settings
     target = Path(settings.to).expanduser().absolute()
+    check_source(settings.source)
     _check_target(settings, target)
     started = time.monotonic()
     weights, files = convert_weights(settings, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.console.progress import progress_line
 from titan.errors import ConfigError
+from titan.files.run_directory import check_run_directory
 from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
@@ -102,8 +102,7 @@ def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
     """Compose the recipe of a run's last attempt with overrides."""
     if directory is None:
         return compose.compose_recipe(overrides)
-    if not (Path(directory) / "run.yaml").is_file():
-        raise ConfigError(f"{directory}: holds no run (no run.yaml); give a run's directory, such as runs/NAME.")
+    check_run_directory(directory)
     return compose.compose_recipe([f"{RESUME}{directory}", *overrides])
 
 

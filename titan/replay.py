@@ -16,8 +16,8 @@ from titan.config.command import Command, CommandLine
 from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
+from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_steps
-from titan.run.directory import RUN
 from titan.training.replay import show
 from titan.training.replay.job import ReplayJob, read_rank_replays
 from titan.training.replay.request import ReplayPlan, Settings, plan_replay

@@ -25,9 +25,10 @@ from titan.console.numbers import format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError
+from titan.files.run_directory import RUN, check_directory
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
-from titan.run.directory import RUN, is_finished, is_locked, read_attempts
+from titan.run.directory import is_finished, is_locked, read_attempts
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_status(command_line: CommandLine[Status]) -> int:
-    return _show_status(Path(command_line.settings.directory).expanduser(), command_line.settings)
+    return _show_status(check_directory(command_line.settings.directory), command_line.settings)
 
 
 def _show_status(directory: Path, settings: Status) -> int:

@@ -74,7 +74,7 @@ def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["nope"], "nope: holds no run", id="no-run"),
+        pytest.param(["nope"], "nope: there is no such directory", id="no-run"),
         pytest.param(["step=0"], "the first step is 1", id="step-zero"),
         pytest.param(["step=5-3"], "not a number or a range", id="range"),
         pytest.param(["rows="], "rows=: is empty", id="no-value"),

@@ -73,6 +73,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Path(run.directory).mkdir(parents=True)
     begin_run(run)
+    (folder / "runs/grid").mkdir()
+    (folder / "runs/grid/multirun.yaml").touch()
+    (folder / "runs/empty").mkdir()
     return folder
 
 
@@ -127,6 +130,32 @@ def test_a_missing_run_is_named(case: Case, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
 def test_a_run_that_does_not_exist_is_named(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gone/lr=0.1: " in rejected(case, ["gone/lr=0.1", *case.valid[1:]], capsys)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
+def test_a_directory_that_does_not_exist_is_rejected_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gone", "runs/gone"):
+        assert rejected(case, [name, *case.valid[1:]], capsys).startswith(f"titan: {name}: there is no such directory")
+
+
+@pytest.mark.parametrize("main", [data.main, profile.main, lambda words: replay.main([*words, "step=3"])])
+def test_what_is_no_run_is_rejected_alike(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = {
+        "runs/gone": "there is no such directory",
+        "runs/grid": "holds a sweep",
+        "runs/empty": "holds no run",
+        "runs/x/run.yaml": "is a file",
+    }
+    for name, problem in problems.items():
+        assert main([name]) == 2
+        assert capsys.readouterr().err.startswith(f"titan: {name}: {problem}")
+
+
+def test_a_missing_file_of_a_cluster_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted.main(["cluster=none.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("titan: cluster=none.yaml: there is no such file; ")
 
 
 def test_all_commands_are_here() -> None:

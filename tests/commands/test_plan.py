@@ -74,6 +74,7 @@ def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
         pytest.param(["to=plan.txt"], "unknown file format; use one of .html, .json", id="format"),
         pytest.param(["to=nowhere/plan.html"], "there is no directory nowhere", id="directory"),
         pytest.param(["to=a.html", "to=b.json"], "to is given twice", id="twice"),
+        pytest.param([*RUN, "plan.fit=nope"], "titan: plan.fit=nope: there is no such directory; ", id="fit"),
         full([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
         full([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
         full([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),

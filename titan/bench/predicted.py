@@ -192,8 +192,11 @@ def read_hardware(file: str) -> list[str]:
     """
     import yaml
 
+    path = Path(file).expanduser()
+    if not path.exists():
+        raise ConfigError(f"cluster={file}: there is no such file; write it with python -m titan.calibrate.")
     try:
-        figures: Mapping[str, Any] = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))["hardware"]
+        figures: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["hardware"]
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster={file}: holds no hardware; write it with python -m titan.calibrate.") from error
     return [f"cluster.hardware.{name}={value}" for name, value in figures.items()]

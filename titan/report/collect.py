@@ -165,8 +165,12 @@ def count_devices(document: Mapping[str, Any]) -> int:
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
-def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
+def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     """Read all runs in directories and their subdirectories.
+
+    Args:
+        directories: as the user gave them.
+        label: the user's setting, for messages; empty for a command's first words.
 
     Raises:
         ConfigError: for a directory that does not exist or contains no run.
@@ -174,13 +178,15 @@ def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
     collection = _RunCollection()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: there is no such directory; give the directory of a run or a sweep.")
+            raise ConfigError(
+                f"{label or directory}: there is no such directory; give the directory of a run or a sweep."
+            )
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)
         if len(collection.runs) + len(collection.failed) == count_before and not collection.has_run(resolved):
             raise ConfigError(
-                f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
+                f"{label or directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return CollectedRuns(
         tuple(collection.runs.values()),

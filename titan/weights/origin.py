@@ -65,7 +65,7 @@ class WeightsLocation:
 
     def _fetch(self, function_name: str, **options: Any) -> Path:
         """Fetch with a function of huggingface_hub and the user's login, into its cache."""
-        hub = import_optional("huggingface_hub", self.label)
+        hub = import_optional("huggingface_hub", self.label, "there is no such directory, and a model of the hub")
         repository, _, revision = self.path.partition("@")
         try:
             return Path(getattr(hub, function_name)(repository, revision=revision or None, **options))

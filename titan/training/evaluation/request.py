@@ -17,13 +17,13 @@ from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
+from titan.files.run_directory import RUN
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.run.directory import RUN
 from titan.run.lineage import count_rows_read, find_parent
 from titan.training.evaluation.job import EvaluationJob
 from titan.training.side_jobs import recompose

@@ -16,8 +16,9 @@ from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
+from titan.files.run_directory import check_run_directory
 from titan.metrics.schema import Metrics
-from titan.run.directory import RUN, read_attempts
+from titan.run.directory import read_attempts
 from titan.run.run import Run
 
 CPU_RANKS = 16
@@ -36,10 +37,9 @@ def read_run_attempts(name: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: when there is no run.
     """
-    directory = Path(name).expanduser()
-    attempts = read_attempts(directory) if (directory / RUN).is_file() else []
+    attempts = read_attempts(check_run_directory(name))
     if not attempts:
-        raise ConfigError(f"{name}: there is no run in this directory; give one such as runs/NAME.")
+        raise ConfigError(f"{name}: its run.yaml is empty; give another run's directory, such as runs/NAME.")
     return attempts
 
 
