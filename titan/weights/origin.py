@@ -70,7 +70,10 @@ class WeightsLocation:
         try:
             return Path(getattr(hub, function_name)(repository, revision=revision or None, **options))
         except Exception as error:
-            raise translate_hub_error(error, self.label, self.label) from error
+            problem = str(translate_hub_error(error, self.label, self.label)).removeprefix(f"{self.label}: ")
+            is_complete = problem.startswith("there is no such ")
+            prefix = "" if is_complete else "there is no such directory, and "
+            raise ConfigError(f"{self.label}: {prefix}{problem}") from error
 
 
 def check_source(name: str) -> None:
