@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    file = None if settings.to is None else check_output_file(settings.to)
+    file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.scratch import make_scratch_folder
 
     with make_scratch_folder() as folder:

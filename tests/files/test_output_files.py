@@ -17,6 +17,7 @@ from titan.files.output_files import check_output_file, check_output_files, writ
             "a.pdf", (".html", ".json"), "to=a.pdf: unknown file format; use one of .html, .json.", id="format"
         ),
         pytest.param("a", (".yaml",), "to=a: unknown file format; use .yaml.", id="no-ending"),
+        pytest.param("folder", (".json",), "to=folder: is a directory; give another file.", id="directory-first"),
         pytest.param("folder", (), "to=folder: is a directory; give another file.", id="directory"),
         pytest.param("gone/a", (), "to=gone/a: there is no directory gone; give another file.", id="no-folder"),
     ],
@@ -29,6 +30,10 @@ def test_what_can_not_be_written_is_rejected(
     with pytest.raises(ConfigError) as rejected:
         check_output_file(name, endings)
     assert str(rejected.value) == sentence
+
+
+def test_a_device_has_no_ending() -> None:
+    assert check_output_file("/dev/null", (".json",)) == Path("/dev/null")
 
 
 def test_several_files_or_none(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: b
         ConfigError: when it has another ending, is a directory, or is in a directory that does not exist.
     """
     file = Path(name).expanduser()
-    if endings and file.suffix not in endings:
-        raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
     if file.is_dir():
         raise ConfigError(f"to={name}: is a directory; give another file.")
+    is_device = file.exists() and not file.is_file()  # or a pipe, as /dev/stdout
+    if endings and file.suffix not in endings and not is_device:
+        raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
     if not makes_folder and not file.parent.is_dir():
         raise ConfigError(f"to={name}: there is no directory {file.parent}; give another file.")
     return file

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting, to_plain
+from titan.console.numbers import format_plural
 from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
@@ -160,6 +161,10 @@ def _choose_evaluation(settings: Settings, run_evaluation: Evaluation) -> Evalua
         if settings.sets is None
         else {Path(file).stem: ValidationSet(path=file) for file in settings.sets}
     )
+    if settings.limit is not None and not tasks:
+        raise ConfigError(
+            f"limit={settings.limit}: there are no tasks whose items it limits; give tasks, or leave it out."
+        )
     if settings.limit is not None:
         tasks = {name: replace(task, limit=settings.limit) for name, task in tasks.items()}
     if settings.tokens:
@@ -212,8 +217,8 @@ def _select_checkpoints(
         raise ConfigError(f"{setting_text}: the run has no such complete checkpoint; {advice}.")
     if settings.average > len(steps):
         raise ConfigError(
-            f"average={settings.average}: the run has {len(steps)} complete checkpoints up to step {steps[-1]}; give "
-            "at most as many, or train it with a larger checkpoint.keep."
+            f"average={settings.average}: the run has {format_plural(len(steps), 'complete checkpoint')} up to step "
+            f"{steps[-1]}; give at most as many, or train it with a larger checkpoint.keep."
         )
     return [(step, checkpoints[step]) for step in steps[-settings.average :]]
 
