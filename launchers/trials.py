@@ -21,6 +21,7 @@ from launchers.composer import Composer
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
+from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
@@ -169,7 +170,7 @@ def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]
         for number, trial_overrides in enumerate(overrides):
             if time.monotonic() - last_shown > pause:
                 last_shown = time.monotonic()
-                show(f"{number} of {len(overrides)} trials composed and checked")
+                show(f"{number} of {format_plural(len(overrides), 'trial')} composed and checked")
             yield trial_overrides
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from titan.config.modules import list_trusted_packages
 from titan.config.settings import build, format_value
-from titan.console.numbers import format_exact
+from titan.console.numbers import format_exact, format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
@@ -256,7 +256,7 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
     result, result_corruption = read_result(directory, {d["ids"]["science"] for d in documents})
     corruption = [result_corruption] if result_corruption else []
     if metrics.corrupt_lines:
-        lines = "1 line" if metrics.corrupt_lines == 1 else f"{metrics.corrupt_lines} lines"
+        lines = format_plural(metrics.corrupt_lines, "line")
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
     overrides = tuple(trial.overrides if trial else documents[-1].get("overrides") or ())
