@@ -25,7 +25,7 @@ from titan.run import identity
 from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
-SECTIONS = ("A model", "An optimizer", "A dataset", "A schedule")
+SECTIONS = ("A model", "An attention", "An optimizer", "A dataset", "A schedule")
 NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task")
 TERMS, STRATEGY, HOOKS, TASK = map(examples.read_section, NAMES)
 
@@ -51,7 +51,11 @@ def trained(overrides: str, *small: str) -> Run:
 
 
 EXAMPLES = [o for name in SECTIONS for o in examples.read_trainings(examples.read_section(name))]
-QUICK = ("model=reglu parallelism=3d training.steps=5", "optimizer=rmsprop optimizer.alpha=0.9 training.steps=5")
+QUICK = (
+    "model=reglu parallelism=3d training.steps=5",
+    "model=linear parallelism=cp training.steps=5",
+    "optimizer=rmsprop optimizer.alpha=0.9 training.steps=5",
+)
 
 
 @pytest.mark.parametrize("overrides", select_cases(EXAMPLES, QUICK))
@@ -146,5 +150,5 @@ def test_a_strategy_of_ones_own(mine: Path) -> None:
 
 def test_every_example_is_trained() -> None:
     sections = [*map(examples.read_section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK]
-    assert [len(examples.read_files(text)) for text in sections] == [2, 2, 2, 2, 4, 1, 4, 2]
-    assert sum(len(examples.read_trainings(text)) for text in sections) == len(examples.read_trainings()) == 16
+    assert [len(examples.read_files(text)) for text in sections] == [2, 4, 2, 2, 2, 4, 1, 4, 2]
+    assert sum(len(examples.read_trainings(text)) for text in sections) == len(examples.read_trainings()) == 20

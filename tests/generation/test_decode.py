@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
 from tests.support.made_weights import DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4, QWEN3_MOE
+from tests.support.own_models import OwnLlama
 from tests.support.tiers import select_cases
 from titan.errors import RunError
-from titan.generation.cache import use_cache
+from titan.generation.cache import can_cache, use_cache
 from titan.generation.decode import BatchDecoder as Decoding
 from titan.generation.decode import Continuation, SamplingRules
 from titan.model import init_weights
+from titan.model.attention import set_kernels
 from titan.model.layers import CausalAttention
 from titan.model.schema import Decoder, Llama, Qwen3
 
@@ -32,10 +34,10 @@ def prompts(vocab: int = 128, lengths: Sequence[int] = LENGTHS) -> list[list[int
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def tiny(seed: int = 0, **changes: Any) -> Any:
+def tiny(seed: int = 0, schema: Decoder | None = None, **changes: Any) -> Any:
     """A model whose distributions are neither flat nor sharp."""
     with torch.device("meta"):
-        model = Llama(**SMALL | changes).build()
+        model = (schema or Llama(**SMALL | changes)).build()
     init_weights.materialise_model(model, model.initial(), seed, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -169,6 +171,37 @@ def test_the_model_is_left_as_it_was() -> None:
     continued(model, prompts(), max_tokens=2)
     assert all(type(block.attention.core) is CausalAttention for block in model.blocks())
     assert torch.equal(model(row), before)
+
+
+@pytest.mark.parametrize(
+    ("attention", "has_cache"), [("window", True), ("linear", False), ("whole", False), ("gated", True)]
+)
+def test_attention_of_ones_own_continues_rows_as_whole_forward_passes_do(attention: str, has_cache: bool) -> None:
+    model = tiny(schema=OwnLlama(**SMALL, attention=attention))
+    assert can_cache(model) is has_cache
+    rows = [list(prompt) for prompt in prompts(lengths=(1, 5, 17))]
+    generated = tokens(continued(model, rows, chunk=4, max_tokens=8))
+    with torch.no_grad():
+        for row in rows:
+            for _ in range(8):
+                row.append(int(model.head(model(torch.tensor([row])))[0, -1].argmax()))
+    assert generated == [row[-8:] for row in rows]
+
+
+def test_attention_that_titan_does_not_know_is_not_replaced() -> None:
+    class Halved(CausalAttention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+            return super().forward(q, k, v, mask) / 2
+
+    model = tiny()
+    model.layers["0"].attention.core = Halved()
+    row = prompts(lengths=(6,))
+    with torch.no_grad():
+        expected = int(model.head(model(torch.tensor(row)))[0, -1].argmax())
+    assert tokens(continued(model, row, max_tokens=1)) == [[expected]]
+    assert not can_cache(model)
+    set_kernels(model, "math", CPU, use_flex=False)
+    assert type(model.layers["0"].attention.core) is Halved
 
 
 def test_a_cache_has_an_end() -> None:

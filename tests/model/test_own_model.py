@@ -148,6 +148,6 @@ def test_a_trained_model_whose_plan_does_not_fit_is_rejected_on_tensor_ranks(
 )
 def test_a_plan_that_does_not_fit(values: dict[str, Any], expected: str) -> None:
     own = importlib.import_module("own_package.model").Own
-    own(layers=1).check_tensor_plan(2)
+    own(layers=1).check_module(tensor=2)
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        own(layers=1, **values).check_tensor_plan(2)
+        own(layers=1, **values).check_module(tensor=2)

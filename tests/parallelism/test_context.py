@@ -511,8 +511,10 @@ def block_results(rank: int, world: int, method: str, balance: bool, masked: boo
         nn.init.normal_(weight, std=0.3)
     if "flex" in how:
         set_all(SETTINGS["flex"] | {"titan.model.attention._choose_flex": compiled_flex, CHECK: False})
+    model: Any = nn.Module()
+    model.layers = nn.ModuleDict({"0": block})
     replace_attention(
-        block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash"
+        model, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash"
     )
     x = x[:, mine].requires_grad_()
     cos, sin = compute_rotation(inverse_frequencies(8, 1e4), mine[None])

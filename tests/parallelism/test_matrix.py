@@ -23,7 +23,7 @@ from tests.support.tiers import full, select_cases
 
 QUICK = (
     "tp", "pp-tied", "tp-whole-sequence", "cp-ulysses-balanced", "cp-ring-in-order",
-    "fsdp-offloaded", "full-off-zbv",
+    "fsdp-offloaded", "full-off-zbv", "window-cp-allgather", "linear-selective-cp",
 )  # fmt: skip
 """Kinds of schedule, ways to share a row and techniques, once each."""
 REST = (
@@ -35,6 +35,10 @@ REST = (
     "terms-chunked-full-tp-pp",
     "Interleaved1F1B-fsdp-reduced-tied",
     "terms-tp",
+    "linear-cp-ring-full-pp",
+    "linear-block-fsdp",
+    "window-fsdp-cp-tp-pp",
+    "gated-fsdp-cp-tp-pp",
 )
 
 

@@ -430,7 +430,7 @@ LAUNCHERS = (
     define_fault(
         "generation: rows that ended stay in the cache",
         "titan/generation/decode.py",
-        "                    cache.select_rows(active)\n",
+        "                    forward.select_rows(active)\n",
         "                    pass\n",
         "generation/test_decode.py::test_a_row_does_not_depend_on_its_company",
         "generation/test_decode.py::test_a_row_ends_at_its_own_end_of_text",

@@ -299,6 +299,20 @@ def list_llama4() -> Iterator[LayoutCase]:
                 yield LayoutCase(f"{kind} {name}", settings, model=science)
 
 
+OWN_MODELS = ("window", "linear", "gated")
+
+
+def list_own_models() -> Iterator[LayoutCase]:
+    """Models of one's own, with documents, in each kind of layout."""
+    selective = {"selective cp": ("memory=selective", "parallelism.context=2")}
+    for kind in OWN_MODELS:
+        own = ("modules=[tests]", "model._target_=tests.support.own_models.OwnLlama", f"+model.attention={kind}")
+        for name, settings in {**READING, **selective}.items():
+            # a core's own parameter can't be split over tensor ranks
+            if kind != "linear" or "parallelism.tensor=2" not in settings:
+                yield LayoutCase(f"{kind} {name}", settings, model=(*own, *DOCUMENTS))
+
+
 OWN_TERM = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
 OF_BLOCKS = ("modules=[tests]", "model._target_=tests.support.loss_terms.Small")
 TERMS = {
@@ -348,6 +362,7 @@ def list_cases() -> list[LayoutCase]:
         *list_llama4(),
         *list_loss_terms(),
         *list_grouped(),
+        *list_own_models(),
     ]
 
 

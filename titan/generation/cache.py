@@ -1,6 +1,7 @@
 """A key-value cache, so that each further token takes a forward pass of that token only.
 
-A `CachedAttention` replaces the plain attention of each layer and has that layer's keys and values. Token number n of a
+A `CachedAttention` replaces the plain attention of each layer and has that layer's keys and values; a `KeyValueCore` of
+one's own gets them from a `CachedKeys`. Token number n of a
 row is in column n, whatever the other rows have: a query at position p sees the columns up to p, and later columns
 (padding, or tokens of longer rows) are overwritten before they are seen. So rows of different lengths are computed
 together without influence on each other.
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from titan.model.core import KeyValueCore, TitanCore, find_unknown, iterate_cores
 from titan.model.layers import CausalAttention
-from titan.model.masks import Masks
+from titan.model.masks import CoreInputs, DocumentTokens, Masks, select_mask
 
 
 class KVCache:
@@ -31,7 +33,7 @@ class KVCache:
     def __init__(self, length: int, device: torch.device) -> None:
         """Create a cache of `length` tokens per row; layers allocate their memory in their first forward pass."""
         self.length, self.device = length, device
-        self.layers: list[CachedAttention] = []
+        self.layers: list[CachedKeys] = []
         self.columns: slice | Tensor = slice(0, 0)
         self.visible = 0
         self.mask: Tensor | None = None
@@ -75,6 +77,11 @@ class KVCache:
             return self.mask
         return Masks(self.mask, self.mask if self.visible <= chunk else self._build_mask(chunk))
 
+    def find_keys(self, queries: DocumentTokens) -> DocumentTokens:
+        """Return the tokens of the visible columns; each row is one document."""
+        columns = torch.arange(self.visible, device=self.device)[None]
+        return DocumentTokens(torch.zeros_like(columns), columns)
+
     def _build_mask(self, chunk: int | None = None) -> Tensor:
         """Return which columns each query sees, bool [B or 1, 1, T, S]; with `chunk` only those of its chunk."""
         columns, positions = torch.arange(self.visible, device=self.device), self.positions[..., None]
@@ -90,23 +97,25 @@ class KVCache:
             layer.select_rows(index)
 
 
-class CachedAttention(nn.Module):
-    """Softmax attention to the tokens of a cache, in place of `CausalAttention`; each row is one document."""
+class CachedKeys:
+    """The keys and values of one layer."""
 
-    def __init__(self, cache: KVCache, scale: float | None = None) -> None:
-        super().__init__()
-        self.cache, self.scale = cache, scale
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         cache.layers.append(self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
+    def add_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens, [B, K, T, d], and return the visible keys and values, [B, K, S, d]."""
         self.keys, self.values = self._store_tokens(self.keys, k), self._store_tokens(self.values, v)
-        if mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         visible = slice(0, self.cache.visible)
-        return _attend_grouped(q, self.keys[:, :, visible], self.values[:, :, visible], mask, self.scale)
+        return self.keys[:, :, visible], self.values[:, :, visible]
+
+    def attend(self, core: KeyValueCore, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Tensor:
+        """Return the attention of new tokens by a core of one's own, as its `compute`."""
+        out: Tensor = core.attend(q, *self.add_tokens(k, v), tokens)
+        return out
 
     def _store_tokens(self, buffer: Tensor | None, new_tokens: Tensor) -> Tensor:
         """Write the new tokens into their columns."""
@@ -125,6 +134,21 @@ class CachedAttention(nn.Module):
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
+class CachedAttention(TitanCore):
+    """Softmax attention to the tokens of a cache, in place of `CausalAttention`; each row is one document."""
+
+    def __init__(self, cache: KVCache, scale: float | None = None) -> None:
+        super().__init__()
+        self.cached_keys, self.scale = CachedKeys(cache), scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
+        keys, values = self.cached_keys.add_tokens(k, v)
+        if (mask := select_mask(mask)) is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return _attend_grouped(q, keys, values, mask, self.scale)
+
+
 def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Compute attention with the query heads of a key head as further queries of it.
 
@@ -137,19 +161,30 @@ def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float 
     return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
+def can_cache(model: Any) -> bool:
+    """Return whether keys and values are all that a model's attention knows of earlier tokens."""
+    return all(find_unknown(block, (KeyValueCore,)) is None for block in model.blocks())
+
+
 @contextmanager
 def use_cache(model: Any, length: int, device: torch.device) -> Iterator[KVCache]:
     """Return a context in which every layer of `model` uses the returned cache, of up to `length` tokens per row."""
     cache, replacements = KVCache(length, device), []
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, CausalAttention):
+            if type(child) is CausalAttention:
                 replacements.append((module, name, child))
                 setattr(module, name, CachedAttention(cache, child.scale))
+    own = [(core, core.compute) for core in iterate_cores(model)]
+    for core, _ in own:
+        core.compute = CachedKeys(cache).attend
     mask, model.mask = model.mask, cache.build_masks
+    model.find_keys = cache.find_keys
     try:
         yield cache
     finally:
-        model.mask = mask
+        model.mask, model.find_keys = mask, None
         for module, name, child in replacements:
             setattr(module, name, child)
+        for core, compute in own:
+            core.compute = compute

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from titan.errors import RunError
-from titan.generation.cache import KVCache, use_cache
 from titan.generation.detokenizer import Detokenizer
+from titan.generation.forward import Forward, prepare_forward
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]
@@ -120,16 +120,16 @@ class BatchDecoder:
         """
         live = [(row, sampling.make_generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
-        with use_cache(self.model, longest + self.rules.max_tokens, self.device) as cache:
-            logits = self._prefill_prompts(rows, cache)
+        with prepare_forward(self.model, longest + self.rules.max_tokens, self.device, self.chunk) as forward:
+            logits = self._prefill_prompts(rows, forward)
             while live:
                 tokens = self._sample_tokens(logits, [generator for _, generator in live])
                 active = self._append_tokens(tokens.tolist(), [row for row, _ in live])
                 if 0 < len(active) < len(live):
-                    cache.select_rows(active)
+                    forward.select_rows(active)
                 tokens, live = tokens[active], [live[i] for i in active]
                 if live:
-                    logits = self._decode_step(tokens, [row.position for row, _ in live], cache)
+                    logits = self._compute_logits(forward.step(tokens, [row.position for row, _ in live]))
 
     def _append_tokens(self, tokens: Sequence[int], rows: Sequence[Continuation]) -> list[int]:
         """Append its token to each row, and return the indices of the rows that continue."""
@@ -137,35 +137,18 @@ class BatchDecoder:
             row.append_token(token, self.rules)
         return [i for i, row in enumerate(rows) if row.reason is None]
 
-    def _prefill_prompts(self, rows: Sequence[Continuation], cache: KVCache) -> Tensor:
-        """Compute the prompts into the cache, equal ones once, and return the logits [B, V] after each."""
+    def _prefill_prompts(self, rows: Sequence[Continuation], forward: Forward) -> Tensor:
+        """Compute the prompts, equal ones once, and return the logits [B, V] after each."""
         prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
         for line, prompt in zip(tokens, prompts, strict=True):
             line[: len(prompt)] = torch.tensor(prompt)
-        hidden = self._last_hidden(tokens.to(self.device), (lengths - 1).to(self.device), cache)
+        hidden = forward.prefill(tokens.to(self.device), (lengths - 1).to(self.device))
         index = [prompts.index(tuple(row.prompt)) for row in rows]
         if index != list(range(len(prompts))):
-            cache.select_rows(index)
+            forward.select_rows(index)
         return self._compute_logits(hidden)[index]
-
-    def _last_hidden(self, tokens: Tensor, last: Tensor, cache: KVCache) -> Tensor:
-        """Return the hidden states [B, 1, D] at each row's index `last`, int64 [B], of tokens [B, T], in chunks."""
-        out: Tensor | None = None
-        for start in range(0, tokens.shape[1], self.chunk):
-            chunk = tokens[:, start : start + self.chunk]
-            hidden = self.model(chunk, cache.extend(start, chunk.shape[1]))
-            index = (last - start).clamp(0, chunk.shape[1] - 1)
-            chunk_hidden = hidden[torch.arange(len(last), device=self.device), index][:, None]
-            out = chunk_hidden if out is None else torch.where((last >= start)[:, None, None], chunk_hidden, out)
-        if out is None:
-            raise ValueError("prompts without tokens")
-        return out
-
-    def _decode_step(self, tokens: Tensor, positions: list[int], cache: KVCache) -> Tensor:
-        """Return the logits [B, V] after one more token of each row."""
-        return self._compute_logits(self.model(tokens[:, None], cache.step(positions)))
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)[:, 0]

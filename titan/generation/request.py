@@ -123,7 +123,7 @@ def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
             f"{machine.count}, or device=cpu."
         )
     if degree > 1:
-        model.check_tensor_plan(degree)
+        model.check_module(tensor=degree)
 
 
 def estimate_memory(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from titan.model.core import TitanCore
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
-from titan.model.masks import Masks, build_masks
+from titan.model.masks import DocumentTokens, Masks, build_masks, select_mask
 
 BLOCK = 128
 """Tokens of a block: the default of FlexAttention's CUDA kernels."""
@@ -102,7 +103,7 @@ def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -
     allowed = choose_kernels(choice, device)
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, CausalAttention):
+            if type(child) is CausalAttention:
                 if use_flex:
                     setattr(module, name, FlexAttention(child.scale))
                 else:
@@ -110,13 +111,6 @@ def set_kernels(model: Any, choice: str, device: torch.device, use_flex: bool) -
 
 
 # --- FlexAttention
-
-
-class DocumentTokens(NamedTuple):
-    """Tokens of rows: document ids [B, T] and positions in the row [1 or B, T], both int64."""
-
-    document_ids: Tensor
-    positions: Tensor
 
 
 def make_block_mask(
@@ -221,16 +215,16 @@ def _list_visible_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
     return dense.sum(-1, dtype=torch.int32)[:, None], indices.int()[:, None].contiguous()
 
 
-class FlexAttention(nn.Module):
+class FlexAttention(TitanCore):
     """Attention that skips the blocks of keys that a block mask hides; scores have the factor `scale`."""
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        """Map q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
-        out: Tensor = _choose_flex(q)(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=True)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Map q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d], with a `BlockMask` or the inputs that have one."""
+        out: Tensor = _choose_flex(q)(q, k, v, block_mask=select_mask(mask), scale=self.scale, enable_gqa=True)
         return out
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.model import loss_terms
+from titan.model.core import Cores, find_cores
 from titan.model.experts import Router
 from titan.model.init_weights import Initializer, Normal, Ones
 from titan.model.layers import (
@@ -26,6 +27,7 @@ from titan.model.layers import (
     soft_cap,
     stretch_frequencies,
 )
+from titan.model.masks import DocumentTokens, add_tokens, number_documents
 
 Placement = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
@@ -52,6 +54,7 @@ class DecoderModel(nn.Module):
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
             type; returns the mask that every block's attention uses. Where blocks have chunked attention, called with
             the length of a chunk too; returns `titan.model.masks.Masks`.
+        find_keys: returns the tokens of the keys from those of the queries, for attention of one's own; None: the same.
         losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
             and a mapping from these names to values of its tokens, float32 [B, t].
         counted: the number of figures that a block with experts counts of its tokens and returns as a third result,
@@ -73,6 +76,8 @@ class DecoderModel(nn.Module):
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
         self.mask: Callable[..., Any] = make_mask
+        self.find_keys: Callable[[DocumentTokens], DocumentTokens] | None = None
+        self._cores: Cores | None = None
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
         self.counted = 0
@@ -181,7 +186,19 @@ class DecoderModel(nn.Module):
 
     def build_masks(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
         """Return what blocks get as `mask`, once per micro-batch; a family with several kinds of masks overrides it."""
-        return self.mask(document_ids, positions, dtype)
+        return self.build_core_inputs(document_ids, positions, dtype)
+
+    def build_core_inputs(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, *chunk: int) -> Any:
+        """Return what cores get: the mask, and for attention of one's own the tokens (`titan.model.masks`)."""
+        if self._cores is None:  # techniques replace titan's cores by others of titan, so the answer stays
+            self._cores = find_cores(self.blocks())
+        mask = None
+        if self._cores.has_titan:
+            mask = self.mask(document_ids, positions, dtype, *chunk)
+        if not self._cores.has_own:
+            return mask
+        queries = number_documents(document_ids, positions)
+        return add_tokens(mask, queries, self.find_keys(queries) if self.find_keys else queries, *chunk)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of this module, in order."""

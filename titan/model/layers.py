@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan.model.masks import build_masks
+from titan.model.core import TitanCore
+from titan.model.masks import build_masks, select_mask
 
 IGNORED = -100
 """Targets with this value are excluded from the loss."""
@@ -268,7 +269,7 @@ def attend(
         return function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=scale)
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(TitanCore):
     """Softmax attention without weights; a module, so that other implementations can replace it.
 
     Attributes:
@@ -280,9 +281,9 @@ class CausalAttention(nn.Module):
         self.kernels: Kernels = ()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Map q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or with a `document_mask`."""
-        return attend(q, k, v, mask, self.kernels, scale=self.scale)
+        return attend(q, k, v, select_mask(mask), self.kernels, scale=self.scale)
 
 
 class Attention(nn.Module):

@@ -113,6 +113,6 @@ class Llama4Model(MoeDecoder):
         c = self.config
         scale = compute_query_scale(positions, c.floor_scale, c.attn_scale) if c.attn_temperature_tuning else None
         if c.attention_chunk is None:
-            full = self.mask(document_ids, positions, dtype)
+            full = self.build_core_inputs(document_ids, positions, dtype)
             return AttentionInputs(Masks(full, full), scale)
-        return AttentionInputs(self.mask(document_ids, positions, dtype, c.attention_chunk), scale)
+        return AttentionInputs(self.build_core_inputs(document_ids, positions, dtype, c.attention_chunk), scale)

@@ -1,4 +1,4 @@
-"""Masks of a micro-batch, for blocks with full attention and for blocks with attention in chunks.
+"""What attention gets once per micro-batch: masks for full attention and for attention in chunks, and the tokens.
 
 In chunked attention a token attends to earlier tokens of its chunk only: a document's tokens at positions
 [n * chunk, (n + 1) * chunk). So a chunk is masked like a document, by an id of document and chunk together, and two
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 CHUNKS = 2**20
@@ -21,6 +22,64 @@ class Masks(NamedTuple):
 
     full: Any
     chunked: Any
+
+
+class DocumentTokens(NamedTuple):
+    """Tokens of rows: document ids [1 or B, T] and positions [1 or B, T], both int64."""
+
+    document_ids: Tensor
+    positions: Tensor
+
+
+class CoreInputs(NamedTuple):
+    """What the attention of a block gets where a block of the model has an attention of one's own.
+
+    Attributes:
+        mask: of titan's attention; None where no block has it.
+        queries: the tokens of the queries.
+        keys: the tokens of the keys.
+    """
+
+    mask: Any
+    queries: DocumentTokens
+    keys: DocumentTokens
+
+    def find_visible(self) -> Tensor:
+        """Return which keys each query may attend to, bool [1 or B, 1, T, S]: of its document, not after it."""
+        (ids, positions), (key_ids, key_positions) = self.queries, self.keys
+        is_same_document = ids[..., None] == key_ids[..., None, :]
+        return (is_same_document & (positions[..., None] >= key_positions[..., None, :]))[:, None]
+
+
+def number_documents(document_ids: Tensor | None, positions: Tensor) -> DocumentTokens:
+    """Return the tokens of rows; without document ids, rows of one document."""
+    return DocumentTokens(torch.zeros_like(positions) if document_ids is None else document_ids, positions)
+
+
+def add_tokens(mask: Any, queries: DocumentTokens, keys: DocumentTokens, chunk: int | None = None) -> Any:
+    """Return a mask with the tokens that it is for.
+
+    Args:
+        mask: of full attention; with `chunk`, `Masks`, or None.
+        queries: the tokens of the queries.
+        keys: the tokens of the keys.
+        chunk: return `Masks`, and let the chunks of so many tokens be the documents of the second.
+    """
+    if chunk is None:
+        return CoreInputs(mask, queries, keys)
+    full, chunked = mask if mask is not None else (None, None)
+    return Masks(
+        CoreInputs(full, queries, keys), CoreInputs(chunked, *(_split_chunks(side, chunk) for side in (queries, keys)))
+    )
+
+
+def _split_chunks(tokens: DocumentTokens, chunk: int) -> DocumentTokens:
+    return DocumentTokens(chunk_ids(tokens.document_ids, tokens.positions, chunk), tokens.positions)
+
+
+def select_mask(inputs: Any) -> Any:
+    """Return the mask of titan's attention."""
+    return inputs.mask if isinstance(inputs, CoreInputs) else inputs
 
 
 def build_masks(

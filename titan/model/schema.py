@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from titan.config.settings import setting
 from titan.model import checks
+from titan.model.built_counts import is_titan_class, use_built_counts
 from titan.model.counts import DecoderCounts
 
 if TYPE_CHECKING:
@@ -85,15 +86,20 @@ class Decoder(DecoderCounts):
         """Raise ConfigError for heads that the family's attention does not have."""
         checks.check_heads(self)
 
-    def check_tensor_plan(self, degree: int) -> None:
-        """Raise ConfigError where the module's plan for tensor parallelism does not fit it; the module is built.
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not is_titan_class(cls):
+            use_built_counts(cls)
+
+    def check_module(self, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+        """Raise ConfigError for a module that titan can't count, or that a technique can't treat; it is built on meta.
 
         Raises:
-            ConfigError: see `titan.model.tensor_plan.check_tensor_plan`.
+            ConfigError: see `titan.model.module_checks.check_module`.
         """
-        from titan.model import tensor_plan
+        from titan.model import module_checks
 
-        tensor_plan.check_tensor_plan(self, degree)
+        module_checks.check_module(self, tensor, context, expert)
 
 
 @dataclass(frozen=True, kw_only=True)

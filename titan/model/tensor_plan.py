@@ -5,39 +5,15 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 
-from titan.config.kinds import get_kind
-from titan.errors import ConfigError
 from titan.model.decoder import Placement
-from titan.model.schema import Decoder
 
 SPLIT = {"vocab": 0, "colwise": 0, "rowwise": 1}
 """The dimension of a weight that ranks split, by its placement; others stay whole."""
 
 
-def check_tensor_plan(schema: Decoder, degree: int) -> None:
-    """Raise ConfigError for a model without a plan, or with one that does not fit its parameters.
-
-    Args:
-        schema: of the model, which is built on meta.
-        degree: of tensor parallelism.
-
-    Raises:
-        ConfigError: with the first entry or parameter that is wrong.
-    """
-    with torch.device("meta"):
-        model: nn.Module = schema.build()
-    error = next(_find_errors(model, degree), None)
-    if error is not None:
-        raise ConfigError(
-            f"parallelism.tensor={degree}: the model {get_kind(type(schema))} can't be split: {error}; correct "
-            f"BLOCK_PLAN of {type(model).__qualname__}, or give parallelism.tensor=1."
-        )
-
-
-def _find_errors(model: nn.Module, degree: int) -> Iterator[str]:
+def find_plan_errors(model: nn.Module, degree: int) -> Iterator[str]:
     """Yield what is wrong with a model's plan."""
     try:
         plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]

@@ -23,13 +23,15 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titan.model.attention import DocumentTokens, FlexAttention, find_visible_blocks, make_block_mask, make_mask_mod
+from titan.model.attention import FlexAttention, find_visible_blocks, make_block_mask, make_mask_mod
+from titan.model.core import TitanCore
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
-from titan.model.masks import build_masks
+from titan.model.masks import DocumentTokens, build_masks, select_mask
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, all_gather_autograd, wait
+from titan.parallelism.context_core import split_cores
 from titan.parallelism.context_kernels import KeyMask
 from titan.parallelism.context_ring import make_ring_mask, ring_attention
 from titan.parallelism.schema import count_key_repeats
@@ -187,7 +189,7 @@ _METHODS = {
 }
 
 
-class ContextAttention(nn.Module):
+class ContextAttention(TitanCore):
     """`CausalAttention` for ranks that have parts of each row."""
 
     def __init__(
@@ -237,7 +239,7 @@ class ContextAttention(nn.Module):
         """
         if self.balance and q.shape[2] % 2:
             raise ValueError(f"{q.shape[2]} tokens on a rank: can't be split into a head and a tail of equal length")
-        return _METHODS[self.method][0](self, q, k, v, mask)
+        return _METHODS[self.method][0](self, q, k, v, select_mask(mask))
 
     def mask(
         self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, chunk: int | None = None
@@ -268,11 +270,22 @@ class ContextAttention(nn.Module):
 
 
 def replace_attention(model: Any, method: str, group: dist.ProcessGroup, balance: bool, kernel: str = "flash") -> None:
-    """Replace the attention of `model` by `ContextAttention`, which also makes its mask; arguments are the same."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, CausalAttention | FlexAttention) and not isinstance(module, ContextAttention):
-                kernels = getattr(child, "kernels", ())
-                core = ContextAttention(method, group, balance, kernels, kernel, child.scale)
-                setattr(module, name, core)
-                model.mask = core.mask
+    """Replace the attention of `model` by `ContextAttention`, which also makes its mask; arguments are the same.
+
+    Attention of one's own gets its exchange, see `titan.parallelism.context_core`.
+
+    Raises:
+        ValueError: when a block has no attention that can be split.
+    """
+    for number, block in model.layers.items():
+        replaced = split_cores(model, block, group, balance)
+        for module in list(block.modules()):
+            for name, child in module.named_children():
+                if type(child) in (CausalAttention, FlexAttention) and not isinstance(module, ContextAttention):
+                    kernels = getattr(child, "kernels", ())
+                    core = ContextAttention(method, group, balance, kernels, kernel, child.scale)
+                    setattr(module, name, core)
+                    model.mask = core.mask
+                    replaced += 1
+        if not replaced:
+            raise ValueError(f"block {number} has no attention that ranks can compute with parts of a row")

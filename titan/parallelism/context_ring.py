@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from titan.model.attention import BLOCK, DocumentTokens, find_visible_blocks, make_mask_mod
+from titan.model.attention import BLOCK, find_visible_blocks, make_mask_mod
 from titan.model.custom_op import register_operation
+from titan.model.masks import DocumentTokens
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, wait
 from titan.parallelism.context_kernels import KeyMask, QueryState, Results

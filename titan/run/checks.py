@@ -9,16 +9,19 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from titan.compile.compiler import find_missing_compiler
+from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
+from titan.weights.hf_config import FAMILIES
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -35,6 +38,9 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     Raises:
         ConfigError: for a combination that can't work.
     """
+    if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
+        layout = run.layout
+        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
     axis_checks = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
     for check_axis in (*axis_checks, _check_experts, _check_memory):
         check_axis(run)
@@ -75,10 +81,15 @@ def _check_checkpoint(run: Run) -> None:
             f"checkpoint.export={checkpoint.export}: models of this format do not cap logits, and model.logit_cap="
             f"{format_value(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
         )
-    if checkpoint.export == "meta" and not isinstance(run.model, Llama):
+    if checkpoint.export == "meta" and type(run.model) is not Llama:
+        alternative = "hf" if type(run.model) in FAMILIES.values() else "null"
         raise ConfigError(
             f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
-            f"{type(run.model).__name__}; give checkpoint.export=hf."
+            f"{type(run.model).__name__}; give checkpoint.export={alternative}."
+        )
+    if checkpoint.export == "hf" and type(run.model) not in FAMILIES.values():
+        raise ConfigError(
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null."
         )
 
 
@@ -179,8 +190,6 @@ def _check_tensor(run: Run) -> None:
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
                 f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
             )
-    if degree > 1 and not type(model).__module__.startswith("titan."):  # tests check titan's own, without torch here
-        model.check_tensor_plan(degree)
     if parallelism.async_tensor:
         needed = {
             "parallelism.tensor above 1": degree > 1,

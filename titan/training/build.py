@@ -18,6 +18,7 @@ from titan.config.kinds import get_kind
 from titan.errors import ConfigError, RunError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
+from titan.model.core import RecurrentCore, iterate_cores
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
@@ -165,12 +166,13 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     if world.context is not None:
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
+    hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
     checkpoint_blocks(model.blocks(), run.memory, first=int(next(iter(model.layers))))
     compile_stage(
         stage,
         run.compile,
-        fullgraph=mesh is None,
-        fullgraph_blocks=not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
+        fullgraph=mesh is None and not hands_on,
+        fullgraph_blocks=not hands_on and not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )

@@ -240,7 +240,7 @@ def _find_architecture(model: Decoder) -> str:
         ConfigError: when Hugging Face has none, or it lacks what the model's settings choose.
     """
     name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
-    if isinstance(model, DeepseekV3):
+    if type(model) is DeepseekV3:
         name = hf_deepseek.find_architecture(model)
     if name is None:
         family_names = ", ".join(family.__name__ for family in FAMILIES.values())

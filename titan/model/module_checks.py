@@ -1,0 +1,104 @@
+"""Whether titan can count a model of one's own, and whether a layout's techniques can treat its modules.
+
+A technique recognises modules by their classes. A module of another class is rejected here, before any rank starts: it
+would be skipped, and the layout would train another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from titan.config.kinds import get_kind
+from titan.console.numbers import format_count
+from titan.errors import ConfigError
+from titan.model.built_counts import BuiltCounts
+from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown
+from titan.model.experts import ExpertLinear, MixtureOfExperts
+from titan.model.schema import Decoder
+from titan.model.tensor_plan import find_plan_errors
+
+
+def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+    """Check a model's module.
+
+    Args:
+        schema: of the model, which is built on meta.
+        tensor: the degree of tensor parallelism.
+        context: the degree of context parallelism.
+        expert: the degree of expert parallelism.
+
+    Raises:
+        ConfigError: with the first module or parameter that a technique can't treat, or that is not counted.
+    """
+    with torch.device("meta"):
+        model: Any = schema.build()
+    name = get_kind(type(schema))
+    for errors in (
+        _find_split_errors(model, name, tensor),
+        _find_core_errors(model, name, tensor, context),
+        _find_expert_errors(model, schema, name, expert),
+        _find_count_errors(model, schema, name),
+    ):
+        if (error := next(errors, None)) is not None:
+            raise ConfigError(error)
+
+
+def _find_split_errors(model: Any, name: str, degree: int) -> Iterator[str]:
+    """Yield what is wrong with a plan for tensor parallelism."""
+    for error in find_plan_errors(model, degree) if degree > 1 else ():
+        yield (
+            f"parallelism.tensor={degree}: the model {name} can't be split: {error}; correct BLOCK_PLAN of "
+            f"{type(model).__qualname__}, or give parallelism.tensor=1."
+        )
+
+
+def _find_core_errors(model: Any, name: str, tensor: int, context: int) -> Iterator[str]:
+    """Yield which attention can't be split over ranks."""
+    for number, block in model.layers.items():
+        if context > 1 and (unknown := find_unknown(block, (KeyValueCore, RecurrentCore))):
+            yield (
+                f"parallelism.context={context}: attention {unknown} of layers.{number} of the model {name} can't be "
+                f"computed by ranks that have parts of a row; derive it from titan.model.core.KeyValueCore or "
+                f"RecurrentCore ({GUIDE}), or give parallelism.context=1."
+            )
+        if tensor > 1 and (unknown := find_unknown(block, (AttentionCore,), is_required=False)):
+            yield (
+                f"parallelism.tensor={tensor}: attention {unknown} of layers.{number} of the model {name} does not "
+                f"state that it computes each head by itself; derive it from titan.model.core.AttentionCore ({GUIDE}), "
+                "or give parallelism.tensor=1."
+            )
+
+
+def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> Iterator[str]:
+    """Yield which experts can't be divided over ranks."""
+    for layer in range(schema.layers) if degree > 1 else ():
+        modules = list(model.layers[str(layer)].modules())
+        mixtures = [module for module in modules if isinstance(module, MixtureOfExperts)]
+        divided = {id(linear) for mixture in mixtures for linear in mixture.experts.children()}
+        others = [m for m in modules if isinstance(m, ExpertLinear) and id(m) not in divided]
+        if others or (schema.expert_parameters(layer) and not mixtures):
+            yield (
+                f"parallelism.expert={degree}: the experts of layers.{layer} of the model {name} are in no "
+                "titan.model.experts.MixtureOfExperts, which sends tokens to them; derive from it, or give "
+                "parallelism.expert=1."
+            )
+
+
+def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
+    """Yield what of the module the schema does not count."""
+    counts_attention = type(schema).attention_flops is not BuiltCounts.attention_flops
+    for number, block in model.layers.items() if not counts_attention else ():
+        if unknown := find_unknown(block, (AttentionCore,)):
+            yield (
+                f"model={name}: the FLOPs of attention {unknown} of layers.{number} are not known; define "
+                f"attention_flops(seq_len, layer), or derive it from titan.model.core.AttentionCore ({GUIDE})."
+            )
+    built, counted = sum(parameter.numel() for parameter in model.parameters()), schema.parameters()
+    if built != counted:
+        yield (
+            f"model={name}: the module has {format_count(built)} parameters ({built}), and the model counts {counted}; "
+            "correct block_parameters, embedding_parameters and head_parameters."
+        )
