@@ -202,7 +202,7 @@ def build_sweep(cfg: DictConfig) -> Sweep:
 def build_spec(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
     sweep = build_sweep(cfg)
-    return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
+    return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target, sweep.budget)
 
 
 def find_scheduler_launcher(cfg: DictConfig) -> SweepLauncher | None:

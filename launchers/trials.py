@@ -12,15 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from launchers import run_file
 from launchers.composer import Composer
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
+from titan.config import settings
 from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
@@ -28,7 +29,8 @@ from titan.errors import ConfigError
 from titan.run import compose, identity
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
-from titan.sweep import ledger
+from titan.sweep import budget, ledger
+from titan.sweep.schema import Sweep
 
 AUTO = "auto"
 """The value of `hydra.sweep.subdir` that names a trial's folder after what it varies."""
@@ -93,10 +95,7 @@ def expand_trials(
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
-    ledger_trials = ledger.read_trials(root)
-    directories = {trial.id: Path(trial.directory) for trial in ledger_trials}
-    trials_by_id: dict[str, Trial] = {}
-    expanded: list[Trial] = []
+    composed: list[ComposedTrial] = []
     for number, trial_overrides in enumerate(_show_progress(overrides)):
         fixed_overrides = (
             shared
@@ -108,16 +107,44 @@ def expand_trials(
             cfg = _compose_trial(composer, trial_overrides, first + number, _build_folder_name(varied))
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
+        composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
+    return _name_trials(_equalise_steps(composed, config, fixed_settings is None), root, fixed_settings is None)
+
+
+class ComposedTrial(NamedTuple):
+    """A trial without an id and a folder; see `Trial`."""
+
+    varied: tuple[str, ...]
+    run: Run
+    config: DictConfig | None
+
+
+def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_grid: bool) -> list[ComposedTrial]:
+    """Return the trials with the steps that `sweep.budget` gives each."""
+    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
+    if sweep.budget != "steps" and not is_grid:
+        raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
+    runs = budget.equalise_steps([c.run for c in composed], [c.varied for c in composed], sweep)
+    return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
+
+
+def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool) -> list[Trial]:
+    """Return the trials with the ids and folders that they have had, or new ones."""
+    ledger_trials = ledger.read_trials(root)
+    directories = {trial.id: Path(trial.directory) for trial in ledger_trials}
+    trials_by_id: dict[str, Trial] = {}
+    named: list[Trial] = []
+    for number, (varied, run, cfg) in enumerate(composed):
         trial = find_trial_id(run, varied, ledger_trials)
-        if trial in trials_by_id and fixed_settings is None:
+        if trial in trials_by_id and is_grid:
             raise ConfigError(
-                f"trial {number + 1} of the sweep, {' '.join(trial_overrides)}: is the same as another; leave one out."
+                f"trial {number + 1} of the sweep, {' '.join(varied)}: is the same as another; leave one out."
             )
         if trial not in trials_by_id:
             run = _assign_folder(run, trial, root, directories, [c.run.directory for c in trials_by_id.values()])
-            trials_by_id[trial] = Trial(trial, varied, run, cfg if config.hydra.callbacks else None)
-        expanded.append(trials_by_id[trial])
-    return expanded
+            trials_by_id[trial] = Trial(trial, varied, run, cfg)
+        named.append(trials_by_id[trial])
+    return named
 
 
 def find_trial_id(run: Run, varied: Sequence[str], ledger_trials: Sequence[ledger.TrialState]) -> str:

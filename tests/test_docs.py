@@ -234,6 +234,8 @@ def train_small(run: Run, **_: Any) -> int:
         "checkpoint.resume",
         "checkpoint.weights",
         "checkpoint.decay_steps",
+        "training.tokens",
+        "training.hours",
         *(small.partition("=")[0] for small in SMALL),
     )
     kept = [o for o in run.overrides if not o.startswith(replaced)]

@@ -246,7 +246,7 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
     assert [[o for o in run.overrides if o.partition("=")[0] in (axis, "training.seed")] for run in runs] == points
-    tokens = sum(run.training.tokens for run in runs)
+    tokens = sum(run.training.total_tokens for run in runs)
     assert tokens <= 2_000_000, "more than ten minutes at the 3,500 tokens a second of two slow cores"
     assert {run.checkpoint.mode for run in runs} == {"off"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,7 +107,20 @@ def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
     for seed in range(4):
         make_run(tmp_path / str(seed), replace(S, seed=seed, level=3 + 0.01 * (seed % 2)))
     notes = compare([tmp_path]).notes
-    assert any("deviation of 0.0058 nats over 4 seeds" in note and "takes about 4 seeds" in note for note in notes)
+    assert any("deviation of 0.0058 nats over 4 seeds" in note and "takes 4 seeds" in note for note in notes)
+
+
+def test_pairs_tell_how_many_more_seeds_each_variant_takes(tmp_path: Path) -> None:
+    for letter, setting, noise in (
+        ("a", SINGLE, 0.0),
+        ("b", "optimizer.weight_decay=0.2", 0.001),
+        ("c", "optimizer.lr=0.5", 0.05),
+    ):
+        for seed in range(3):
+            story = replace(S, seed=seed, level=3 + 0.2 * seed + noise * (-1) ** seed)
+            make_run(tmp_path / f"{letter}{seed}", story, setting)
+    (note,) = (note for note in compare([tmp_path]).notes if "to show a difference" in note)
+    assert re.search(r"pairs of seeds: .*weight_decay=0.2 has enough seeds, lr=0.5 .* needs \d+ more seeds$", note)
 
 
 def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> None:

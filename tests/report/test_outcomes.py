@@ -211,9 +211,9 @@ def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
     lead = sentences.format_lead(found)
     assert lead[0].startswith(
         "Best so far: optimizer=muon lr=0.01, validation loss 6.513, 0.340 below the baseline's (optimizer=adamw "
-        "lr=0.01, best of 2 learning rates); not significant with 2 seeds (p 0.11; about "
+        "lr=0.01, best of 2 learning rates); not significant with 2 seeds (p 0.11; 1 more seed "
     )
-    assert re.search(r"about 3 needed, 95% range \d to \d+\)\.$", lead[0])
+    assert re.search(r"\(95% range 1 to \d+, estimated from 2\) would decide\)\.$", lead[0])
     rows = [
         line.split("  ")[0] for line in table.format_report(found, 250).splitlines() if line.startswith("optimizer=")
     ]

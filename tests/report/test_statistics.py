@@ -199,7 +199,7 @@ def test_two_pairs_hardly_tell_how_many_it_takes() -> None:
     needed = statistics.estimate_repeats_needed(lambda s: statistics.compute_seeds_needed(0.38, s), 0.1, 1, 2)
     assert needed.count == 3 and needed.low is not None and needed.low <= 3 and needed.high is not None
     assert needed.high > 100 and statistics.format_repeats_needed(needed, "seeds").startswith(
-        "about 3 seeds (95% range "
+        "1 more seed (95% range 1 to "
     )
 
 

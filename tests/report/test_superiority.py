@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.made_runs import H200, Story, StoryAttempt, make_run
+from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
+from titan.sweep.ledger import SweepSpec
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"
@@ -120,9 +122,54 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     found = compared(tmp_path, (BASE, ()), (longer, ()))
     ends = qualities(found)
     assert f"after {80 * 128:,} tokens (baseline: {40 * 128:,})" in ends["the end"].text
-    assert "not ranked" in ends["the end"].text and "not ranked" in ends["equal device-hours"].text
+    assert "not ranked" in ends["the end"].text
+    assert "the variant took 91% more device-hours: run it with training.steps=41" in ends["equal device-hours"].text
     assert found.variants[1].quality[0] is ends["equal tokens"] and ends["equal tokens"].answer == "yes"
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "expected"),
+    [
+        pytest.param(0.8, 2.9, "better: .* with 18% fewer device-hours .* p ", id="less"),
+        pytest.param(1.25, 3.1, "worse: .* with 23% more device-hours .* p ", id="more"),
+        pytest.param(1.25, 2.9, "the variant took 23% more device-hours: run it with training.steps=32$", id="slower"),
+        pytest.param(0.8, 3.1, "the baseline took 22% more device-hours: run it with training.steps=32$", id="faster"),
+        pytest.param(1.01, 2.9, r"better: validation loss differs by \S+ nats \[", id="alike"),
+    ],
+)
+def test_time_is_equal_or_favours_the_worse_side(tmp_path: Path, seconds: float, level: float, expected: str) -> None:
+    other = [replace(story, seconds=story.seconds * seconds, level=level + 0.001 * story.seed) for story in BASE]
+    ends = qualities(compared(tmp_path, (BASE, ()), (other, (WD,))))
+    assert re.search(expected, ends["equal device-hours"].text)
+    assert ends["equal device-hours"].answer == ("undecided" if "run it" in expected else "yes")
+
+
+def test_the_budget_of_a_sweep_decides(tmp_path: Path) -> None:
+    shorter = [replace(story, steps=20, seconds=story.seconds * 2, level=2.9) for story in BASE]
+    for budget, other, at in (
+        ("flops", BASE, "equal FLOPs"), ("flops", shorter, "equal tokens"), ("time", shorter, "equal device-hours"),
+        ("steps", shorter, "equal tokens"),
+    ):  # fmt: skip
+        root = tmp_path / f"{budget}-{other[0].steps}"
+        trials = {}
+        for letter, stories, overrides in (("a", BASE, ()), ("b", other, (WD,))):
+            for index, story in enumerate(stories):
+                make_run(root / f"{letter}{index}", story, *overrides)
+                trials[f"{letter}{index}"] = (*overrides, f"training.seed={story.seed}")
+        make_sweep(root, SweepSpec(budget=budget), trials)
+        found = compare([root])
+        assert found.budget == budget
+        (verdict, *_) = found.variants[1].quality
+        assert verdict.at == at
+
+
+def test_no_difference_in_more_time_is_not_equality(tmp_path: Path) -> None:
+    other = [
+        replace(story, seconds=story.seconds * 2, level=story.level + 0.001 * (-1) ** story.seed) for story in BASE
+    ]
+    ends = qualities(compared(tmp_path, (BASE, ()), (other, (WD,))))
+    assert ends["the end"].answer == "no" and ends["equal device-hours"].answer != "no"
 
 
 def test_equal_device_hours_at_the_end_are_ranked(tmp_path: Path) -> None:

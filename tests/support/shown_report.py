@@ -90,7 +90,7 @@ def make_run_result(
         bits_by_source={"code": 0.9, "books": 1.1},
         speed=timed,
         speed_by_attempt=() if timed is None else (timed, timed),
-        cost=RunCost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
+        cost=RunCost(0.75, 0.93, 2, 0.74, 12.5, 3.25, 0.5, 20),
         curves=drawn,
     )
     return replace(result, **changes)

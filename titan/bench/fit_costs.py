@@ -80,7 +80,7 @@ COMMAND = Command(
         "to=titan/estimate/constants.json": "in a clone: replace the constants that titan.plan uses",
     },
     Settings,
-    notes="Needs scipy. It takes about a minute on one core.",
+    notes="Needs scipy. It takes half a minute on one core.",
 )
 
 

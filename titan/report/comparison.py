@@ -70,6 +70,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         failed=_list_failed_runs(collected, candidates),
         target=spec.target,
         margin=spec.margin,
+        budget=spec.budget,
         notes=notes.list_comparison_notes(candidates, collected, spec, options.baseline, options.margin),
     )
 
@@ -94,7 +95,7 @@ def _build_variants(candidates: Sequence[VariantCandidate], spec: SweepSpec) -> 
         estimate.estimate_variant(v.members, v.group.missing, candidates[0].members, spec.target) for v in candidates
     ]
     learnings = equivalence.judge_candidates(candidates, spec.margin)
-    qualities = superiority.judge_candidates(candidates, spec.target, spec.margin)
+    qualities = superiority.judge_candidates(candidates, spec.target, spec.margin, spec.budget)
     return [
         _build_variant(candidate, candidates[0], variant_estimates, learning, variant_qualities)
         for candidate, variant_estimates, learning, variant_qualities in zip(

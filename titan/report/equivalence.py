@@ -297,7 +297,8 @@ def _describe_single_pair(phrase: str, margin: float, repeat_spread: RepeatSprea
         repeat_spread.count,
     )
     return (
-        f"{phrase}, {statistics.format_repeats_needed(needed, 'pairs')} by the spread of the baseline's repeats",
+        f"{phrase}, {statistics.format_repeats_needed(needed, 'pairs', existing=1)} by the spread of the baseline's "
+        "repeats",
         needed,
     )
 

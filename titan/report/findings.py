@@ -70,6 +70,7 @@ class RunCost:
         device_hours: devices times the hours of its attempts.
         goodput: share of the attempts' time spent in steps that count.
         attempts: how many there were.
+        training_hours: likewise without start-up, which ends where a first step of usual length would begin.
         start_seconds: from the beginning of an attempt to its first step, of all attempts.
         checkpoint_seconds: training waited for checkpoints.
         data_seconds: steps waited for data.
@@ -79,6 +80,7 @@ class RunCost:
     device_hours: float
     goodput: float | None
     attempts: int
+    training_hours: float
     start_seconds: float
     checkpoint_seconds: float
     data_seconds: float
@@ -93,7 +95,7 @@ class Curves:
         steps: of training.
         tokens: read up to the end of each step.
         losses: of training; NaN where a loss was not finite.
-        device_hours: spent up to the end of each step, stalls and lost steps included.
+        device_hours: spent up to the end of each step, stalls and lost steps included, start-up not.
         validation_steps: the steps after which the validation set was evaluated; [evaluations], as the next ones.
         validation_tokens: read up to then.
         validation: loss on the validation set, nats per token.
@@ -422,6 +424,7 @@ class Comparison:
         failed: what failed, with reasons.
         target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
+        budget: what the variants had as much of as the baseline: "steps", "tokens", "flops" or "time".
         notes: on the whole: several code ids, different hardware, different validation sets.
     """
 
@@ -433,4 +436,5 @@ class Comparison:
     failed: tuple[FailedRun, ...]
     target: float | None
     margin: float
+    budget: str = "steps"
     notes: tuple[str, ...] = field(default=())

@@ -35,6 +35,7 @@ class AttemptSpan:
         number: of the attempt.
         devices: that it had.
         start: seconds from its beginning to its first step; 0 where it has none.
+        lead: likewise, with what its first step takes longer than the others, such as compilation.
         seconds: from its beginning to its last line.
         ends: seconds from its beginning to the end of each of its lines of steps.
     """
@@ -42,6 +43,7 @@ class AttemptSpan:
     number: int
     devices: int
     start: float
+    lead: float
     seconds: float
     ends: Numbers
 
@@ -68,26 +70,27 @@ class History:
         lines = self._lines.select_lines(self._lines.attempt == number)
         last_time = self.raw.metrics.last_times.get(number)
         if last_time is None:  # it wrote no line
-            return AttemptSpan(number, count_devices(document), 0.0, 0.0, np.empty(0))
+            return AttemptSpan(number, count_devices(document), 0.0, 0.0, 0.0, np.empty(0))
         first_time = float(lines.time[0] - lines.seconds[0]) if len(lines) else last_time
         start = parse_start_time(document)
         start = first_time if start is None else min(start, first_time)
-        ends = lines.time - start
+        start_seconds = first_time - start if len(lines) else 0.0
         return AttemptSpan(
             number,
             count_devices(document),
-            first_time - start if len(lines) else 0.0,
+            start_seconds,
+            start_seconds + _compute_extra_seconds(lines.seconds),
             max(0.0, last_time - start),
-            ends,
+            lines.time - start,
         )
 
     @cached_property
     def device_hours(self) -> Numbers:
-        """Return the device-hours up to the end of each step that counts; [steps]."""
+        """Return the device-hours up to the end of each step that counts, without start-up; [steps]."""
         hours_spent, line_hours = 0.0, np.zeros(len(self._lines))
         for span in self.spans:
-            line_hours[self._lines.attempt == span.number] = hours_spent + span.devices * span.ends / HOUR
-            hours_spent += span.devices * span.seconds / HOUR
+            line_hours[self._lines.attempt == span.number] = hours_spent + span.devices * (span.ends - span.lead) / HOUR
+            hours_spent += span.devices * (span.seconds - span.lead) / HOUR
         return (
             np.maximum.accumulate(line_hours[self._counted_lines])
             if len(self._counted_lines)
@@ -110,6 +113,7 @@ class History:
             device_hours=sum(span.devices * span.seconds for span in self.spans) / HOUR,
             goodput=min(1.0, useful / total) if total else None,
             attempts=len(self.spans),
+            training_hours=sum(span.devices * (span.seconds - span.lead) for span in self.spans) / HOUR,
             start_seconds=sum(span.start for span in self.spans),
             checkpoint_seconds=self.raw.metrics.stall_seconds,
             data_seconds=float(np.nansum(self._lines.data_seconds)),
@@ -138,6 +142,11 @@ class History:
     def _select_last(self, records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """Return the last of these records of each step that counts, by step."""
         return {int(r["step"]): r for r in records if r["step"] <= self._limits.get(int(r["attempt"]), math.inf)}
+
+
+def _compute_extra_seconds(seconds: Numbers) -> float:
+    """Return by how much the first of some steps took longer than usual."""
+    return max(0.0, float(seconds[0] - np.nanmedian(seconds))) if len(seconds) else 0.0
 
 
 def find_step_limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:

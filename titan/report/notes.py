@@ -17,8 +17,8 @@ from titan.report.findings import FailedRun, RunResult, Spike
 from titan.report.rank import VariantCandidate, find_fitting, has_settings
 from titan.sweep.ledger import SweepSpec
 
-NAMED_RUNS = 6
-"""Runs that a note names."""
+NAMED_RUNS, NAMED_VARIANTS = 6, 4
+"""Runs and variants that a note names."""
 
 
 def list_variant_notes(candidate: VariantCandidate, baseline_candidate: VariantCandidate) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def list_comparison_notes(
     notes += [
         "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
     ] * bool(emulated)
-    return (*notes, *(_note_seeds_needed(candidates[0].members, spec.margin) if groups else []))
+    return (*notes, *(_note_seeds_needed(candidates, spec.margin) if groups else []))
 
 
 def _note_baseline_choice(
@@ -226,16 +226,39 @@ def _is_emulated(member: Member) -> bool:
     return bool(precision.get("emulate")) and precision.get("matmuls", "compute") != "compute"
 
 
-def _note_seeds_needed(baseline: Sequence[Member], margin: float) -> list[str]:
-    """Return a note on the seeds that show a difference of one margin, by the spread of the baseline's seeds."""
-    losses = list(average_by_seed(baseline, lambda m: m.run.validation).values())
+def _note_seeds_needed(candidates: Sequence[VariantCandidate], margin: float) -> list[str]:
+    """Return a note on the seeds that show a difference of one margin: by pairs of seeds, else by the baseline's."""
+    baseline = average_by_seed(candidates[0].members, lambda m: m.run.validation)
+    notes = []
+    for candidate in candidates[1:]:
+        losses = average_by_seed(candidate.members, lambda m: m.run.validation)
+        differences = [losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())]
+        if len(differences) >= 2 and (estimate := statistics.estimate_mean_difference(differences)).spread:
+            count = statistics.compute_seeds_needed(margin, estimate.spread)
+            notes.append(f"{candidate.group.label} {_format_pairs(count, len(differences))}")
+    if notes:
+        further = f", and {len(notes) - NAMED_VARIANTS} further variants" if len(notes) > NAMED_VARIANTS else ""
+        return [
+            f"to show a difference of {margin:g} nats from the baseline, by the spread of pairs of seeds: "
+            f"{', '.join(notes[:NAMED_VARIANTS])}{further}"
+        ]
+    return _note_unpaired_seeds(list(baseline.values()), margin)
+
+
+def _format_pairs(count: int | None, seen: int) -> str:
+    if count is None:
+        return f"needs more than {statistics.MOST:,} seeds"
+    return "has enough seeds" if count <= seen else f"needs {format_plural(count - seen, 'more seed')}"
+
+
+def _note_unpaired_seeds(losses: Sequence[float], margin: float) -> list[str]:
+    """Return a note on the seeds of each variant, by the spread of the baseline's."""
     if len(losses) < 2 or not (spread := statistics.estimate_mean_difference(losses).spread):
         return []
-    needed = statistics.estimate_repeats_needed(
-        lambda s: statistics.compute_seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
-    )
+    count = statistics.compute_seeds_needed(margin, math.sqrt(2) * spread)
+    number = f"more than {statistics.MOST:,}" if count is None else f"{count:,}"
     return [
         f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
-        f"to show a difference of {margin:g} takes {statistics.format_repeats_needed(needed, 'seeds per variant')}, "
-        "fewer where the losses of paired seeds are correlated"
+        f"to show a difference of {margin:g} takes {number} seeds per variant, fewer where the losses of paired seeds "
+        "are correlated"
     ]

@@ -238,12 +238,24 @@ def estimate_repeats_needed(
     return RepeatsNeeded(count(spread), count(low), count(high), sample_size)
 
 
-def format_repeats_needed(needed: RepeatsNeeded, noun: str) -> str:
-    """Return a number of repeats with its range as text; `noun` is a plural, as in "about 3 seeds"."""
-    low, high = (f"{end:,}" if end else f"more than {MOST:,}" for end in (needed.low, needed.high))
-    number = f"about {needed.count:,}" if needed.count else f"more than {MOST:,}"
+def format_repeats_needed(needed: RepeatsNeeded, noun: str, existing: int | None = None) -> str:
+    """Return how many more repeats are needed, with the range, as in "3 more seeds (95% range 1 to 9, ...)".
+
+    Args:
+        needed: how many there must be.
+        noun: a plural.
+        existing: how many there are; None: those that the spread is estimated from.
+    """
+    seen = needed.seen if existing is None else existing
+    number, low, high = (_format_more(count, seen) for count in (needed.count, needed.low, needed.high))
     between = low if low == high else f"{low} to {high}"
-    return f"{number} {noun} (95% range {between}, estimated from {needed.seen})"
+    counted_noun = noun.removesuffix("s") if number == "1" else noun
+    return f"{number} more {counted_noun} (95% range {between}, estimated from {needed.seen})"
+
+
+def _format_more(count: int | None, seen: int) -> str:
+    """Return how many repeats are needed beyond those seen, at least one: these did not decide it."""
+    return f"more than {MOST:,}" if count is None else f"{max(1, count - seen):,}"
 
 
 def compute_spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:

@@ -38,7 +38,7 @@ from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
 SAME_HOURS = 0.02
-"""Device-hours that differ by no more than this share are equal."""
+"""Device-hours, and FLOPs, that differ by no more than this share are equal."""
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
 NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
 
@@ -71,7 +71,7 @@ _LOSSES: dict[LossMeasure, Measure] = {
 
 
 def judge_candidates(
-    candidates: Sequence[VariantCandidate], target: float | None, margin: float
+    candidates: Sequence[VariantCandidate], target: float | None, margin: float, budget: str = "steps"
 ) -> list[tuple[Quality, ...]]:
     """Return the comparisons of each variant with the baseline; the first one decides the answer.
 
@@ -81,23 +81,31 @@ def judge_candidates(
         candidates: the variants, the baseline first.
         target: the target loss that decides where variants saw different numbers of tokens.
         margin: equivalence margin, in nats of validation loss.
+        budget: of the sweep; the comparison at equal FLOPs or time decides where this is its budget.
     """
     rivals = [v for v in candidates if v.group.group_id != candidates[0].group.group_id and v.tuning.is_best]
-    uncorrected = [compare_variant(v.members, candidates[0].members, target) for v in rivals]
+    uncorrected = [compare_variant(v.members, candidates[0].members, target, budget) for v in rivals]
     qualities = dict(zip(map(id, rivals), correct_comparisons(uncorrected, margin), strict=True))
     return [qualities.get(id(v), ()) for v in candidates]
 
 
 @dataclass(frozen=True)
 class UncorrectedComparison:
-    """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
+    """A comparison before Holm's correction.
+
+    Attributes:
+        quality: what is known before the correction.
+        seeds: the values to test; None: it is not ranked and stays unchanged.
+        can_be_equal: whether a small difference shows that there is none.
+    """
 
     quality: Quality
     seeds: SeedComparison | None = None
+    can_be_equal: bool = True
 
 
 def compare_variant(
-    variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None
+    variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None, budget: str = "steps"
 ) -> list[UncorrectedComparison]:
     """Return the comparisons of a variant's runs with the baseline's; the first one decides the answer.
 
@@ -105,6 +113,7 @@ def compare_variant(
         variant: runs of the variant.
         baseline: runs of the baseline.
         target: the target loss that decides where variants saw different numbers of tokens.
+        budget: of the sweep.
     """
     common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
     if common_loss is None:
@@ -113,21 +122,40 @@ def compare_variant(
     measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
     comparisons = [end]
-    if has_unequal_tokens(variant, baseline):
+    if budget == "flops" and _has_equal_flops(variant, baseline):
+        comparisons = [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal FLOPs"))]
+    elif has_unequal_tokens(variant, baseline):
         comparisons = _compare_at_unequal_tokens(variant, baseline, measure, end, target)
     elif (
         _collect_tokens(variant) and _collect_tokens(baseline) and _collect_tokens(variant) != _collect_tokens(baseline)
     ):
         comparisons.append(_compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
-    if _has_same_machines(variant, baseline):
-        comparisons += _compare_at_equal_hours(variant, baseline, measure, end)
-    return comparisons
+    hours = _compare_at_equal_hours(variant, baseline, measure, end) if _has_same_machines(variant, baseline) else []
+    return [*hours, *comparisons] if budget == "time" else [*comparisons, *hours]
 
 
 def has_unequal_tokens(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Return whether both sides have finished runs and these saw different numbers of tokens."""
     variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
     return bool(variant_tokens and baseline_tokens) and variant_tokens != baseline_tokens
+
+
+def _has_equal_flops(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Return whether the finished runs of both sides computed as many FLOPs, up to a step."""
+    sides = [[_count_flops(m) for m in side if m.run.state == "finished"] for side in (variant, baseline)]
+    if not all(sides) or None in sides[0] + sides[1]:
+        return False
+    a, b = (float(np.median(np.array(side, dtype=np.float64))) for side in sides)
+    fewest_steps = min(m.run.step for m in (*variant, *baseline) if m.run.state == "finished")
+    return abs(a - b) <= max(SAME_HOURS, 1 / fewest_steps) * max(a, b)
+
+
+def _count_flops(member: Member) -> float | None:
+    """Return the FLOPs of a run in units of 1e12; None where its speed is not known."""
+    speed = member.run.speed
+    if speed is None or speed.tflops_per_device is None:
+        return None
+    return member.run.tokens * speed.tflops_per_device / speed.tokens_per_second_per_device
 
 
 def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
@@ -350,14 +378,41 @@ def _build_token_axis(member: Member) -> Numbers:
 def _compare_at_equal_hours(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
 ) -> list[UncorrectedComparison]:
-    """Compare at equal device-hours; by the final values where both spent the same."""
-    hours = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
+    """Compare at equal device-hours: by the final values, where these decide it.
+
+    Final values decide it where both sides spent the same, and where the better one spent less. Else the slower side
+    needs a schedule that ends as early as the other's.
+    """
+    sides = [[m for m in side if m.run.step and _goes_on(m)] for side in (variant, baseline)]
+    hours = [[m.run.cost.training_hours for m in side] for side in sides]
     if not all(hours) or min(map(min, hours)) <= 0:
         return []
-    low, high = min(map(min, hours)), max(map(max, hours))
-    if high - low <= SAME_HOURS * high and end.seeds is not None:
-        return [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal device-hours"))]
-    return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
+    if end.seeds is None or end.seeds.difference is None:
+        return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
+    ratio = float(np.median(hours[0]) / np.median(hours[1]))
+    if abs(ratio - 1) <= SAME_HOURS:
+        return [_build_ranked(end.seeds, measure, "equal device-hours", "")]
+    p_value = end.seeds.compute_p_value()
+    if p_value is None or p_value >= ALPHA or (end.seeds.difference.estimate < 0) != (ratio < 1):
+        return [_explain_unequal_hours(sides, ratio, end.seeds, measure)]
+    suffix = f" with {abs(ratio - 1):.0%} {'fewer' if ratio < 1 else 'more'} device-hours"
+    ranked = _build_ranked(end.seeds, measure, "equal device-hours", suffix)
+    return [dataclasses.replace(ranked, can_be_equal=False)]
+
+
+def _explain_unequal_hours(
+    sides: Sequence[Sequence[Member]], ratio: float, seeds: SeedComparison, measure: Measure
+) -> UncorrectedComparison:
+    """Return why final values do not decide it: how many steps the slower side has in the time of the other."""
+    name, slower = ("the variant", sides[0]) if ratio > 1 else ("the baseline", sides[1])
+    steps = max(1, math.floor(int(np.median([m.run.step for m in slower])) / max(ratio, 1 / ratio)))
+    text = (
+        f"inconclusive: {_format_difference(seeds, measure)}; {name} took {max(ratio, 1 / ratio) - 1:.0%} more "
+        f"device-hours: run it with training.steps={steps}"
+    )
+    unranked = _build_inconclusive(measure.name, "equal device-hours", text)
+    quality = dataclasses.replace(unranked.quality, difference=seeds.compute_interval(), pairs=seeds.pairs)
+    return dataclasses.replace(unranked, quality=quality)
 
 
 def _compare_before_end(
@@ -447,7 +502,7 @@ def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, mar
     if p_holm is None or seeds.difference is None:
         return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
-    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats else None
+    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats and comparison.can_be_equal else None
     small = p_none is not None and p_none < ALPHA
     answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
     needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None

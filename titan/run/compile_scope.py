@@ -91,7 +91,7 @@ def keeps_scales(run: Run) -> bool:
 
 def estimate_eager_seconds(run: Run) -> float:
     """Return the estimated run time on a CPU, whose cores the ranks share, if nothing is compiled."""
-    precision, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
+    precision, flops = run.precision, run.training.total_tokens * run.model.flops_per_token(run.training.seq_len)
     flops_per_second = FAST_CORE_FLOPS if precision.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
     return (
         flops

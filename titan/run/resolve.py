@@ -17,6 +17,7 @@ from titan.parallelism.resolve_layout import resolve_layout
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
 from titan.run.branch import apply_decay
+from titan.run.budget import apply_hours, apply_tokens
 from titan.run.compile_scope import choose_scope
 from titan.run.paths import check_length, check_name
 from titan.run.run import Run
@@ -56,7 +57,8 @@ def resolve(
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
-    recipe = _apply_machine(_check_axes(apply_decay(recipe)), machine, remote)
+    recipe = apply_decay(apply_tokens(recipe, overrides))
+    recipe = _apply_machine(_check_axes(recipe), machine, remote)
     layout = _choose_layout(recipe, machine, ranks, remote)
     microbatches = _choose_microbatches(recipe, layout, machine)
     run = Run(
@@ -71,8 +73,7 @@ def resolve(
         hydra=hydra or {},
         options=options,
     )
-    if run.compile.scope == "auto":
-        run = _apply_scope(run, remote)
+    run = _choose_scope(apply_hours(_choose_scope(run, remote), run), remote)
     checks.check(run, started=ranks is not None or remote, remote=remote)
     return run
 
@@ -114,6 +115,10 @@ def adapt_to_machine(run: Run, machine: Machine) -> Run:
     adapted = _apply_scope(adapted) if adapted.compile_why else adapted
     checks.check(adapted, started=True)
     return adapted
+
+
+def _choose_scope(run: Run, remote: bool) -> Run:
+    return _apply_scope(run, remote) if run.compile.scope == "auto" else run
 
 
 def _apply_scope(run: Run, remote: bool = False) -> Run:

@@ -37,7 +37,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "batch": f"{training.global_batch:,} tokens = {format_plural(training.rows, 'row')}; "
             f"{run.rank_rows} per rank in {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
             f"{_describe_growth(run)}",
-            "steps": f"{training.steps:,}, {format_count(training.tokens)} tokens; "
+            "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",

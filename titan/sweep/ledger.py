@@ -48,6 +48,7 @@ class SweepSpec:
         baseline: of these settings, the values of the variant that the others are compared with; may be empty.
         margin: difference in validation loss, nats, that counts as none.
         target: the validation loss to reach; None: there is none.
+        budget: what the variants had as much of as the baseline; see `titan.sweep.schema.Sweep`.
     """
 
     question: str | None = None
@@ -55,6 +56,7 @@ class SweepSpec:
     baseline: Mapping[str, str] = field(default_factory=dict)
     margin: float = 0.02
     target: float | None = None
+    budget: str = "steps"
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,14 @@ def _parse_spec(directory: Path) -> SweepSpec:
     axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
     baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
-    return SweepSpec(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
+    return SweepSpec(
+        content.get("question"),
+        axes,
+        baseline,
+        0.02 if margin is None else margin,
+        content.get("target"),
+        content.get("budget") or "steps",
+    )
 
 
 _SPEC_TYPES: dict[str, Any] = {
@@ -154,6 +163,7 @@ _SPEC_TYPES: dict[str, Any] = {
     "baseline": dict[str, Any] | None,
     "margin": float | None,
     "target": float | None,
+    "budget": str | None,
 }
 """The values of `sweep.yaml` by their types."""
 
@@ -166,6 +176,7 @@ def write_spec(directory: Path, spec: SweepSpec) -> None:
         "baseline": dict(spec.baseline),
         "margin": spec.margin,
         "target": spec.target,
+        "budget": spec.budget,
     }
     write_atomic(directory / SWEEP, yaml.safe_dump(plain, sort_keys=False))
 

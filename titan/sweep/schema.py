@@ -24,6 +24,11 @@ class Sweep:
     baseline: Mapping[str, str] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
+    budget: Literal["steps", "tokens", "flops", "time"] = setting(
+        "steps",
+        "what all variants get as much of as the baseline: steps; or tokens, FLOPs or device time, by steps of each "
+        "variant's own",
+    )
     margin: float = setting(
         0.02, "equivalence margin: difference in validation loss, in nats, that counts as none", above=0, cap=1e6
     )

@@ -23,7 +23,6 @@ from titan.report.render.sentences import (
     format_lead,
     format_missing_heading,
     format_notes,
-    format_question,
 )
 from titan.report.render.sweep_chart import draw_settings
 from titan.report.render.table_data import (
@@ -84,7 +83,7 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
         css=Markup(content("page.css")),
         script=Markup(content("page.js")),
         title=comparison.title,
-        question=format_question(comparison),
+        question=comparison.question,
         lead=" ".join(format_lead(comparison)),
         many=MANY,
         answers=_build_answers(comparison),

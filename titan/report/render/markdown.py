@@ -12,7 +12,6 @@ from titan.report.render.sentences import (
     format_lead,
     format_missing_heading,
     format_notes,
-    format_question,
 )
 from titan.report.render.table_data import (
     OWN_METRICS,
@@ -28,8 +27,7 @@ def format_markdown(comparison: Comparison) -> str:
         [
             f"# {_escape_text(comparison.title)}",
             "",
-            _escape_text(format_question(comparison)),
-            "",
+            *([_escape_text(comparison.question), ""] if comparison.question else []),
             _escape_text(" ".join(format_lead(comparison))),
         ],
         _format_section(

@@ -73,7 +73,7 @@ def _format_bars(parts: Any, unit: str) -> list[str]:
 
 
 def _format_speed(outcome: PlanOutcome) -> list[str]:
-    plan, tokens = outcome.plan, format_count(outcome.run.training.tokens)
+    plan, tokens = outcome.plan, format_count(outcome.run.training.total_tokens)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu.value:.1%}"
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"

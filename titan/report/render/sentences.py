@@ -26,11 +26,6 @@ def format_missing_heading(comparison: Comparison) -> str:
     )
 
 
-def format_question(comparison: Comparison) -> str:
-    """Return the question of the sweep, or that there was none."""
-    return comparison.question or "No question was stated in advance."
-
-
 def format_lead(comparison: Comparison) -> list[str]:
     """Return the result in a few sentences, from the answers of all variants."""
     variants = [variant for variant in comparison.variants if not variant.baseline]
@@ -289,8 +284,7 @@ def _format_needed(quality: Quality) -> str:
     needed = quality.needed_range
     if needed is None or needed.count is None:
         return "more seeds are unlikely to decide"
-    low, high = (f"{end:,}" if end else f"more than {statistics.MOST:,}" for end in (needed.low, needed.high))
-    return f"about {needed.count:,} needed, 95% range {low} to {high}"
+    return f"{statistics.format_repeats_needed(needed, 'seeds')} would decide"
 
 
 def _describe_diverged(comparison: Comparison) -> list[str]:
@@ -342,6 +336,8 @@ def _count_answers(variants: Sequence[Variant]) -> list[str]:
 
 def _describe_unequal_tokens(comparison: Comparison, rivals: Sequence[Variant]) -> list[str]:
     """Return the result of variants that saw different numbers of tokens."""
+    if (budget := {"flops": "FLOPs", "time": "device time"}.get(comparison.budget)) is not None:
+        return [f"Each variant had the steps that take the baseline's {budget}.", *_count_answers(rivals)]
     token_counts = ", ".join(f"{number:,}" for number in rank.list_token_counts(comparison.variants)[:NAMED])
     parts = f"The variants saw different numbers of tokens ({token_counts}), so their final losses are not ranked."
     if comparison.target is not None and any(variant.reached for variant in comparison.variants):

@@ -13,7 +13,6 @@ from titan.report.render.sentences import (
     format_lead,
     format_missing_heading,
     format_notes,
-    format_question,
 )
 from titan.report.render.table_data import Cell, Column, Mood, build_columns
 
@@ -50,7 +49,7 @@ def _format_head(comparison: Comparison, width: int, colour: bool) -> list[str]:
     differs = "; ".join(f"{name} ({_format_values(values)})" for name, values in comparison.differs.items())
     return [
         *(_apply_style(line, "head", colour) for line in _wrap_line(comparison.title, width)),
-        *_wrap_line(format_question(comparison), width),
+        *(_wrap_line(comparison.question, width) if comparison.question else []),
         *_wrap_line(" ".join(format_lead(comparison)), width),
         *([""] if common or differs else []),
         *(_wrap_line(f"Common: {common}", width, "  ") if common else []),

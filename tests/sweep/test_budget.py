@@ -1,0 +1,79 @@
+"""Each variant of a sweep gets the steps that it has of the baseline's tokens, FLOPs or time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from launchers.command import run_command
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY
+from titan.errors import ConfigError
+from titan.run.run import Run
+from titan.sweep import budget
+from titan.sweep.schema import Sweep
+
+
+def compose(*overrides: str) -> Run:
+    return compose_test_run([*TINY, "training.steps=20", "name=x", *overrides])
+
+
+def set_seconds(run: Run, seconds: float) -> Run:
+    return replace(run, training=replace(run.training, step_seconds=seconds))
+
+
+RUNS = (compose(), compose("training.global_batch=512"), compose("model.layers=4"))
+REPLACED = ("hydra.run.dir", "training.steps", "training.global_batch", "checkpoint")
+VARIED = (("a=1",), ("a=2",), ("a=3",))
+
+
+def test_tokens() -> None:
+    first, larger, deeper = budget.equalise_steps(RUNS, VARIED, Sweep(budget="tokens"))
+    assert larger.training.total_tokens == pytest.approx(first.training.total_tokens, rel=0.2)
+    assert larger.training.steps < first.training.steps == deeper.training.steps == 20
+    assert larger.overrides[-1] == f"training.steps={larger.training.steps}"
+    assert sum(o.startswith("training.steps") for o in larger.overrides) == 1
+
+
+def test_flops() -> None:
+    first, _, deeper = budget.equalise_steps(RUNS, VARIED, Sweep(budget="flops", baseline={"a": "1"}))
+    spent = [run.training.total_tokens * run.model.flops_per_token(run.training.seq_len) for run in (first, deeper)]
+    assert spent[1] <= spent[0] * 1.2 and deeper.training.steps < first.training.steps
+
+
+def test_time_counts_devices() -> None:
+    runs = [set_seconds(RUNS[0], 1.0), set_seconds(RUNS[2], 2.0), set_seconds(compose("parallelism=fsdp"), 1.0)]
+    equal = budget.equalise_steps(runs, VARIED, Sweep(budget="time"))
+    assert [run.training.steps for run in equal] == [20, 10, 10]
+    other = budget.equalise_steps(runs, VARIED, Sweep(budget="time", baseline={"a": "2.0"}))
+    assert [run.training.steps for run in other] == [40, 20, 20]
+
+
+def test_steps_are_left_as_they_are() -> None:
+    assert budget.equalise_steps(RUNS, VARIED, Sweep()) == list(RUNS)
+
+
+@pytest.mark.parametrize(
+    ("varied", "settings", "expected"),
+    [
+        ((("training.steps=5",), ("a=2",), ("a=3",)), {"budget": "tokens"}, "the sweep varies training.steps=5"),
+        (VARIED, {"budget": "tokens", "baseline": {"a": "7"}}, "no trial has it"),
+        (VARIED, {"budget": "time"}, "the time of a step is not known"),
+    ],
+    ids=["steps-vary", "no-baseline", "no-time"],
+)
+def test_what_is_rejected(varied: Any, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        budget.equalise_steps(RUNS, varied, Sweep(**settings))
+
+
+def test_a_grid_has_the_steps_of_its_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["-m", *(o for o in TINY if not o.startswith(REPLACED)), "sweep.budget=tokens", "training.steps=4"]
+    grid = ["training.global_batch=128,256", "checkpoint=off", "hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
+    assert run_command([*line, *grid, "name=g", "cluster=cpu"], lambda run: 1) == 0
+    assert "2 trials" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""Equal budgets: each variant of a sweep gets the steps that it has of the baseline's tokens, FLOPs or time.
+
+So its schedule ends where the budget ends, and final losses are compared at equal tokens, FLOPs or time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from titan.config.settings import format_value
+from titan.errors import ConfigError
+from titan.run.budget import count_steps, estimate_step_seconds
+from titan.run.run import Run
+from titan.sweep.schema import Sweep
+
+Budget = Literal["tokens", "flops", "time"]
+STEP_SETTINGS = ("training.steps", "training.tokens", "training.hours")
+
+
+def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[Run]:
+    """Return the runs of a grid with the steps of one budget.
+
+    Args:
+        runs: of all trials.
+        varied: the overrides of each trial that not all have.
+        sweep: its `budget` and `baseline`.
+
+    Raises:
+        ConfigError: where steps vary, no trial is the baseline, or the time of a step is not known.
+    """
+    if sweep.budget == "steps":
+        return list(runs)
+    for override in (override for trial in varied for override in trial):
+        if override.lstrip("+").startswith(STEP_SETTINGS):
+            raise ConfigError(f"sweep.budget={sweep.budget}: decides the steps, and the sweep varies {override}.")
+    baseline = runs[find_baseline(varied, sweep)]
+    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget)) for run in runs]
+
+
+def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
+    """Return the index of the first trial with the settings of `sweep.baseline`; without these, of the first trial.
+
+    Raises:
+        ConfigError: where no trial has them.
+    """
+    settings = dict(sweep.baseline or {})
+    for index, trial in enumerate(varied):
+        values = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
+        if all(_is_same_value(values.get(name), value) for name, value in settings.items()):
+            return index
+    raise ConfigError(
+        f"sweep.baseline={format_value(settings)}: no trial has it, and sweep.budget={sweep.budget} is the budget of "
+        "the baseline; name settings that the sweep varies."
+    )
+
+
+def _is_same_value(typed: str | None, wanted: str) -> bool:
+    if typed is None:
+        return False
+    try:
+        return typed.strip("'\"") == str(wanted) or float(typed) == float(wanted)
+    except ValueError:
+        return False
+
+
+def _count_equal_steps(run: Run, baseline: Run, budget: str) -> int:
+    """Return the steps that a run has of the baseline's budget: the nearest number for time, else the fewest."""
+    if budget == "time":
+        seconds, baseline_seconds = (_require_seconds(side) * side.layout.devices for side in (run, baseline))
+        return max(1, round(baseline.training.steps * baseline_seconds / seconds))
+    tokens = float(baseline.training.total_tokens)
+    if budget == "flops":
+        tokens *= _count_flops(baseline) / _count_flops(run)
+    return count_steps(run.training, math.floor(tokens))
+
+
+def _count_flops(run: Run) -> float:
+    return run.model.flops_per_token(run.training.seq_len)
+
+
+def _require_seconds(run: Run) -> float:
+    seconds = estimate_step_seconds(run)
+    if seconds is None:
+        raise ConfigError(
+            "sweep.budget=time: the time of a step is not known, because cluster.hardware is not described; choose a "
+            "cluster that describes it, measure this machine with python -m titan.calibrate, or give training.steps of "
+            "each variant."
+        )
+    return seconds
+
+
+def _set_steps(run: Run, steps: int) -> Run:
+    """Return the run with other steps, and with the overrides that compose it."""
+    if steps == run.training.steps:
+        return run
+    run.schedule.check(steps)
+    training = dataclasses.replace(run.training, steps=steps, tokens=None, hours=None)
+    others = tuple(o for o in run.overrides if not o.lstrip("+").startswith(STEP_SETTINGS))
+    return dataclasses.replace(run, training=training, overrides=(*others, f"training.steps={steps}"))
