@@ -16,7 +16,7 @@ from launchers import plugin
 from launchers.session import Describe, Planner, SweepSession, describe_nothing
 from titan.config import help as help_text
 from titan.config import modules
-from titan.config.command import describe_version
+from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
 from titan.run import command_line, hydra_node, hydra_private
@@ -62,8 +62,7 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with _parse_arguments(argv) as args:
-        if args.cfg or args.info:
-            raise ConfigError("--cfg and --info are for titan.train; leave them out.")
+        command_line.reject_shown(args, accepted=("multirun",))
         cfg = None if args.multirun else _compose_run(args)
         args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
         if cfg is None or args.multirun:
@@ -93,8 +92,9 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
     with _parse_arguments(arguments, recorded) as args:
-        if args.help or args.version or command_line.asks_to_show(args):
-            raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
+        if args.help or args.version:
+            raise ConfigError(describe_train_option("--help" if args.help else "--version"))
+        command_line.reject_shown(args)
         cfg = _compose_run(args)
         _check_single(cfg)
         return freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))

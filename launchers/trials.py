@@ -22,6 +22,7 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import settings
+from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
@@ -196,7 +197,7 @@ def _show_progress(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]
         for number, trial_overrides in enumerate(overrides):
             if time.monotonic() - last_shown > pause:
                 last_shown = time.monotonic()
-                show(f"{number} of {len(overrides)} trials composed and checked")
+                show(f"{number} of {format_plural(len(overrides), 'trial')} composed and checked")
             yield trial_overrides
 
 

@@ -145,8 +145,8 @@ def test_a_result_of_an_earlier_attempt_is_not_the_runs(tmp_path: Path) -> None:
     [
         pytest.param(["modle=debug"], "did you mean 'model'", id="name"),
         pytest.param(["training.steps=0"], "training.steps=0: must be at least 1", id="range"),
-        pytest.param(["-m", "optimizer.lr=1e-3,1e-2"], "are for titan.train", id="sweep"),
-        pytest.param(["--help"], "are for titan.train", id="help"),
+        pytest.param(["-m", "optimizer.lr=1e-3,1e-2"], "-m: is an option of titan.train", id="sweep"),
+        pytest.param(["--help"], "--help: is an option of titan.train", id="help"),
         pytest.param(["hydra/launcher=slurm", "cluster=h100"], "hydra/launcher=slurm: takes the command", id="slurm"),
         pytest.param(
             ["+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"],
@@ -241,6 +241,8 @@ def test_compare_rejects(directory: str, options: dict[str, Any], sentence: str)
 def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         api.open_run(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        api.open_run(tmp_path / "gone")
 
 
 @pytest.mark.full

@@ -37,6 +37,7 @@ from titan.config.optional import import_optional
 from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
+from titan.files.run_directory import check_run_directory
 from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
@@ -307,10 +308,7 @@ def open_run(directory: str | os.PathLike[str]) -> SavedRun:
     Raises:
         ConfigError: when it holds no run.
     """
-    path = Path(directory).expanduser().absolute()
-    if not (path / "run.yaml").is_file():
-        raise ConfigError(f"{directory}: holds no run (a run has a run.yaml); give a run's directory, such as runs/x.")
-    run = SavedRun(path)
+    run = SavedRun(check_run_directory(os.fspath(directory)).absolute())
     if not run.attempts:
         raise ConfigError(f"{directory}: its run.yaml is empty; give another run's directory.")
     return run

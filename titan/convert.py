@@ -20,9 +20,11 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.numbers import format_plural
 from titan.console.progress import print_table
 from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError
+from titan.weights.origin import check_source
 
 if TYPE_CHECKING:
     from titan.weights.interface import Weights
@@ -80,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_conversion(command_line: CommandLine[Convert]) -> int:
     settings = command_line.settings
     target = Path(settings.to).expanduser().absolute()
+    check_source(settings.source)
     _check_target(settings, target)
     started = time.monotonic()
     weights, files = convert_weights(settings, target)
@@ -89,9 +92,11 @@ def _run_conversion(command_line: CommandLine[Convert]) -> int:
 
 def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert; return the weights that were read and the tensor files that were written."""
+    from titan.weights import tokenizer_files
     from titan.weights.formats import open_weights, verify_checksums
 
     weights = open_weights(settings.source, "")
+    tokenizer_files.check_packages(weights.tokenizer, settings.format, f"to={settings.to}")
     verify_checksums(weights, "")
     _check_apart(Path(weights.path), target, settings)
     names, size, write = _plan_files(weights, settings, target)
@@ -204,11 +209,12 @@ def _print_report(weights: Weights, settings: Convert, files: list[Path], second
     kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
     size = sum(file.stat().st_size for file in files)
     model = weights.model
+    layers = format_plural(model.layers, "layer")
     print("converted:")
     print_table(
         {
             "from": f"{settings.source}: {FORMAT_NAMES[type(weights).__name__]}, {', '.join(kinds)}",
-            "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",
+            "model": f"{type(model).__name__}, {parameters:,} parameters, {layers} of width {model.dim}",
             "to": f"{settings.to}: {settings.format}, {settings.dtype}",
             "files": f"{len(files):,}, {report.format_bytes(size)}",
             "tokenizer": weights.tokenizer or "none",

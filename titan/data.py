@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +12,10 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.errors import ConfigError
+from titan.files.run_directory import check_run_directory
 from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
@@ -80,10 +81,21 @@ def _show_data(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     steps, row_numbers = settings.list_steps(), settings.list_rows()
     recipe = _compose_recipe(settings.run, command_line.overrides)
+    _check_steps(steps, settings, recipe.training.steps)
     mix, tokenizer = _open_data(recipe)
     for step in steps:
         _show_step(recipe.training, mix, tokenizer, step, row_numbers, settings.characters or None)
     return 0
+
+
+def _check_steps(steps: range, settings: Settings, count: int) -> None:
+    """Raise ConfigError for steps behind the last one."""
+    if steps[-1] > count:
+        subject = "a run with these settings" if settings.run is None else f"the run in {settings.run}"
+        raise ConfigError(
+            f"step={settings.step}: {subject} has {format_plural(count, 'step')}; give one of them, or a larger "
+            "training.steps."
+        )
 
 
 def _parse_range(key: str, text: str) -> range:
@@ -102,8 +114,7 @@ def _compose_recipe(directory: str | None, overrides: list[str]) -> Recipe:
     """Compose the recipe of a run's last attempt with overrides."""
     if directory is None:
         return compose.compose_recipe(overrides)
-    if not (Path(directory) / "run.yaml").is_file():
-        raise ConfigError(f"{directory}: holds no run (no run.yaml); give a run's directory, such as runs/NAME.")
+    check_run_directory(directory)
     return compose.compose_recipe([f"{RESUME}{directory}", *overrides])
 
 
@@ -158,7 +169,8 @@ def _format_documents(
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
         dots = "" if starts_document or i else "..."
         cut = repr(text[:max_characters]) + (" ..." if max_characters and len(text) > max_characters else "")
-        yield f"  {part.size:>6,} tokens  {dots}{cut}"
+        noun = "token" if part.size == 1 else "tokens"
+        yield f"  {part.size:>6,} {noun:<6}  {dots}{cut}"
 
 
 def cli() -> None:

@@ -25,6 +25,20 @@ class ConfigError(_UserError):
     """An invalid setting or input, in one plain sentence for the user: exit code 2, without a traceback."""
 
 
+class UnknownSettingError(ConfigError):
+    """A word of the command line assigns a setting that titan.train has not; other commands may have one like it.
+
+    Attributes:
+        typed: the word.
+        key: the setting's name in it.
+        hint: the end of the first sentence, with the nearest of titan.train's settings.
+    """
+
+    def __init__(self, sentence: str, typed: str = "", key: str = "", hint: str = ".") -> None:
+        super().__init__(sentence)  # alone in `args`, so that the error can be pickled
+        self.typed, self.key, self.hint = typed, key, hint
+
+
 class RunError(_UserError):
     """The reason why a run failed, in one plain sentence for the user: exit code 1, without a traceback."""
 

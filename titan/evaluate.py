@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_evaluation(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     check_source(settings.source)
-    file = None if settings.to is None else check_output_file(settings.to)
+    file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.command import compose_single
     from launchers.scratch import make_scratch_folder
     from titan.weights.formats import open_weights  # only now: errors need not wait for torch

@@ -37,9 +37,9 @@ def _run_generation(command_line: CommandLine[Settings]) -> int:
     texts = settings.read_texts()
     check_source(settings.source)
     if settings.to is not None:
-        check_output_file(settings.to)
+        check_output_file(settings.to, (".jsonl",))
         output.ignore_write_errors()
-    machine = devices.detect_machine(settings.device)
+    machine = devices.detect_machine(settings.device, setting="device")
 
     from titan.generation.request import build_job
     from titan.weights.formats import open_weights, verify_checksums  # only now: errors need not wait for torch

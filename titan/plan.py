@@ -68,6 +68,7 @@ COMMAND = Command(
     },
     Settings,
     overrides="Other arguments are those of titan.train.",
+    options=("-m", "--multirun"),
     notes="Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and "
     "starts nothing.",
 )
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_planning(command_line: CommandLine[Settings]) -> int:
     settings, words = command_line.settings, command_line.words
+    _check_settings(settings.plan)
     files = _check_files(settings)
     provenance = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *words]))}"
     typed = tuple(map(redact, command_line.overrides))
@@ -88,6 +90,16 @@ def _run_planning(command_line: CommandLine[Settings]) -> int:
         lambda run: _plan_run(run, settings.plan, files, typed, provenance),
         lambda trials: _plan_trials(trials, settings.plan, files, provenance),
     )
+
+
+def _check_settings(settings: PlanSettings) -> None:
+    """Raise ConfigError for settings without effect."""
+    if settings.whole and not settings.trace:
+        raise ConfigError("plan.whole=true: takes effect with plan.trace=true only; add it, or leave plan.whole out.")
+    if settings.keep != PlanSettings.keep and not settings.search:
+        raise ConfigError(
+            f"plan.keep={settings.keep}: takes effect with plan.search=true only; add it, or leave plan.keep out."
+        )
 
 
 def _check_files(settings: Settings) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.numbers import format_plural
 from titan.console.progress import print_table, progress_line
 from titan.console.text import sanitize_line
 from titan.dataset.preprocess import report
@@ -61,7 +62,7 @@ def _run_preparation(command_line: CommandLine[Settings]) -> int:
 
 def _prepare_corpus(name: str, dataset: Dataset, settings: Settings) -> None:
     summary = survey_dataset(dataset)
-    parts = f"{summary.parts:,} part{'s' * (summary.parts != 1)}"
+    parts = format_plural(summary.parts, "part")
     completion = "complete" if summary.complete else f"{summary.finished:,} of them done"
     print(f"{name}:")
     print_table(

@@ -16,8 +16,8 @@ from titan.config.command import Command, CommandLine
 from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
+from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_steps
-from titan.run.directory import RUN
 from titan.training.replay import show
 from titan.training.replay.job import ReplayJob, read_rank_replays
 from titan.training.replay.request import ReplayPlan, Settings, plan_replay
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_replay(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    file = None if settings.to is None else check_output_file(settings.to)
+    file = None if settings.to is None else check_output_file(settings.to, (".json",))
     from launchers.scratch import make_scratch_folder
 
     with make_scratch_folder() as folder:

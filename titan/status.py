@@ -21,14 +21,15 @@ from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
-from titan.console.numbers import format_rounded
+from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError
+from titan.files.run_directory import RUN, check_directory
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
-from titan.run.directory import RUN, describe_hook_end, is_finished, is_locked, read_attempts, read_result
+from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_status(command_line: CommandLine[Status]) -> int:
-    return _show_status(Path(command_line.settings.directory).expanduser(), command_line.settings)
+    return _show_status(check_directory(command_line.settings.directory), command_line.settings)
 
 
 def _show_status(directory: Path, settings: Status) -> int:
@@ -142,7 +143,7 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     states = ", ".join(f"{counts[state]} {state}" for state in order)
     noun = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
-    head = [f"{sweep.directory}: {len(sweep.trials)} {noun}{'s' * (len(sweep.trials) != 1)}: {states}"]
+    head = [f"{sweep.directory}: {format_plural(len(sweep.trials), noun)}: {states}"]
     rows = _drop_empty_columns([HEADING, *(_format_row(trial) for trial in sweep.trials)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))

@@ -17,6 +17,7 @@ from launchers.local import reason_file
 from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
+from titan.console.numbers import format_plural
 from titan.errors import exit_code
 from titan.run import summary
 from titan.run.completion import is_done
@@ -76,7 +77,7 @@ class LocalSweep:
             if _is_finished_or_queued(states[t.id]) or is_done(t.run)
         }
         for state, count in Counter(skipped.values()).items():
-            print(f"{count} of {len(self.trials)} trials: {state}, not started again", flush=True)
+            print(f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not started again", flush=True)
         return [index for index in range(len(self.trials)) if index not in skipped]
 
     def _print_next(self) -> None:
@@ -88,8 +89,9 @@ class LocalSweep:
             if finished_count
             else f"python -m titan.status {root} shows why"
         )
+        total = format_plural(len(self.trials), "trial")
         hint = "" if finished_count == len(self.trials) else "; the same command continues the others"
-        print(f"\n{finished_count} of {len(self.trials)} trials are finished{hint}; {advice}.", flush=True)
+        print(f"\nfinished: {finished_count} of {total}{hint}; {advice}.", flush=True)
 
     def _run_in_turn(self, todo: list[int]) -> dict[int, int]:
         """Run one trial after the other, each with this terminal to itself."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from titan.cluster.checks import parse_minutes
 from titan.cluster.schema import Cluster
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.run import Run
 
@@ -41,7 +42,7 @@ class JobShape:
 
     def __str__(self) -> str:
         kind = "GPU" if self.gpus else "rank"
-        return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks} {kind}{'s' * (self.ranks > 1)}"
+        return f"{format_plural(self.nodes, 'node')} x {format_plural(self.ranks, kind)}"
 
 
 def derive_job_shape(run: Run) -> JobShape:

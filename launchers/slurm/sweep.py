@@ -26,6 +26,7 @@ from launchers.slurm.shape import JobShape, derive_job_shape
 from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.settings import format_value
+from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
@@ -145,7 +146,9 @@ class SlurmSweep:
         self.printed_states = {p.id: states.get(p.id, "planned") for p in self.trials}
         for state in ("finished", "running", "queued"):
             if count := list(self.printed_states.values()).count(state):
-                print(f"{count} of {len(self.trials)} trials: {state}, not submitted again", flush=True)
+                print(
+                    f"{count} of {format_plural(len(self.trials), 'trial')}: {state}, not submitted again", flush=True
+                )
         return [p for p in self.trials if self.printed_states[p.id] in OPEN_STATES and not is_done(p.run)]
 
     def _read_trials(self) -> dict[str, TrialState]:
@@ -323,7 +326,8 @@ class SlurmSweep:
     def _print_unsubmitted(self, unsubmitted: list[Trial]) -> None:
         if unsubmitted:
             print(
-                f"{len(unsubmitted)} trials were not submitted (hydra.launcher.max_jobs={self.settings.max_jobs}): "
+                f"not submitted: {format_plural(len(unsubmitted), 'trial')} "
+                f"(hydra.launcher.max_jobs={self.settings.max_jobs}); "
                 "give the same command again when jobs have ended."
             )
         print(self._describe_next_commands(), flush=True)
@@ -369,12 +373,16 @@ class SlurmSweep:
             )
         if todo:
             print(self.describe(todo))
-        cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
-        print(
-            f"{len(todo)} trials; device-hours: {cost} for each attempt of a job. Nothing was submitted.",
-            flush=True,
-        )
+        print(f"{format_cost(len(todo), hours)} Nothing was submitted.", flush=True)
         return [0] * len(self.trials)
+
+
+def format_cost(trials: int, hours: float | None) -> str:
+    """Return the sentence on what the jobs of trials may use; `hours`: None where a job has no time limit."""
+    subject = format_plural(trials, "trial")
+    if hours is None:
+        return f"{subject}; the device-hours have no limit without cluster.time."
+    return f"{subject}; at most {hours:,.1f} device-hours in all, if each job is started once."
 
 
 @contextmanager

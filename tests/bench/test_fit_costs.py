@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan.bench import fit_costs
+from titan.estimate import constants
 from titan.estimate.constants import load_constants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan_accuracy.md").read_text(encoding="utf-8")
@@ -33,6 +34,13 @@ def test_no_unseen_run_is_fitted() -> None:
     assert len(unseen) == len(set(unseen)) == 62
     assert not set(unseen) & set(runs(fit_costs.PUBLISHED))
     assert all(row["url"].startswith("https://") for row in fit_costs.read_runs(fit_costs.UNSEEN))
+
+
+def test_constants_are_written_where_the_user_says_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, stored = constants.FILE.read_bytes(), load_constants()
+    monkeypatch.setattr(fit_costs, "fit_and_print", lambda: stored)
+    assert fit_costs.main([]) == 0 and fit_costs.main([f"to={tmp_path}/new.json"]) == 0
+    assert (tmp_path / "new.json").read_bytes() == shipped == constants.FILE.read_bytes()
 
 
 @pytest.mark.parametrize("name", [*fit_costs.FITTED, "fragments"])

@@ -166,6 +166,12 @@ def test_no_gpu_is_an_error_only_when_one_is_requested(tmp_path: Path) -> None:
         detect_machine("cuda", probe(tmp_path))
 
 
+def test_a_command_without_launchers_names_its_own_setting(tmp_path: Path) -> None:
+    sentence = r"^device=cuda: this machine's driver tools show no GPU; check that .* lists one, or use device=cpu\.$"
+    with pytest.raises(ConfigError, match=sentence):
+        detect_machine("cuda", probe(tmp_path), setting="device")
+
+
 def test_cpu_runs_no_gpu_program(tmp_path: Path) -> None:
     assert detect_machine("cpu", probe(tmp_path, never)).device == "cpu"
 

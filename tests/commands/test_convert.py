@@ -52,6 +52,46 @@ def test_it_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tokenizer"] == "titan4k"
 
 
+@pytest.mark.parametrize(
+    ("package", "arguments", "sentence"),
+    [
+        pytest.param("tokenizers", ["a", "to=b"], "to=b: writing the tokenizer titan4k needs the package tokenizers: "
+                     "pip install tokenizers", id="tokenizers"),
+        pytest.param("huggingface_hub", ["some/model", "to=b"], "some/model: there is no such directory, and a model "
+                     "of the hub needs the package huggingface_hub: pip install huggingface_hub", id="hub"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named_before_work_starts(
+    package: str,
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_native(Path("a"), LLAMA)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert convert.main(arguments) == 2
+    assert capsys.readouterr().err == f"titan: {sentence}\n"
+    assert not Path("b").exists()
+    assert convert.main(["a", "to=b", "format=titan"]) == 0
+
+
+def test_a_hub_out_of_reach_is_not_the_only_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=refuse))
+    assert convert.main(["some/model", "to=b"]) == 2
+    sentence = (
+        "titan: some/model: there is no such directory, and the hub can't be reached (ConnectionError: no route); "
+    )
+    assert capsys.readouterr().err.startswith(sentence)
+
+
 SOURCES = {"titan": write_native, "hf": write_hf, "meta": lambda folder, model: write_meta(folder, model)}
 REFUSED = [
     pytest.param([], "to is missing: the folder to write; give to=VALUE.", id="no-target"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.support.composing import compose_test_run
@@ -63,6 +65,12 @@ def test_rows_of_another_step_are_said_to_be(settings: list[str], capsys: pytest
     ]
 
 
+def test_a_document_of_one_token_is_counted_in_the_singular() -> None:
+    split = SimpleNamespace(read=lambda start, size: np.arange(size), find_document_starts=lambda *_: np.array([1]))
+    lines = data._format_documents(split, 0, 3, None, None)  # type: ignore[arg-type]
+    assert list(lines) == ["       1 token   '0'", "       2 tokens  '1 2'"]
+
+
 def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic"]
     small = ["dataset.sources.a.tokens=3000", "dataset.sources.b.tokens=9000", "dataset.weights={a: 1, b: 1}"]
@@ -74,8 +82,13 @@ def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["nope"], "nope: holds no run", id="no-run"),
+        pytest.param(["nope"], "nope: there is no such directory", id="no-run"),
         pytest.param(["step=0"], "the first step is 1", id="step-zero"),
+        pytest.param(
+            ["dataset=synthetic", "training.steps=9", "step=8-10"],
+            "step=8-10: a run with these settings has 9 steps; give one of them, or a larger training.steps.",
+            id="step-behind-the-last",
+        ),
         pytest.param(["step=5-3"], "not a number or a range", id="range"),
         pytest.param(["rows="], "rows=: is empty", id="no-value"),
         pytest.param(["training.step=3"], "did you mean 'training.steps'", id="setting"),

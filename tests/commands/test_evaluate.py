@@ -157,12 +157,14 @@ def alone(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[
     ("words", "message"),
     [
         pytest.param(["step=3"], "step=3: the run has no such complete checkpoint; give one of 2, 4.", id="step"),
+        pytest.param(["step=2", "average=3"], "the run has 1 complete checkpoint up to step 2", id="one-checkpoint"),
+        pytest.param(["limit=3", "tasks=[]"], "limit=3: there are no tasks whose items it limits", id="limit"),
         pytest.param(["average=3"], "average=3: the run has 2 complete checkpoints up to step 4", id="average"),
         pytest.param(["tasks=[x]"], "tasks=[x]: give FORMAT:FILE with one of hellaswag, arc, lambada", id="task"),
         full(["sets=[/no.txt]"], "evaluation.sets.no.path=/no.txt: can't be read", id="set"),
         full(["sets=[/a/b.txt,/c/b.txt]"], "two files have the same name", id="same-name"),
         full(["tasks=[]", "tokens=0"], "there is nothing to measure", id="nothing"),
-        pytest.param(["to=/no/dir/x"], "to=/no/dir/x: there is no directory /no/dir", id="to"),
+        pytest.param(["to=/no/dir/x.json"], "to=/no/dir/x.json: there is no directory /no/dir", id="to"),
         full(["model.dim=64"], "model.dim was 32, and its command gives 64 here", id="model"),
     ],
 )

@@ -17,6 +17,8 @@ from tests.support.composing import compose_test_run
 from tests.support.runs import TINY, train_run
 from tests.support.tiers import full
 from titan import generate
+from titan.cluster import devices
+from titan.cluster.gpus import GpuSearch
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model.schema import Llama
 
@@ -214,7 +216,7 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
         pytest.param(["prompt=x", "max_tokens=0"], "max_tokens=0: must be at least 1.", id="max-tokens"),
         pytest.param(["prompt=x", "temprature=1"], "did you mean 'temperature'?", id="unknown"),
         pytest.param(["x"], "x: not understood; give KEY=VALUE", id="no-setting"),
-        pytest.param(["prompt=x", "to=gone/x"], "to=gone/x: there is no directory gone", id="output"),
+        pytest.param(["prompt=x", "to=gone/x.jsonl"], "to=gone/x.jsonl: there is no directory gone", id="output"),
         pytest.param(["prompt=x", "to=."], "to=.: is a directory", id="output-directory"),
         pytest.param(
             ["prompt=x", "parallelism.tensor=3"],
@@ -241,6 +243,14 @@ def test_refusals(more: list[str], sentence: str, folder: Path, capsys: pytest.C
     err = capsys.readouterr().err
     assert sentence in err
     assert err.startswith("titan: ") and err.count("\n") == 1
+
+
+def test_a_gpu_that_is_missing_is_named_as_generate_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "find_gpus", lambda probe: GpuSearch([], [], "there is no GPU", "install one"))
+    assert generate.main([str(folder), "prompt=x", "device=cuda"]) == 2
+    assert capsys.readouterr().err == "titan: device=cuda: there is no GPU; install one, or use device=cpu.\n"
 
 
 def test_a_text_needs_a_tokenizer(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

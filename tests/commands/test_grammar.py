@@ -15,7 +15,7 @@ from tests.support.composing import compose_test_run
 from tests.support.runs import begin_run
 from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status, train
 from titan.bench import command as bench
-from titan.bench import predicted
+from titan.bench import fit_costs, predicted
 from titan.config.command import Command
 from titan.console import requirements
 from titan.dataset.tokenizers import train as tokenizer
@@ -59,6 +59,7 @@ CASES = [
     Case("titan.calibrate", calibrate.main, ("to=x.yaml",), "ranks=0"),
     Case("titan.bench", bench.main, ("suite=tiny",), "rounds=0"),
     Case("titan.bench.predicted", predicted.main, ("cluster=x.yaml",), "steps=1"),
+    Case("titan.bench.fit_costs", fit_costs.main, (), "to="),
     Case("titan.dataset.tokenizers.train", tokenizer.main, ("to=x.tiktoken",), "ranks=0"),
 ]
 every_command = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -73,6 +74,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Path(run.directory).mkdir(parents=True)
     begin_run(run)
+    (folder / "runs/grid").mkdir()
+    (folder / "runs/grid/multirun.yaml").touch()
+    (folder / "runs/empty").mkdir()
     return folder
 
 
@@ -111,6 +115,41 @@ def test_a_wrong_value_is_rejected(case: Case, capsys: pytest.CaptureFixture[str
     assert f"titan: {case.wrong}: " in rejected(case, [*case.valid, case.wrong], capsys)
 
 
+@pytest.mark.parametrize(
+    ("name", "typed", "key"),
+    [
+        ("titan.prepare", "dry_rn=true", "dry_run"),
+        ("titan.data", "rowz=1", "rows"),
+        ("titan.bench", "suit=cpu", "suite"),
+        ("titan.evaluate", "avrage=2", "average"),
+        ("titan.replay", "tolerence=2", "tolerance"),
+        ("titan.plan", "serch=true", "plan.search"),
+        ("titan.evaluate", "seq_len=32", "training.seq_len"),
+        ("titan.data", "seed=1", "training.seed"),
+        ("titan.data", "modle=debug", "model"),
+    ],
+)
+def test_the_nearest_key_of_the_command_or_of_titan_train_is_suggested(
+    name: str, typed: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    sentence = f"titan: {typed}: there is no such setting; did you mean {key!r}? See --help and "
+    assert rejected(case, [*case.valid, typed], capsys) == f"{sentence}python -m titan.train --cfg job.\n"
+
+
+OPTIONS = ("-m", "--multirun", "--cfg", "--cfg=job", "--info", "--hydra-help")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "titan.train"], ids=lambda case: case.name)
+def test_an_option_of_titan_train_is_rejected_alike(
+    case: Case, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if case.name != "titan.plan" or option not in ("-m", "--multirun"):
+        sentence = f"titan: {option}: is an option of titan.train; leave it out.\n"
+        assert rejected(case, [*case.valid, option], capsys) == sentence
+
+
 @every_command
 def test_an_option_of_another_grammar_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--unheard-of" in rejected(case, [*case.valid, "--unheard-of"], capsys)
@@ -133,6 +172,45 @@ def test_a_run_that_does_not_exist_is_named(case: Case, name: str, capsys: pytes
 
 def test_a_long_path_in_a_setting_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no such file" in rejected(CASES[0], [f"resume={'x' * 300}"], capsys)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.operand], ids=lambda case: case.name)
+def test_a_directory_that_does_not_exist_is_rejected_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gone", "runs/gone"):
+        assert rejected(case, [name, *case.valid[1:]], capsys).startswith(f"titan: {name}: there is no such directory")
+
+
+@pytest.mark.parametrize("main", [data.main, profile.main, lambda words: replay.main([*words, "step=3"])])
+def test_what_is_no_run_is_rejected_alike(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = {
+        "runs/gone": "there is no such directory",
+        "runs/grid": "holds a sweep",
+        "runs/empty": "holds no run",
+        "runs/x/run.yaml": "is a file",
+    }
+    for name, problem in problems.items():
+        assert main([name]) == 2
+        assert capsys.readouterr().err.startswith(f"titan: {name}: {problem}")
+
+
+FILE_WRITERS = {
+    "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.calibrate", "titan.bench",
+    "titan.bench.predicted", "titan.bench.fit_costs", "titan.dataset.tokenizers.train",
+}  # fmt: skip
+"""Commands that write a file where `to=` says."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FILE_WRITERS], ids=lambda case: case.name)
+def test_a_file_of_another_format_is_rejected(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in case.valid if not word.startswith("to=")]
+    assert "titan: to=x.odd: unknown file format; use " in rejected(case, [*words, "to=x.odd"], capsys)
+
+
+def test_a_missing_file_of_a_cluster_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted.main(["cluster=none.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("titan: cluster=none.yaml: there is no such file; ")
 
 
 def test_all_commands_are_here() -> None:

@@ -74,11 +74,14 @@ def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
         pytest.param(["to=plan.txt"], "unknown file format; use one of .html, .json", id="format"),
         pytest.param(["to=nowhere/plan.html"], "there is no directory nowhere", id="directory"),
         pytest.param(["to=a.html", "to=b.json"], "to is given twice", id="twice"),
+        pytest.param([*RUN, "plan.fit=nope"], "titan: plan.fit=nope: there is no such directory; ", id="fit"),
+        pytest.param(["plan.whole=true"], "plan.whole=true: takes effect with plan.trace=true only", id="whole"),
+        pytest.param(["plan.keep=3"], "plan.keep=3: takes effect with plan.search=true only", id="keep"),
         full([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
         full([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
         full([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),
         full(["-m", *RUN, "training.seed=0,1", "plan.search=true"], "leave out -m", id="grid"),
-        full(["--cfg", "job"], "are for titan.train", id="cfg"),
+        full(["--cfg", "job"], "--cfg: is an option of titan.train", id="cfg"),
     ],
 )  # fmt: skip
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

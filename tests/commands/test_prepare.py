@@ -92,7 +92,7 @@ def test_every_corpus_is_prepared(
     ("more", "sentence"),
     [
         pytest.param(["--fast"], "titan: unrecognized arguments: --fast; see --help.", id="unknown-flag"),
-        pytest.param(["-m"], "titan: -m, --cfg, --info and the like are for titan.train; leave them out.", id="sweep"),
+        pytest.param(["-m"], "titan: -m: is an option of titan.train; leave it out.", id="sweep"),
         full(["dataset.worker=2"], "did you mean 'dataset.workers'?", id="unknown-setting"),
         pytest.param(["dataset.workers=0"], "titan: dataset.workers=0: must be at least 1 or auto.", id="no-workers"),
         full(["dataset.tokenizer=gone.json"], "there is no such tokenizer or file", id="no-tokenizer"),

@@ -119,7 +119,7 @@ def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path:
 
 
 REFUSED = {
-    "no run": (["nowhere", "step=3"], "nowhere: there is no run in this directory"),
+    "no run": (["nowhere", "step=3"], "nowhere: there is no such directory"),
     "two runs": (["RUN", "RUN", "step=3"], ": not understood; write AXIS=CHOICE"),
     "no step": (["RUN"], "step"),
     "a step behind the last": (["RUN", "step=8"], "step=8: the run in"),

@@ -33,6 +33,7 @@ class Sample:
     on: bool = setting(False, "whether")
     kind: Literal["off", "on", "fast"] = setting("off", "which")
     rest: int | str = setting("auto", "how many more", words=("auto",), at_least=-1)
+    few: int | str = setting("auto", "how many at once", words=("auto",), at_least=1, at_most=8)
     limit: float | None = setting(None, "at most", above=0)
     label: str | None = setting(None, "a text")
     pair: tuple[float, float] = setting((0.1, 0.2), "two", at_least=0, below=1)
@@ -86,6 +87,7 @@ def test_converts_what_loses_nothing(name: str, value: Any, expected: Any) -> No
         pytest.param("kind", "x", "sample.kind=x: choose one of off, on, fast.", id="far-word"),
         pytest.param("rest", "some", "sample.rest=some: expected a number or auto.", id="other-word"),
         pytest.param("rest", -2, "sample.rest=-2: must be at least -1 or auto.", id="range-beside-words"),
+        pytest.param("few", 9, "sample.few=9: must be auto, or at least 1 and at most 8.", id="range-behind-words"),
         pytest.param("rest", 1.5, "sample.rest=1.5: expected a whole number.", id="fraction-beside-words"),
         pytest.param("limit", "x", "sample.limit=x: expected a number or null.", id="text-as-optional"),
         pytest.param("limit", 0, "sample.limit=0: must be above 0.", id="range-of-optional"),

@@ -160,7 +160,7 @@ def published() -> list[Any]:
 
 @pytest.mark.parametrize("row", published())
 def test_published_runs_are_met(row: dict[str, str]) -> None:
-    """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
+    """The stored constants are those of this model: a change of it asks for titan.bench.fit_costs."""
     (error,) = fit_costs.compute_errors([row], load_constants())
     assert abs(error) < math.log(1.1)
 

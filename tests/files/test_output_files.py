@@ -20,6 +20,7 @@ LONG = "x" * 300
             "a.pdf", (".html", ".json"), "to=a.pdf: unknown file format; use one of .html, .json.", id="format"
         ),
         pytest.param("a", (".yaml",), "to=a: unknown file format; use .yaml.", id="no-ending"),
+        pytest.param("folder", (".json",), "to=folder: is a directory; give another file.", id="directory-first"),
         pytest.param("folder", (), "to=folder: is a directory; give another file.", id="directory"),
         pytest.param("gone/a", (), "to=gone/a: there is no directory gone; give another file.", id="no-folder"),
         pytest.param(
@@ -57,6 +58,10 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert os.read(read_end, 9) == b"text"
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_device_has_no_ending() -> None:
+    assert check_output_file("/dev/null", (".json",)) == Path("/dev/null")
 
 
 def test_several_files_or_none(tmp_path: Path) -> None:

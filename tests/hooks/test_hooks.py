@@ -139,7 +139,7 @@ def test_a_repeated_sweep_leaves_trials_that_a_hook_ended(tmp_path: Path, capsys
     overrides += ["-m", "training.steps=9", "training.seed=1", "modules=[tests]", hook("prune", "Stop")]
     for _ in range(2):
         assert run_command([*overrides, f"hydra.sweep.dir={tmp_path}/sweep"], run_local) == 0
-    assert "1 of 1 trials: stopped, not started again" in capsys.readouterr().out
+    assert "1 of 1 trial: stopped, not started again" in capsys.readouterr().out
     for trial in (tmp_path / "sweep").glob("seed*"):
         assert [document["attempt"] for document in read_attempts(trial)] == [1]
 

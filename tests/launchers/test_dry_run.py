@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launchers.slurm.sweep import format_cost
 from titan import plan, train
 
 RUN = ["model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster.time=60"]
@@ -31,6 +32,20 @@ def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.Capture
     assert plan.main([*nodes, *RUN]) == 0
     text = capsys.readouterr().out.partition("\nfaster with")[0].rstrip()
     assert "16 x NVIDIA H100" in text and text in out and "#SBATCH" in out
+    assert out.endswith(
+        "\n1 trial; at most 16.0 device-hours in all, if each job is started once. Nothing was submitted.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("trials", "hours", "sentence"),
+    [
+        (1, None, "1 trial; the device-hours have no limit without cluster.time."),
+        (12, 192.0, "12 trials; at most 192.0 device-hours in all, if each job is started once."),
+    ],
+)
+def test_the_device_hours_are_those_of_all_jobs(trials: int, hours: float | None, sentence: str) -> None:
+    assert format_cost(trials, hours) == sentence
 
 
 @pytest.mark.full

@@ -82,6 +82,7 @@ def _touch_in_step_2(trainer: Trainer) -> None:
 
 
 def test_a_run_without_a_profile_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").touch()
     assert command.main([str(tmp_path)]) == 2
     assert f"touch {tmp_path}/profile/now while it runs, or train with profile=once" in capsys.readouterr().err
 

@@ -240,7 +240,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(data, ["characters=-1"], "characters=-1: must be at least 0.", id="data-negative"),
         pytest.param(bench, ["rounds=0"], "rounds=0: must be at least 1.", id="bench"),
         pytest.param(bench, ["suite=x"], "suite=x: choose one of cpu, gpu", id="bench-suite"),
-        pytest.param(bench, ["to=no/x"], "to=no/x: there is no directory no", id="bench-json"),
+        pytest.param(bench, ["to=no/x.json"], "to=no/x.json: there is no directory no", id="bench-json"),
     ],
 )
 def test_every_command_refuses_in_a_sentence(

@@ -78,7 +78,7 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
 
     grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
     code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
-    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 trials; device-hours" in out
+    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 trials; " in out
     assert out.count("#SBATCH --nodes") == 2 and len(slurm.read_jobs().keys() - before) == 4
     code, out, err = titan(tmp_path, *grown)
     assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 nodes x 1 rank)" in out
@@ -290,9 +290,7 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     before = slurm.read_jobs().keys()
     grid = ["-m", "name=few", *TINY, *LAUNCH, "training.seed=0,1,2", "hydra.launcher.max_jobs=2"]
     code, out, err = titan(tmp_path, *grid, "hydra.launcher.wait=false")
-    assert (
-        (code, err) == (0, "") and len(slurm.read_jobs().keys() - before) == 2 and "1 trials were not submitted" in out
-    )
+    assert (code, err) == (0, "") and len(slurm.read_jobs().keys() - before) == 2 and "not submitted: 1 trial (" in out
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
 
@@ -340,7 +338,7 @@ def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path,
         assert "The jobs continue" in out and f"scancel {job}" in out and slurm.read_jobs()[job] == "RUNNING"
         before = slurm.read_jobs()
         code, out, err = titan(tmp_path, *run[2:], "hydra.launcher.wait=false")
-        assert (code, err) == (0, "") and "1 of 1 trials: running" in out and slurm.read_jobs().keys() == before.keys()
+        assert (code, err) == (0, "") and "1 of 1 trial: running" in out and slurm.read_jobs().keys() == before.keys()
     else:
         assert "stopped" in out and "(cancelled)" in out
 
@@ -402,4 +400,4 @@ def test_a_grid_below_a_link(slurm: Slurm, tmp_path: Path) -> None:
     grid = ["-m", "name=linked", *TINY, *LAUNCH, "training.seed=0"]
     assert titan(tmp_path, *grid)[0] == 0
     code, out, err = titan(tmp_path, *grid)
-    assert (code, err) == (0, "") and "1 of 1 trials: finished" in out
+    assert (code, err) == (0, "") and "1 of 1 trial: finished" in out

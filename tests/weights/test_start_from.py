@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.composing import compose_test_run
+from tests.support.ranks import RankFailedError
 from tests.support.runs import (
+    TINY,
     RankOutcome,
     begin_run,
     compose_tiny_run,
@@ -28,6 +32,21 @@ from titan.run.run import Run
 from titan.weights.formats import open_weights
 
 TIED = {"untied": "false", "tied": "true"}
+
+
+def test_an_export_without_its_package_is_rejected_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("one two three four five six\n" * 2000)
+    text = ["dataset=text", f"dataset.path={tmp_path}/a.txt", "dataset.validation=0", "model.vocab=4096"]
+    settings = [word for word in TINY if not word.startswith(("dataset", "model.vocab"))]
+    run = compose_test_run([*settings, *text, "checkpoint.export=hf", f"hydra.run.dir={tmp_path}/run"])
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        RankFailedError, match=r"checkpoint\.export=hf: writing the tokenizer titan4k needs the package"
+    ):
+        train_run(run)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def bits_equal(state: dict[str, torch.Tensor], given: Any) -> bool:

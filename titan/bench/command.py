@@ -31,7 +31,7 @@ from titan.bench.suites import SpeedCase, list_cpu_cases, list_gpu_cases
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
-from titan.console.numbers import format_count
+from titan.console.numbers import format_count, format_plural
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
 from titan.metrics.reader import METRICS, read_last_steps
@@ -100,7 +100,7 @@ def _run_command(command_line: CommandLine[Settings]) -> int:
     if settings.suite not in SUITES:
         raise ConfigError(f"suite={settings.suite}: choose one of {', '.join(SUITES)}.")
     if settings.to is not None and settings.suite != "acceptance":
-        check_output_file(settings.to)
+        check_output_file(settings.to, (".json",))
     if settings.only == "sync":
         return speed.print_host_sync(overrides)
     if settings.only is not None:
@@ -136,7 +136,8 @@ def _run_suite(settings: Settings, overrides: list[str]) -> int:
         return _profile_cases(cases, [*LONG, *base], settings.steps)
     _measure_cases(results, cases, base, run, settings)
     failed = sum(bool(row["failure"]) for row in results["speed"])
-    print(f"{len(cases)} cases: {len(cases) - len(results['speed'])} skipped, {failed} with a failed side")
+    skipped, total = len(cases) - len(results["speed"]), format_plural(len(cases), "case")
+    print(f"{total}: {skipped} skipped, {failed} with a failed side")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Fit the cost model's constants on published runs: `python -m titan.bench.fit_costs`.
+"""Fit the cost model's constants on published runs: `python -m titan.bench.fit_costs [to=FILE]`.
 
 The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
 compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
@@ -11,19 +11,24 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from titan.config.command import Command, CommandLine
+from titan.config.optional import import_optional
+from titan.config.settings import setting
+from titan.console import output
 from titan.estimate import constants, memory, operations
 from titan.estimate.constants import Constants
 from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import resolve_hardware
 from titan.estimate.step_time import estimate_step
+from titan.files.output_files import check_output_file, write_output_file
 from titan.run.compose import compose_run
 from titan.run.run import Run
 
@@ -58,6 +63,39 @@ RESULTS = {"tok_s_gpu", "step_s", "mem_GiB", "rep_tflops", "rep_mfu_pct", "notes
 DEVICES_ONLY, TECHNIQUES = {"n_gpus", "gbs", "dp_shard", "dp_repl"}, {"precision", "compile", "asynctp", "ac", "vp"}
 """Columns of the number of devices, and of techniques."""
 MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": "selective", "full": "full"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.bench.fit_costs`."""
+
+    to: str | None = setting(None, "a JSON file to write, with the constants; null: only print them")
+
+
+COMMAND = Command(
+    "titan.bench.fit_costs",
+    "Fit the cost model's constants on published runs, and print its errors.",
+    {
+        "": "the errors on the published runs, and on those that the fit does not use",
+        "to=titan/estimate/constants.json": "in a clone: replace the constants that titan.plan uses",
+    },
+    Settings,
+    notes="Needs scipy. It takes half a minute on one core.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    return COMMAND.run(_run_fit, argv)
+
+
+def _run_fit(command_line: CommandLine[Settings]) -> int:
+    settings = command_line.settings
+    file = None if settings.to is None else check_output_file(settings.to, (".json",))
+    fitted = fit_and_print()
+    if file is not None:
+        write_output_file(file, {"constants": dataclasses.asdict(fitted)})
+    return 0
 
 
 def read_runs(file: Path = PUBLISHED) -> list[dict[str, str]]:
@@ -135,8 +173,7 @@ def compute_errors(published: Sequence[Mapping[str, str]], fitted: Constants) ->
 
 def fit_constants(published: Sequence[Mapping[str, str]], initial: Constants | None = None) -> Constants:
     """Return the constants with the least squared errors."""
-    from scipy.optimize import least_squares
-
+    least_squares = import_optional("scipy.optimize", "titan.bench.fit_costs").least_squares
     start = initial or Constants()
     published = _select_extremes(published)
     weights = _compute_weights(published)
@@ -178,8 +215,8 @@ def cross_validate_sources(published: Sequence[Mapping[str, str]]) -> Iterator[t
         yield source, compute_errors([row for row in published if row["source"] == source], fit_constants(other_rows))
 
 
-def main() -> None:
-    """Fit, print the errors, and write `constants.json`."""
+def fit_and_print() -> Constants:
+    """Fit the constants, print the errors, and return the constants with their intervals."""
     published = read_runs()
     fitted = fit_constants(published)
     for row, error in zip(published, compute_errors(published, fitted), strict=True):
@@ -197,7 +234,7 @@ def main() -> None:
     fitted = dataclasses.replace(fitted, error=worst, memory_error=_compute_error_bound(unfitted))
     print(fitted)
     print_unseen(fitted)
-    constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(fitted)}, indent=1) + "\n")
+    return fitted
 
 
 def print_unseen(fitted: Constants) -> None:
@@ -287,5 +324,10 @@ def _format_summary(name: str, errors: Sequence[float]) -> str:
     return f"{name}: median {compute_median_error(errors):.1%}, largest {max(map(abs, errors)):.1%}"
 
 
+def cli() -> None:
+    """The program."""
+    output.run(main)
+
+
 if __name__ == "__main__":
-    main()
+    cli()

@@ -23,6 +23,7 @@ from typing import Any
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import MISSING, setting
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import memory
 from titan.estimate import plan as planning
@@ -166,13 +167,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    file = None if settings.to is None else check_output_file(settings.to)
+    file = None if settings.to is None else check_output_file(settings.to, (".json",))
     cases = [case for case in list_cases() if settings.only in case.title]
     if not cases:
         raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")
     runs = {case: compose.compose_run(case.overrides(read_hardware(settings.cluster)), remote=True) for case in cases}
     predictions = {case: predict_run(run) for case, run in runs.items()}  # all of them before the first measurement
-    print(f"{len(cases)} cases; {time.strftime('%Y-%m-%d %H:%M')}, load {os.getloadavg()[0]:.1f}")
+    print(f"{format_plural(len(cases), 'case')}; {time.strftime('%Y-%m-%d %H:%M')}, load {os.getloadavg()[0]:.1f}")
     print(HEADER)
     rows = []
     for case, run in runs.items():
@@ -192,8 +193,11 @@ def read_hardware(file: str) -> list[str]:
     """
     import yaml
 
+    path = Path(file).expanduser()
+    if not path.exists():
+        raise ConfigError(f"cluster={file}: there is no such file; write it with python -m titan.calibrate.")
     try:
-        figures: Mapping[str, Any] = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))["hardware"]
+        figures: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["hardware"]
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster={file}: holds no hardware; write it with python -m titan.calibrate.") from error
     return [f"cluster.hardware.{name}={value}" for name, value in figures.items()]

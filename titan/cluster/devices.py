@@ -16,8 +16,11 @@ from titan.cluster.gpus import GIB, Gpu, find_gpus
 from titan.cluster.known_devices import look_up_capability, look_up_memory_gib
 from titan.cluster.probe import Probe, parse_fields, parse_number
 from titan.cluster.schema import Cluster
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 
+DEVICE = "cluster.device"
+"""The setting of titan.train that chooses the kind of devices."""
 NODE_GPUS = 8
 """GPUs assumed for a node that is described by nothing else."""
 
@@ -59,15 +62,16 @@ class Machine:
 
 
 def _format_cores(count: int) -> str:
-    return "1 CPU core" if count == 1 else f"{count} CPU cores"
+    return format_plural(count, "CPU core")
 
 
-def detect_machine(device: str = "auto", probe: Probe | None = None) -> Machine:
+def detect_machine(device: str = "auto", probe: Probe | None = None, setting: str = DEVICE) -> Machine:
     """Return the devices of this machine that a run may use.
 
     Args:
         device: "cpu", "cuda", or "auto": GPUs if they can be used, else the CPU.
         probe: how to read the machine; by default the real one.
+        setting: the name of the user's setting, for messages.
 
     Raises:
         ConfigError: for "cuda" if no GPU can be used.
@@ -80,10 +84,10 @@ def detect_machine(device: str = "auto", probe: Probe | None = None) -> Machine:
         return _build_gpu_machine(search.gpus, probe)
     unused = f"{len(search.unused)} x {search.unused[0].name} not used: {search.reason}" if search.unused else ""
     if device == "cuda":
-        remedies = f"{search.remedy}, or use cluster.device=cpu"
-        if not search.unused:  # no GPU at all, as on the laptop from which jobs are sent
-            remedies = f"send it to GPU nodes with hydra/launcher=slurm, use cluster.device=cpu, or {search.remedy}"
-        raise ConfigError(f"cluster.device=cuda: {unused or search.reason}; {remedies}.")
+        remedies = f"{search.remedy}, or use {setting}=cpu"
+        if not search.unused and setting == DEVICE:  # no GPU at all, as on the laptop from which jobs are sent
+            remedies = f"send it to GPU nodes with hydra/launcher=slurm, use {setting}=cpu, or {search.remedy}"
+        raise ConfigError(f"{setting}=cuda: {unused or search.reason}; {remedies}.")
     return dataclasses.replace(_detect_cpu(probe), note=unused)
 
 

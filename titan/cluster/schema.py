@@ -87,7 +87,7 @@ class Cluster:
         words=("auto",),
     )
     time: str | None = _job_setting(
-        None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
+        None, "time limit of a job: minutes (at most 3599), HH:MM:SS or D-HH:MM:SS; null: the partition's limit"
     )
     signal_seconds: int = _job_setting(
         120, "seconds before the time limit at which a run gets the signal to save and stop", at_least=1, at_most=65535

@@ -12,6 +12,7 @@ The body gets the parsed command line. Files that it writes are named by `to=`: 
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,15 @@ from titan.config.arguments import (
     parse_arguments,
     split_operands,
 )
-from titan.errors import exit_code
+from titan.errors import ConfigError, UnknownSettingError, exit_code
 
 T = TypeVar("T")
 EXIT_CODES = "0 done, 1 failed, 2 rejected (the message says what to change), 130 interrupted."
+TRAIN_OPTIONS = (
+    "-m", "--multirun", "-c", "--cfg", "-i", "--info", "-p", "--package", "--resolve", "-r", "--run", "-sc",
+    "--shell-completion", "--hydra-help",
+)  # fmt: skip
+"""Options of titan.train that ask for something other than one run."""
 COMMENT_COLUMN = 80
 """The last column where the comment of an example may begin on the example's own line."""
 
@@ -61,6 +67,7 @@ class Command(Generic[T]):
         overrides: a sentence on what other words are; empty: they are rejected.
         notes: text below the settings.
         exit_codes: their meanings.
+        options: those of `TRAIN_OPTIONS` that it accepts.
     """
 
     name: str
@@ -70,6 +77,7 @@ class Command(Generic[T]):
     overrides: str = ""
     notes: str = ""
     exit_codes: str = EXIT_CODES
+    options: tuple[str, ...] = ()
 
     def run(self, body: Callable[[CommandLine[T]], int], argv: Sequence[str] | None = None) -> int:
         """Carry out a command line, and return the exit code; print what --help and --version ask for.
@@ -79,7 +87,7 @@ class Command(Generic[T]):
             argv: the words; None: those of this process.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        return exit_code(lambda: 0 if self._show_help(words) else body(self.parse(words)))
+        return exit_code(lambda: 0 if self._show_help(words) else self._run_body(body, words))
 
     def parse(self, words: Sequence[str]) -> CommandLine[T]:
         """Return a parsed command line.
@@ -88,6 +96,7 @@ class Command(Generic[T]):
             ConfigError: when it does not follow the grammar, or a setting is wrong.
         """
         operands, rest = split_operands(self.settings, words)
+        self._check_options(rest)
         overrides = [word for word in rest if self.overrides and not self._declares(word)]
         assignments = [word for word in rest if word not in overrides]
         return CommandLine(parse_arguments(self.settings, [*operands, *assignments]), overrides, list(words))
@@ -99,6 +108,29 @@ class Command(Generic[T]):
             self.name, self._list_usage(), self.summary, self.examples, describe_settings(self.settings), notes,
             self.exit_codes,
         )  # fmt: skip
+
+    def _run_body(self, body: Callable[[CommandLine[T]], int], words: list[str]) -> int:
+        try:
+            return body(self.parse(words))
+        except UnknownSettingError as error:
+            hint = self._choose_hint(error)
+            raise ConfigError(
+                f"{error.typed}: there is no such setting{hint} See --help and python -m titan.train --cfg job."
+            ) from error
+
+    def _choose_hint(self, error: UnknownSettingError) -> str:
+        """Return the end of the sentence: the command's nearest key, unless titan.train's is nearer."""
+        names = {key.rpartition(".")[2]: key for key in list_keys(self.settings)}
+        is_exact = error.hint.endswith(f".{error.key}'?")
+        matches = difflib.get_close_matches(error.key, names, n=1, cutoff=0.8 if is_exact else 0.6)
+        return f"; did you mean {names[matches[0]]!r}?" if matches and "." not in error.key else error.hint
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        """Raise ConfigError for an option that only titan.train has."""
+        for word in words:
+            option = word.partition("=")[0]
+            if option in TRAIN_OPTIONS and option not in self.options:
+                raise ConfigError(describe_train_option(word))
 
     def _list_usage(self) -> list[str]:
         """Return the kinds of words that the command takes."""
@@ -119,6 +151,11 @@ class Command(Generic[T]):
         if requested:
             print(describe_version() if requested == {"--version"} else self.format_help())
         return bool(requested)
+
+
+def describe_train_option(option: str) -> str:
+    """Return the sentence that rejects an option of titan.train in another command."""
+    return f"{option}: is an option of titan.train; leave it out."
 
 
 def format_help(

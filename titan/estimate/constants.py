@@ -1,6 +1,6 @@
 """The fitted constants of the cost model, from `constants.json`. Free of torch.
 
-`python -m titan.bench.fit_costs` fits them on the published runs in `published.csv`.
+`python -m titan.bench.fit_costs to=titan/estimate/constants.json` fits them on the published runs in `published.csv`.
 """
 
 from __future__ import annotations

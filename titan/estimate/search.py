@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.fit import compute_available_gib, compute_tensor_divisor
@@ -122,7 +123,7 @@ def search_layouts(
     fastest = space.find_fastest(keep, space.available_gib, prune)
     if not fastest.results:
         raise ConfigError(
-            f"plan.search=true: none of {len(space.ordered):,} layouts on {devices} devices fits "
+            f"plan.search=true: none of {len(space.ordered):,} layouts on {format_plural(devices, 'device')} fits "
             f"{space.available_gib:.0f} GiB; give more cluster.nodes, a smaller training.seq_len, or "
             "memory.offload=true."
         )

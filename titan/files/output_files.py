@@ -27,12 +27,12 @@ def check_output_file(name: str, endings: Sequence[str] = (), *, makes_folder: b
             or can't be written to.
     """
     file = Path(name).expanduser()
-    if endings and file.suffix not in endings:
-        raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
     if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in file.parts):
         raise ConfigError(f"to={name}: a name in it has more than {MAX_NAME_BYTES} bytes; give a shorter one.")
     if os.path.isdir(file):
         raise ConfigError(f"to={name}: is a directory; give another file.")
+    if endings and file.suffix not in endings and not _is_stream(file):
+        raise ConfigError(f"to={name}: unknown file format; use {'one of ' * (len(endings) > 1)}{', '.join(endings)}.")
     if not makes_folder and not os.path.isdir(file.parent):
         raise ConfigError(f"to={name}: there is no directory {file.parent}; give another file.")
     if not _is_stream(file):

@@ -61,7 +61,7 @@ class Settings:
     seed: int = setting(0, "of the random numbers", at_least=0, below=2**63)
     stop: str | None = setting(None, "a text before which the continuation ends, or several: [a,b]", any_text=True)
     ignore_eos: bool = setting(False, "continue after the token that ends a document")
-    to: str | None = setting(None, "a JSON Lines file to write; null: the terminal")
+    to: str | None = setting(None, "a file *.jsonl to write (JSON Lines); null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "type of the weights and of computation; auto: bf16 where the device is fast at it, else fp32"
     )

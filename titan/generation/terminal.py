@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from titan.console.numbers import format_plural
 from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
@@ -140,4 +141,5 @@ class Throughput:
         seconds = time.perf_counter() - self.start_time
         wait = (self.first_token_time or self.start_time) - self.start_time
         rate = self.tokens / seconds
-        return f"{self.tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; first token after {wait:.2f} s"
+        tokens = format_plural(self.tokens, "token")
+        return f"{tokens} in {seconds:.2f} s, {rate:,.1f} tokens/s; first token after {wait:.2f} s"

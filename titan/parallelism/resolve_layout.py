@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 
@@ -29,8 +30,8 @@ def resolve_layout(parallelism: Parallelism, devices: int | None, limits: Mappin
     layout = _choose_fewest_ranks(degrees, limits) if devices is None else _divide_devices(degrees, devices, limits)
     if devices is not None and layout.devices != devices:
         raise ConfigError(
-            f"parallelism: {layout} makes {_format_count(layout.devices, 'rank')}, but there are "
-            f"{_format_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
+            f"parallelism: {layout} makes {format_plural(layout.devices, 'rank')}, but there are "
+            f"{format_plural(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
             f"cluster.devices={layout.devices}."
         )
     return replace(layout, expert=_resolve_expert_degree(parallelism, layout, limits))
@@ -65,7 +66,3 @@ def _resolve_expert_degree(parallelism: Parallelism, layout: Layout, limits: Map
     auto = 1 if replicates_tokens else math.gcd(ranks, limits.get("expert", 1))
     resolved: dict[int | str, int] = {-1: ranks, "auto": auto}
     return resolved.get(parallelism.expert) or int(parallelism.expert)
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan.config.arguments import operand
 from titan.config.command import Command, CommandLine
@@ -12,6 +11,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
+from titan.files.run_directory import check_run_directory
 from titan.profile import summary
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_profile(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
-    directory = Path(settings.run).expanduser()
+    directory = check_run_directory(settings.run)
     summaries = summary.read(directory, settings.step)
     selected = _select_rank(summaries, settings.rank)
     trace = summary.build_trace_path(directory / "profile", selected.steps[0], selected.rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.settings import format_value, to_plain
-from titan.console.numbers import format_count, format_tokens
+from titan.console.numbers import format_count, format_plural, format_tokens
 from titan.report.collect import RawRun, format_setting
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
@@ -254,7 +254,7 @@ def _collect_main_settings(group: RunGroup) -> dict[str, str]:
     batch = "" if training.get("grow") else f" of {format_tokens(training['global_batch'])} tokens"
     return main_settings | {
         "precision": str(raw.config.get("precision", {}).get("compute", "?")),
-        "training": f"{training['steps']:,} steps{batch}, rows of {training['seq_len']:,}",
+        "training": f"{format_plural(training['steps'], 'step')}{batch}, rows of {training['seq_len']:,}",
         "optimizer.lr": f"{raw.config['optimizer'].get('lr', 0):g}",
         "devices": f"{raw.devices} x {hardware}" if hardware else str(raw.devices),
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.config.modules import list_trusted_packages
 from titan.config.settings import build, format_value
-from titan.console.numbers import format_exact
+from titan.console.numbers import format_exact, format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
@@ -165,8 +165,12 @@ def count_devices(document: Mapping[str, Any]) -> int:
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
-def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
+def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     """Read all runs in directories and their subdirectories.
+
+    Args:
+        directories: as the user gave them.
+        label: the user's setting, for messages; empty for a command's first words.
 
     Raises:
         ConfigError: for a directory that does not exist or contains no run.
@@ -174,13 +178,15 @@ def collect_runs(directories: Sequence[Path]) -> CollectedRuns:
     collection = _RunCollection()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: there is no such directory; give the directory of a run or a sweep.")
+            raise ConfigError(
+                f"{label or directory}: there is no such directory; give the directory of a run or a sweep."
+            )
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)
         if len(collection.runs) + len(collection.failed) == count_before and not collection.has_run(resolved):
             raise ConfigError(
-                f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
+                f"{label or directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return CollectedRuns(
         tuple(collection.runs.values()),
@@ -256,7 +262,7 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
     result, result_corruption = read_result(directory, {d["ids"]["science"] for d in documents})
     corruption = [result_corruption] if result_corruption else []
     if metrics.corrupt_lines:
-        lines = "1 line" if metrics.corrupt_lines == 1 else f"{metrics.corrupt_lines} lines"
+        lines = format_plural(metrics.corrupt_lines, "line")
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _determine_state(directory, documents[-1], result, trial, metrics.steps)
     overrides = tuple(trial.overrides if trial else documents[-1].get("overrides") or ())

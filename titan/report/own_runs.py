@@ -70,10 +70,7 @@ def read(source: str, run: Run) -> OwnRuns:
     Raises:
         ConfigError: when the folder holds no run, or a figure of the plan's hardware is missing.
     """
-    try:
-        collected = collect_runs([Path(source).expanduser()])
-    except ConfigError as error:
-        raise ConfigError(f"plan.fit={source}: {error}") from error
+    collected = collect_runs([Path(source).expanduser()], label=f"plan.fit={source}")
     hardware, shared = resolve_hardware(run.cluster, run.machine), find_shared_runs(collected.runs)
     samples = list[MeasuredRun]()
     unused = [(_format_directory(failed.directory, source), failed.reason) for failed in collected.failed]

@@ -17,12 +17,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from titan.config.command import describe_train_option
 from titan.errors import ConfigError
 from titan.run import hydra_private
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
 RESUME = "resume="
+SHOWING_OPTIONS = {
+    "multirun": "-m", "cfg": "--cfg", "info": "--info", "shell_completion": "--shell-completion",
+    "hydra_help": "--hydra-help",
+}  # fmt: skip
+"""Options that ask for something other than one run, by their names in the parsed command line."""
 CONFIG_GROUPS = (*Recipe.axes(), "recipe", "sweep")
 """The config groups of a command line."""
 
@@ -55,7 +61,20 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
 
 def asks_to_show(args: argparse.Namespace) -> bool:
     """Return whether a command line asks for something other than one run."""
-    return bool(args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help)
+    return any(getattr(args, name) for name in SHOWING_OPTIONS)
+
+
+def reject_shown(args: argparse.Namespace, accepted: Sequence[str] = ()) -> None:
+    """Raise ConfigError for an option of titan.train that asks for something other than one run.
+
+    Args:
+        args: the parsed options.
+        accepted: names of options that the command has.
+    """
+    for name, option in SHOWING_OPTIONS.items():
+        if getattr(args, name) and name not in accepted:
+            is_override = name == "multirun" and _find_mode(args.overrides) == "MULTIRUN"
+            raise ConfigError(describe_train_option("hydra.mode=MULTIRUN" if is_override else option))
 
 
 def check(args: argparse.Namespace) -> None:

@@ -201,8 +201,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     """
     register_configs()
     args = command_line.parse(arguments)
-    if command_line.asks_to_show(args):
-        raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
+    command_line.reject_shown(args)
     with HydraErrors(args.overrides), Session(args):
         command_line.check(args)
         return _build_recipe(

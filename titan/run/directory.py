@@ -13,10 +13,11 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
+from titan.files.run_directory import RUN
 from titan.run.axes import find_unknown_setting
 from titan.run.paths import foreign_files
 
-RUN, RESULT, ENVIRONMENT, LOCK = "run.yaml", "result.json", "env.json", ".lock"
+RESULT, ENVIRONMENT, LOCK = "result.json", "env.json", ".lock"
 """Names in a run's directory."""
 
 _REQUIRED: dict[str, Any] = {

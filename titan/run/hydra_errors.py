@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
-from titan.errors import ConfigError
+from titan.errors import ConfigError, UnknownSettingError
 from titan.run import command_line, hydra_choices, hydra_node
 from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
@@ -46,7 +46,13 @@ class HydraErrors:
         self.warnings.__exit__(None, None, None)
         ExtraConfigs.search_folders = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
-            raise ConfigError(_find_config_error(error) or self._describe_error(error)) from error
+            if (config_error := _find_config_error(error)) is not None:
+                raise config_error from None  # with `error` as its cause, the chain would be a circle
+            raise self._build_error(error) from error
+
+    def _build_error(self, error: BaseException) -> ConfigError:
+        unknown = re.match(r"Could not override '([^']+)'", _join_lines(str(error)))
+        return self._build_setting_error(unknown[1]) if unknown else ConfigError(self._describe_error(error))
 
     def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
@@ -62,14 +68,11 @@ class HydraErrors:
             return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return self._describe_interpolation(error)
-        text = " ".join(str(error).partition("full_key:")[0].split())
+        text = _join_lines(str(error))
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
                 return f"{self._find_override(text)}: {advice}."
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
-        unknown = re.match(r"Could not override '([^']+)'", text)
-        if unknown:
-            return self._describe_setting_error(unknown[1])
         text = text.removeprefix("Error merging override ")
         if cause is None:
             return text.rstrip(".") + "."
@@ -93,17 +96,18 @@ class HydraErrors:
             return advice
         return describe_unknown_choice(group, option, error.options or ())
 
-    def _describe_setting_error(self, key: str) -> str:
+    def _build_setting_error(self, key: str) -> ConfigError:
         typed = self._find_typed_override(key)
         if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
-            return describe_unknown_choice(key, typed.partition("=")[2], ())
+            return ConfigError(describe_unknown_choice(key, typed.partition("=")[2], ()))
         if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
-            return advice
+            return ConfigError(advice)
         keys = self._list_keys()
         is_nested = any(name.endswith(f".{key}") for name in keys)
         hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
         hint = suggest_nearest(key, keys) if hint == "." else hint
-        return f"{typed}: there is no such setting{hint} See --help and --cfg job."
+        sentence = f"{typed}: there is no such setting{hint} See --help and --cfg job."
+        return UnknownSettingError(sentence, typed, key, hint)
 
     def _list_keys(self) -> list[str]:
         """Return every key that an override may have, for the choices on this command line."""
@@ -119,13 +123,18 @@ class HydraErrors:
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-def _find_config_error(error: BaseException | None) -> str | None:
-    """Return the message of a ConfigError that Hydra has wrapped; None for other errors."""
+def _find_config_error(error: BaseException | None) -> ConfigError | None:
+    """Return the ConfigError that Hydra has wrapped; None for other errors."""
     while error is not None:
         if isinstance(error, ConfigError):
-            return str(error)
+            return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def _join_lines(text: str) -> str:
+    """Return Hydra's message in one line, without the key that it repeats."""
+    return " ".join(text.partition("full_key:")[0].split())
 
 
 def _parse_key(override: str) -> str:

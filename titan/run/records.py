@@ -16,8 +16,9 @@ import yaml
 
 from titan.console.text import redact_nested
 from titan.files.atomic import write_atomic
+from titan.files.run_directory import RUN
 from titan.run import hydra_private, identity, own_code, prediction
-from titan.run.directory import ENVIRONMENT, RUN, read_attempts
+from titan.run.directory import ENVIRONMENT, read_attempts
 from titan.run.lock import build_write_error
 from titan.run.run import Run, as_config
 

@@ -11,8 +11,8 @@ from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import format_value
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.files.run_directory import RUN
 from titan.run import identity
-from titan.run.directory import RUN
 from titan.run.lineage import count_rows_read
 from titan.run.run import Run, as_config
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.config.modules import VARIABLE
 from titan.config.settings import format_value
-from titan.console.numbers import format_count, format_rounded
+from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
 from titan.run import branch
@@ -31,11 +31,12 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "run": f"{shorten_path(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
             "model": f"{choices.get('model', '')}: {run.model.describe_size()}, "
-            f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
+            f"{format_plural(run.model.layers, 'layer')} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",
             **_describe_data(run, mix),
-            "batch": f"{training.global_batch:,} tokens = {training.rows} rows; {run.rank_rows} per rank in "
-            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_describe_growth(run)}",
+            "batch": f"{training.global_batch:,} tokens = {format_plural(training.rows, 'row')}; "
+            f"{run.rank_rows} per rank in {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
+            f"{_describe_growth(run)}",
             "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
@@ -207,7 +208,7 @@ def show_finished(run: Run, finished: FinishedRun) -> None:
     hook = describe_hook_end(result)
     state = f"was ended by {hook}" if hook else "is finished"
     hint = "without the hook" if hook else f"with {' '.join(branch.build_continuation(run, result['step'] * 2))}"
-    print(f"{shorten_path(finished.directory)} {state}: {result['step']:,} steps; nothing to do.")
+    print(f"{shorten_path(finished.directory)} {state}: {format_plural(result['step'], 'step')}; nothing to do.")
     rows = {
         "loss": _describe_loss(result),
         "speed": _describe_speed(result),

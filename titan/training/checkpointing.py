@@ -62,6 +62,9 @@ class CheckpointPolicy:
         self.is_rank0, self.is_off = world.is_rank0, run.checkpoint.mode == "off"
         self.manager = None if self.is_off else _build_manager(run, train_step, coordinator)
         self.tokenizer = _find_tokenizer(mix)
+        if run.checkpoint.export:
+            label = f"checkpoint.export={run.checkpoint.export}"
+            tokenizer_files.check_packages(self.tokenizer, run.checkpoint.export, label)
         self.saved_step = self.started_step = attempt.step
         self.saved_at = self.polled_at = time.monotonic()
         self.retry_at: float | None = None

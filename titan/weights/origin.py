@@ -49,12 +49,15 @@ class WeightsLocation:
 
     def _fetch(self) -> Path:
         """Fetch a repository of the hub with the user's login, into the cache of huggingface_hub."""
-        hub = import_optional("huggingface_hub", self.label)
+        hub = import_optional("huggingface_hub", self.label, "there is no such directory, and a model of the hub")
         repository, _, revision = self.path.partition("@")
         try:
             return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=_PATTERNS))
         except Exception as error:
-            raise translate_hub_error(error, self.label, self.label) from error
+            problem = str(translate_hub_error(error, self.label, self.label)).removeprefix(f"{self.label}: ")
+            is_complete = problem.startswith("there is no such ")
+            prefix = "" if is_complete else "there is no such directory, and "
+            raise ConfigError(f"{self.label}: {prefix}{problem}") from error
 
 
 def check_source(name: str) -> None:

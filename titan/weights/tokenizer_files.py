@@ -60,6 +60,31 @@ def list_files(name: str | None, folder: Path) -> dict[str, ManifestFile]:
     return {file: manifest.checksum_file(folder / file) for file in names if (folder / file).is_file()}
 
 
+def check_packages(name: str | None, format: str, label: str) -> None:
+    """Raise ConfigError when a tokenizer can't be written for lack of a package, before anything is written.
+
+    Args:
+        name: the argument of `load_tokenizer`; None: there is no tokenizer.
+        format: the one to write: hf, meta or titan.
+        label: the user's setting, for messages.
+    """
+    if name is not None and _needs_package(name, format):
+        import_optional("tokenizers", label, f"writing the tokenizer {Path(name).name}")
+
+
+def _needs_package(name: str, format: str) -> bool:
+    """Return whether writing a tokenizer takes the package tokenizers."""
+    is_file = Path(name).is_file()
+    if format == "titan" or (format == "meta" and (is_file or name == BUILT_IN)):
+        return False
+    if Path(name).suffix != ".model":
+        return True
+    try:
+        return isinstance(load_tokenizer(name), RankTokenizer)
+    except ConfigError:  # SentencePiece: copied unchanged
+        return False
+
+
 def copy_complete(name: str | None, folder: Path) -> None:
     """Copy a tokenizer's files unchanged; write those of a built-in tokenizer or one of the hub."""
     if name is not None and copy_files(name, folder) == BUILT_IN:

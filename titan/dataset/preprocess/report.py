@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.console.numbers import format_plural
 from titan.dataset.preprocess.plan import PreparationPlan
 from titan.dataset.preprocess.shard_job import JobProgress, ShardManifest
 
@@ -58,7 +59,7 @@ def format_rows(report: Mapping[str, Any]) -> dict[str, str]:
         "documents": f"{documents:,}, {report['duplicates']:,} of them duplicates",
         "tokens": f"{report['tokens']:,}; {report['bytes_per_token']:.2f} bytes per token",
         "text": format_bytes(report["bytes"]),
-        "validation": f"{validation['documents']:,} documents{share}, {validation['tokens']:,} tokens",
+        "validation": f"{format_plural(validation['documents'], 'document')}{share}, {validation['tokens']:,} tokens",
         "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s per process",
     }
     for reason, (count, location) in report["skipped"].items():
@@ -121,7 +122,7 @@ class ProgressMeter:
     def show_waiting(self, shards: int, holder: str) -> None:
         """Report, if it is time to, that other processes run the remaining shard jobs."""
         if self._is_due():
-            subject = "1 shard" if shards == 1 else f"{shards} shards"
+            subject = format_plural(shards, "shard")
             self.log_message(f"waiting for {subject} that other processes prepare, such as {holder}")
 
     def log_message(self, message: str) -> None:

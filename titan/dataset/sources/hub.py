@@ -218,7 +218,7 @@ def translate_hub_error(error: Exception, setting: str, revision: str) -> Config
         revision: the same for the revision.
     """
     kinds = {kind.__name__ for cause in _iterate_causes(error) for kind in type(cause).__mro__}
-    name = setting.partition("=")[2].partition("@")[0]
+    name = (setting.partition("=")[2] or setting).partition("@")[0]
     if "GatedRepoError" in kinds or "is a gated" in str(error):
         return ConfigError(f"{setting}: {name} is gated; ask for access on its page of the hub, then {LOG_IN}.")
     if "RevisionNotFoundError" in kinds:

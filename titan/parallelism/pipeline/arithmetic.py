@@ -20,6 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from titan.config.settings import format_value
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
@@ -157,8 +158,9 @@ def place_stages(schedule: str, ranks: int, stages: int) -> list[int]:
 def _check_stage_count(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ConfigError(
-            f"parallelism.pipeline: {stages} stages need a layer each, and the model has {layers} layers; give a "
-            f"smaller parallelism.pipeline, or at most parallelism.stages={layers}."
+            f"parallelism.pipeline: {stages} stages need a layer each, and the model has "
+            f"{format_plural(layers, 'layer')}; give a smaller parallelism.pipeline, or at most "
+            f"parallelism.stages={layers}."
         )
 
 

@@ -80,7 +80,7 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
     hours = format_figure("", plan.device_hours, "device-hours")
     return [
         f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
-        f"run          {plan.steps:,} steps, {tokens} tokens: {format_run_time(plan).format_line()}, "
+        f"run          {format_plural(plan.steps, 'step')}, {tokens} tokens: {format_run_time(plan).format_line()}, "
         f"{hours.format_line()}{cost}",
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
         f"intervals    (low to high): {plan.intervals}",

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
 from titan.config.settings import format_value, setting, to_plain
+from titan.console.numbers import format_plural
 from titan.dataset import corpora
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS
 from titan.evaluation.schema import Evaluation, Task, ValidationSet
+from titan.files.run_directory import RUN
 from titan.model.schema import Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
 from titan.model.schema_moe import Qwen3Moe
 from titan.run import identity
 from titan.run.attempts import Attempt
-from titan.run.directory import RUN
 from titan.run.lineage import count_rows_read, find_parent
 from titan.training.evaluation.job import EvaluationJob
 from titan.training.side_jobs import recompose
@@ -160,6 +161,10 @@ def _choose_evaluation(settings: Settings, run_evaluation: Evaluation) -> Evalua
         if settings.sets is None
         else {Path(file).stem: ValidationSet(path=file) for file in settings.sets}
     )
+    if settings.limit is not None and not tasks:
+        raise ConfigError(
+            f"limit={settings.limit}: there are no tasks whose items it limits; give tasks, or leave it out."
+        )
     if settings.limit is not None:
         tasks = {name: replace(task, limit=settings.limit) for name, task in tasks.items()}
     if settings.tokens:
@@ -212,8 +217,8 @@ def _select_checkpoints(
         raise ConfigError(f"{setting_text}: the run has no such complete checkpoint; {advice}.")
     if settings.average > len(steps):
         raise ConfigError(
-            f"average={settings.average}: the run has {len(steps)} complete checkpoints up to step {steps[-1]}; give "
-            "at most as many, or train it with a larger checkpoint.keep."
+            f"average={settings.average}: the run has {format_plural(len(steps), 'complete checkpoint')} up to step "
+            f"{steps[-1]}; give at most as many, or train it with a larger checkpoint.keep."
         )
     return [(step, checkpoints[step]) for step in steps[-settings.average :]]
 

@@ -15,6 +15,7 @@ from typing import Any
 from titan.checkpoint.manifest import Manifest
 from titan.config.arguments import operand
 from titan.config.settings import MISSING, setting
+from titan.console.numbers import format_plural
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
@@ -91,7 +92,9 @@ def plan_replay(
     document = next((d for d in reversed(documents) if int(d.get("from_step") or 0) < settings.step), documents[0])
     steps = int(document["config"]["training"]["steps"])
     if settings.step > steps:
-        raise ConfigError(f"step={settings.step}: the run in {name} has {steps} steps; give one of them.")
+        raise ConfigError(
+            f"step={settings.step}: the run in {name} has {format_plural(steps, 'step')}; give one of them."
+        )
     command, notes = recompose.build_command(document, overrides, EXCLUDED_OVERRIDES)
     run = recompose.disable_outputs(compose(overrides, command), Evaluation(every=0, tokens=0), scratch)
     folders = corpora.prepare_corpora(run.dataset)

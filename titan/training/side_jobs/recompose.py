@@ -14,10 +14,12 @@ from typing import Any
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
+from titan.files.run_directory import check_run_directory
 from titan.metrics.schema import Metrics
-from titan.run.directory import RUN, read_attempts
+from titan.run.directory import read_attempts
 from titan.run.run import Run
 
 CPU_RANKS = 16
@@ -36,10 +38,9 @@ def read_run_attempts(name: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: when there is no run.
     """
-    directory = Path(name).expanduser()
-    attempts = read_attempts(directory) if (directory / RUN).is_file() else []
+    attempts = read_attempts(check_run_directory(name))
     if not attempts:
-        raise ConfigError(f"{name}: there is no run in this directory; give one such as runs/NAME.")
+        raise ConfigError(f"{name}: its run.yaml is empty; give another run's directory, such as runs/NAME.")
     return attempts
 
 
@@ -62,7 +63,7 @@ def build_command(
         repeated = [o for o in repeated if not o.startswith(LAYOUT_OVERRIDES)]
         if not any(o.startswith("parallelism") for o in user_overrides):
             repeated.append("parallelism=single")
-            notes.append(f"one device, where the run had {_format_ranks(document)}")
+            notes.append(f"one device, where the run had {format_plural(_count_ranks(document), 'rank')}")
     config, pins = document["config"], {"precision.compute": document["config"]["precision"]["compute"]}
     if same_layout:
         pins |= {"parallelism.microbatches": document.get("microbatches") or "auto"}
@@ -88,11 +89,6 @@ def _count_ranks(document: Mapping[str, Any]) -> int:
     for degree in (document.get("layout") or {}).values():
         ranks *= int(degree)
     return ranks
-
-
-def _format_ranks(document: Mapping[str, Any]) -> str:
-    count = _count_ranks(document)
-    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def disable_outputs(run: Run, evaluation: Evaluation, scratch: Path) -> Run:
