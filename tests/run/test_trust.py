@@ -14,7 +14,7 @@ from tests.support.runs import TINY, begin_run
 from titan import data, evaluate, replay
 from titan.console.text import redact
 from titan.run import trust
-from titan.run.directory import read_attempts
+from titan.run.run import Run
 
 SECRET = "abcdefgh12345678"
 
@@ -107,17 +107,24 @@ def test_what_is_typed_counts_now_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("TITAN_TEST_STEPS", "3")
+    monkeypatch.setenv("TITAN_TEST_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    word = "training.steps=${oc.env:TITAN_TEST_STEPS}"
-    line = [*(o for o in TINY if not o.startswith(("hydra.run.dir", "training.steps"))), word, "name=own"]
-    assert run_command(line, lambda run: len(begin_run(run).directory) * 0) == 0
-    assert read_attempts(Path("runs/own"))[-1]["overrides"].count(word) == 1
-    assert run_command(["resume=runs/own"], lambda run: run.training.steps) == 3
+    word = "dataset.cache=${oc.env:TITAN_TEST_CACHE}"
+    caches: list[str | None] = []
+
+    def see(run: Run) -> int:
+        caches.append(run.dataset.cache)
+        return 0
+
+    line = [*(o for o in TINY if not o.startswith("hydra.run.dir")), word, "name=own"]
+    Path("runs/own").mkdir(parents=True)
+    assert run_command(line, lambda run: bool(begin_run(run)) - 1) == 0
+    assert run_command(["resume=runs/own"], see) == 0
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
-    assert run_command(["resume=runs/own"], lambda run: 0) == 2
-    assert run_command(["resume=runs/own", "training.steps=4"], lambda run: run.training.steps) == 4
-    assert run_command(["resume=runs/own", word], lambda run: run.training.steps) == 3
+    assert run_command(["resume=runs/own"], see) == 2
+    assert run_command(["resume=runs/own", "dataset.cache=x"], see) == 0
+    assert run_command(["resume=runs/own", word], see) == 0
+    assert caches == [str(tmp_path / "cache"), "x", str(tmp_path / "cache")]
 
 
 def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
