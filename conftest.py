@@ -96,7 +96,8 @@ def compiler() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep prepared data in a folder of this session's own."""
+    """Keep prepared data, and what was typed, in folders of this session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TITAN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -19,7 +19,7 @@ from titan.config import modules
 from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import command_line, hydra_node, hydra_private
+from titan.run import command_line, hydra_node, hydra_private, trust
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
@@ -97,7 +97,15 @@ def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Ru
         command_line.reject_shown(args)
         cfg = _compose_run(args)
         _check_single(cfg)
-        return freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))
+        run = freeze_run(cfg, trusted=modules.list_trusted_packages(args.typed))
+    trust.remember_typed(_list_typed(run))
+    return run
+
+
+def _list_typed(run: Run) -> list[str]:
+    """Return what a run's command line has typed, and where it puts copies of its checkpoints."""
+    path = run.checkpoint.path
+    return [*run.options, *run.overrides, *([f"checkpoint.path={redact(path)}"] if path else [])]
 
 
 def _check_single(cfg: DictConfig) -> None:
@@ -129,6 +137,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         launcher = plugin.find_scheduler_launcher(cfg) if ranks is None else None
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
+        trust.remember_typed(_list_typed(run))
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(
         lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG

@@ -6,12 +6,15 @@ does both. All that titan prints, logs or writes into a run's directory goes thr
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 MARK = "***"
 """The replacement of a secret."""
+SHORTEST_SECRET = 8
+"""Characters; shorter values, such as flags, occur in other texts too."""
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"']+")
 _WEB_USER = re.compile(r"(https?://)[^\s/?#]*@")
@@ -35,7 +38,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 def redact(text: str) -> str:
     """Return `text` without passwords and tokens in URLs, and without the values of secret variables."""
+    for secret in _list_secrets():
+        text = text.replace(secret, MARK)
     return _VARIABLE.sub(rf"\g<1>{MARK}", _URL.sub(lambda url: _redact_url(url[0]), text))
+
+
+def _list_secrets() -> list[str]:
+    """Return the values of the environment's secret variables; short ones and paths are none."""
+    values = (value for name, value in os.environ.items() if is_secret(name))
+    return [value for value in values if len(value) >= SHORTEST_SECRET and not value.startswith("/")]
 
 
 def _redact_url(url: str) -> str:

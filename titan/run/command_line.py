@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
 from titan.errors import ConfigError
-from titan.run import hydra_private
+from titan.run import hydra_private, trust
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
@@ -49,7 +49,10 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
     typed = _drop_resume(args.overrides)
     if resumed:
-        earlier_args = _parse_options([*_read_resumed_arguments(resumed[-1], args), *_drop_resume(words)])
+        recorded = _read_resumed_arguments(resumed[-1], args)
+    trust.check_recorded(recorded, typed)
+    if resumed:
+        earlier_args = _parse_options([*recorded, *_drop_resume(words)])
         args = argparse.Namespace(**vars(earlier_args))
     elif recorded:
         args = _parse_options([*recorded, *words])

@@ -6,6 +6,7 @@ elsewhere there is one device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.console.numbers import format_plural
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.files.run_directory import check_run_directory
 from titan.metrics.schema import Metrics
+from titan.run import trust
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 
@@ -125,5 +128,12 @@ def list_checkpoints(name: str, document: Mapping[str, Any], run_id: str) -> dic
         run_id: of the run.
     """
     copy_path = document["config"].get("checkpoint", {}).get("path")
+    if copy_path and trust.is_foreign(f"checkpoint.path={copy_path}"):
+        print(
+            f"titan: warning: {name}: its copies in {sanitize_line(str(copy_path))} are not read, because you have not "
+            "typed this URL for a run of yours.",
+            file=sys.stderr,
+        )
+        copy_path = None
     candidates = select.list_candidates(Path(name).expanduser(), copy_path, run_id)
     return {step: (candidate.path, candidate.manifest) for step, candidate in candidates.items()}

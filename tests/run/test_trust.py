@@ -1,0 +1,140 @@
+"""A run of somebody else is data: what its record would read, open or start, the user must have typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launchers.command import run_command
+from tests.support.composing import compose_test_run
+from tests.support.runs import TINY, begin_run
+from titan import data, evaluate, replay
+from titan.console.text import redact
+from titan.run import trust
+from titan.run.run import Run
+
+SECRET = "abcdefgh12345678"
+
+
+@pytest.mark.parametrize(
+    ("word", "risk"),
+    [
+        ("optimizer.lr=0.1", None),
+        ("dataset.path=data/*.txt", None),
+        ("dataset.path=file:///data/x", None),
+        ("model.ffn=${model.dim}", None),
+        ("cluster=h100", None),
+        ("cluster.devices=4", None),
+        ("hydra.sweeper.params={optimizer.lr: 1}", None),
+        ("dataset.path='https://host/${oc.env:HOME}'", "reads the environment"),
+        ("name=${oc.env:HOME}", "reads the environment"),
+        ("name=${oc.decode:${oc.env:HOME}}", "reads the environment"),
+        ("dataset.path=s3://bucket/x", "names a URL"),
+        ("evaluation.sets={a: {path: https://host/x}}", "names a URL"),
+        ("cluster.environment={LD_PRELOAD: x.so}", "decides which programs run"),
+        ("+cluster.environment.CXX=x", "decides which programs run"),
+        ("++cluster.setup=x", "decides which programs run"),
+        ("cluster.srun=[--x]", "decides which programs run"),
+        ("+hydra.job.env_set.PATH=x", "decides which programs run"),
+        ("+hydra.job={env_set: {PATH: x}}", "may decide which programs run"),
+        ("hydra.searchpath=[file:///x]", "decides which programs run"),
+        ("--config-dir=/x", "decides which programs run"),
+    ],
+)
+def test_what_a_recorded_word_would_do(word: str, risk: str | None) -> None:
+    assert trust.explain_risk(word) == risk
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Callable[..., Path]:
+    """A run whose record has further words, which nobody here has typed."""
+
+    def make(*words: str, options: tuple[str, ...] = ()) -> Path:
+        run = compose_test_run([*TINY, f"hydra.run.dir={tmp_path}/foreign"])
+        (tmp_path / "foreign").mkdir()
+        begin_run(run)
+        file = tmp_path / "foreign/run.yaml"
+        document = yaml.safe_load(file.read_text())
+        document["overrides"] = [*document["overrides"], *words]
+        document["options"] = list(options)
+        file.write_text(yaml.safe_dump(document, explicit_start=True))
+        return tmp_path / "foreign"
+
+    return make
+
+
+COMMANDS: dict[str, Callable[[str], int]] = {
+    "resume": lambda run: run_command([f"resume={run}"], lambda run: 1),
+    "replay": lambda run: replay.main([run, "step=1"]),
+    "evaluate": lambda run: evaluate.main([run]),
+    "data": lambda run: data.main([run]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_foreign_record_reads_no_secret(
+    command: str, foreign: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    run = foreign("dataset.skip=[]", "dataset.cache=/x/${oc.env:AWS_SECRET_ACCESS_KEY}")
+    assert COMMANDS[command](str(run)) == 2
+    error = capsys.readouterr().err
+    assert "titan: dataset.cache=/x/${oc.env:AWS_SECRET_ACCESS_KEY}: the run has recorded this setting" in error
+    assert SECRET not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (("cluster.environment={LD_PRELOAD: /x.so}",), ()),
+        (("+hydra.job.env_set={CXX: /x}",), ()),
+        (("dataset.path=http://localhost:1/x",), ()),
+        ((), ("--config-dir", "/x")),
+    ],
+    ids=["environment", "env_set", "url", "option"],
+)
+def test_a_foreign_record_starts_and_opens_nothing(
+    words: tuple[str, ...], options: tuple[str, ...], foreign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert COMMANDS["resume"](str(foreign(*words, options=options))) == 2
+    assert "type it here if you trust it" in capsys.readouterr().err
+
+
+def test_what_is_typed_counts_now_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TITAN_TEST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    word = "dataset.cache=${oc.env:TITAN_TEST_CACHE}"
+    caches: list[str | None] = []
+
+    def see(run: Run) -> int:
+        caches.append(run.dataset.cache)
+        return 0
+
+    line = [*(o for o in TINY if not o.startswith("hydra.run.dir")), word, "name=own"]
+    Path("runs/own").mkdir(parents=True)
+    assert run_command(line, lambda run: bool(begin_run(run)) - 1) == 0
+    assert run_command(["resume=runs/own"], see) == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    assert run_command(["resume=runs/own"], see) == 2
+    assert run_command(["resume=runs/own", "dataset.cache=x"], see) == 0
+    assert run_command(["resume=runs/own", word], see) == 0
+    assert caches == [str(tmp_path / "cache"), "x", str(tmp_path / "cache")]
+
+
+def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    trust.remember_typed(["dataset.path=s3://bucket/x"])
+    assert trust.is_foreign("dataset.path=s3://bucket/x")
+
+
+def test_messages_show_no_value_of_a_secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    monkeypatch.setenv("OTHER_KEY", "no")
+    assert redact(f"https://host/{SECRET}/x: no such file") == "https://host/***/x: no such file"
