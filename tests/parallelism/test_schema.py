@@ -61,7 +61,7 @@ def test_closed_degrees_are_refused_unless_they_fit(degrees: dict[str, int], dev
     if product == devices:
         assert resolve_layout(Parallelism(**degrees), devices, {}).devices == devices
         return
-    with pytest.raises(ConfigError, match=rf"makes {product} rank.*cluster.devices={product}\."):
+    with pytest.raises(ConfigError, match=rf"makes {product:,} rank.*cluster.devices={product}\."):
         resolve_layout(Parallelism(**degrees), devices, {})
 
 

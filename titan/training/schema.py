@@ -19,26 +19,6 @@ class Training:
     """The number of steps and the global batch."""
 
     steps: int = setting(200, "optimizer updates", at_least=1, cap=10**9)
-    tokens: float | None = setting(
-        None, "tokens to read, in place of steps; null: steps decides", above=0, cap=1e19, science=False, later=True
-    )
-    hours: float | None = setting(
-        None,
-        "device-hours of training steps, in place of steps: by step_seconds, or the predicted time of a step; null: "
-        "steps decides",
-        above=0,
-        cap=1e12,
-        science=False,
-        later=True,
-    )
-    step_seconds: float | None = setting(
-        None,
-        "with hours: seconds of a step, as measured; null: as predicted",
-        above=0,
-        cap=1e9,
-        science=False,
-        later=True,
-    )
     global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10)
     grow: tuple[tuple[int, int], ...] = setting(
         (),
@@ -71,6 +51,26 @@ class Training:
         science=False,
     )
     gc_every: int = setting(50, "steps between runs of Python's garbage collection", science=False, at_least=1)
+    tokens: float | None = setting(
+        None, "tokens to read, in place of steps; null: steps decides", above=0, cap=1e19, science=False, later=True
+    )
+    hours: float | None = setting(
+        None,
+        "device-hours of training steps, in place of steps: by step_seconds, or the predicted time of a step; null: "
+        "steps decides",
+        above=0,
+        cap=1e12,
+        science=False,
+        later=True,
+    )
+    step_seconds: float | None = setting(
+        None,
+        "with hours: seconds of a step, as measured; null: as predicted",
+        above=0,
+        cap=1e9,
+        science=False,
+        later=True,
+    )
 
     @property
     def rows(self) -> int:
