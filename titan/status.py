@@ -92,7 +92,9 @@ def read_single_run(directory: Path) -> SweepState | None:
     """Return a single run as a sweep of one trial; None where the directory holds none."""
     if not (directory / "run.yaml").is_file():
         return None
-    last = read_attempts(directory)[-1]
+    if not (attempts := read_attempts(directory)):
+        raise ConfigError(f"{directory}: its run.yaml is empty; give another run's directory, such as runs/NAME.")
+    last = attempts[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
     state, reason = _find_run_state(directory, last, steps)
     name = str(last.get("name") or directory.name)
@@ -124,7 +126,11 @@ def _needs_attention(trial: TrialState) -> bool:
         return trial.state == "failed"
     directory = Path(trial.directory)
     result = read_result(directory)[0]
-    return not (describe_hook_end(result) and _is_ended_by_hook(read_attempts(directory)[-1], result))
+    try:
+        attempts = read_attempts(directory)
+    except ConfigError:  # one of many: the others are shown
+        return True
+    return not (attempts and _is_ended_by_hook(attempts[-1], result))
 
 
 def _is_ended_by_hook(last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:

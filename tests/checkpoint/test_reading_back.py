@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ class TestMetadata:
         monkeypatch.setattr(CheckpointReader, "_parse_file", counted)
         seen = train_run(compose_tiny_run(tmp_path, "training.steps=4", layout=layout), lambda trainer: count)
         assert [len(rank.extra) for rank in seen] == [1] * run.layout.devices
+
+
+def test_metadata_without_the_files_of_its_tensors_are_rejected(tmp_path: Path) -> None:
+    write_native(tmp_path, LLAMA)
+    saved = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(saved.state_dict_metadata, storage_data={}), protocol=4))
+    with pytest.raises(UnknownContentError, match=r"a part of model\.\S+ is in no file"):
+        CheckpointReader(tmp_path).read_metadata()
+    listed = manifest.load(tmp_path)
+    assert listed is not None
+    with (tmp_path / ".metadata").open("rb") as content:
+        manifest.write(tmp_path, replace(listed, files=listed.files | {".metadata": manifest.checksum_stream(content)}))
+    with pytest.raises(ConfigError, match=r"\.metadata can't be used: .* is in no file; give another checkpoint"):
+        open_weights(tmp_path)
 
 
 class Saved:

@@ -106,3 +106,10 @@ def test_a_run_that_ended_early(
     assert ("resumes it" in text) == bool(code)
     (compared,) = collect_runs([run]).runs
     assert compared.state == state
+
+
+def test_a_run_yaml_that_is_empty_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run", Story())
+    (tmp_path / "run" / "run.yaml").write_text("")
+    assert status.main([str(tmp_path / "run"), "watch=false"]) == 2
+    assert "run.yaml is empty; give another run's directory" in capsys.readouterr().err

@@ -88,6 +88,14 @@ LIVES: list[Any] = [
     full(lambda d: d.update(layout={"shard": "2"}), "layout.shard is '2'", id="layout-texts"),
     full(lambda d: d.update(notes="x"), "notes is 'x'", id="notes-a-text"),
     full(lambda d: d.pop("run_id"), "it has no 'run_id'", id="no-run-id"),
+    pytest.param(lambda d: d.update(options=None), "options is None", id="options-null"),
+    pytest.param(lambda d: d["config"].update(cluster="x"), "config.cluster is 'x'", id="an-axis-a-text"),
+    full(lambda d: d["config"].update(optimizer=[]), "config.optimizer is a list", id="an-axis-a-list"),
+    full(lambda d: d["config"]["optimizer"].update(lr="x"), "config.optimizer.lr is 'x'", id="rate-a-text"),
+    full(lambda d: d["config"]["precision"].update(compute=1), "config.precision.compute is 1", id="a-setting"),
+    full(lambda d: d["science"].update(schedule=[]), "science.schedule is a list", id="class-a-list"),
+    full(lambda d: d["ids"].update(group={}), "ids.group is a mapping", id="group-a-mapping"),
+    full(lambda d: d.update(overrides=None), "overrides is None", id="overrides-null"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import yaml
 
 from titan.config.settings import build
 from titan.errors import ConfigError
+from titan.profile import kinds, summary
 from titan.profile.schema import Profile
+from titan.profile.summary import Summary
 
 CONF = Path(__file__).parents[2] / "conf" / "profile"
 
@@ -46,3 +50,26 @@ def test_shipped_choices(file: Path) -> None:
 def test_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Profile(**given).check(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"seconds": 0.0}, "it is of 1 steps of 0 s", id="zero-seconds"),
+        pytest.param({"seconds": math.nan}, "it is of 1 steps of nan s", id="no-number"),
+        pytest.param({"steps": []}, "it is of 0 steps of 1 s", id="no-steps"),
+        pytest.param({"memory": {"x": "y"}}, "memory.x is 'y'", id="memory-a-text"),
+        pytest.param({"predicted": 3}, "predicted is 3", id="prediction-a-number"),
+    ],
+)
+def test_a_summary_that_is_damaged_is_rejected(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    content = {"rank": 0, "steps": [1], "seconds": 1.0, "parts": {}, "hidden": {}, **changes}
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "step-1-rank-0.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"step-1-rank-0.json: is no summary of a profile \({words}.*; remove it"):
+        summary.read(tmp_path, None)
+
+
+def test_ranks_without_work_of_their_own_are_compared() -> None:
+    ranks = [Summary(rank, [1], 1.0, {kinds.IDLE: 1.0 - rank}, {}) for rank in (0, 0, 1)]
+    assert "no rank is slow" in summary.compare_ranks(ranks)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -188,6 +189,16 @@ SPIKES = [
     pytest.param({120: -1.0}, [], id="a-fall"),
     pytest.param({120: 0.1}, [], id="within-the-noise"),
 ]
+
+
+@pytest.mark.parametrize("median", [None, "x", math.nan])
+def test_marked_spikes_without_a_median_are_not_counted(median: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", replace(S, steps=20))
+    lines = read_lines(tmp_path / "run")
+    lines[14] |= {"spike": 9.0, "spike_median": median}
+    write_lines(tmp_path / "run", lines)
+    (variant,) = compare([tmp_path]).variants
+    assert variant.runs[0].spikes == () and "nan" not in " ".join(variant.notes)
 
 
 @pytest.mark.parametrize(("rises", "steps"), SPIKES)

@@ -360,3 +360,9 @@ def test_default_directory_is_named_after_model_and_layout() -> None:
     assert compose_run([]).directory.endswith("-debug-single")
     assert compose_run(["name=x"]).directory == str(Path.cwd() / "runs/x")
     assert compose_run(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"
+
+
+@pytest.mark.parametrize("words", [["name=-rf"], ["-m", "name=-rf", "training.seed=1,2"]], ids=["run", "sweep"])
+def test_a_name_like_an_option_is_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(words, start.run_local) == 2
+    assert capsys.readouterr().err.startswith("titan: name=-rf: begins with a dash, like an option; give another, or ")

@@ -32,6 +32,9 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import compute_digest, open_weights
 from titan.weights.hf_config import build_config, build_schema
 
+STRETCHED = {
+    "rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 MODELS = [
     pytest.param(LLAMA, id="llama"),
     pytest.param(Llama(**SMALL, **STRETCH, rope_theta=1e4, norm_eps=1e-3), id="llama-stretched"),
@@ -108,6 +111,30 @@ def test_deepseek_that_titan_has_not_is_refused(changes: dict[str, Any], words: 
 def test_deepseek_that_hugging_face_has_not_is_refused(model: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         build_config(replace(model, **changes), "bfloat16")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        pytest.param(LLAMA, {"rope_scaling": "x"}, "rope_scaling is 'x', where a mapping is due", id="scaling-a-text"),
+        pytest.param(LLAMA, {"max_position_embeddings": "x"}, "max_position_embeddings is 'x'", id="length-a-text"),
+        pytest.param(LLAMA, {"architectures": [[]]}, "has the architecture []", id="architecture-a-list"),
+        pytest.param(LLAMA, {"layer_types": 3}, "layer_types is 3, where a list is due", id="types-a-number"),
+        pytest.param(
+            LLAMA, {"rope_parameters": {**STRETCHED, "factor": 0}}, "rope_factor=0: must be at least 1", id="factor-0"
+        ),
+        pytest.param(DEEPSEEK_V3, {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "no factor", id="yarn-0"),
+        pytest.param(LLAMA4, {"num_hidden_layers": "x"}, "num_hidden_layers is 'x'", id="layers-a-text"),
+        pytest.param(
+            LLAMA4, {"num_hidden_layers": 10**30}, "000, and lists for 4; fetch it again", id="layers-without-end"
+        ),
+        pytest.param(DEEPSEEK_V3, {"rope_parameters": {"factor": "x"}}, "rope_parameters.factor is 'x'", id="factor"),
+    ],
+)
+def test_a_config_with_values_of_other_types_is_rejected(model: Decoder, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_schema({**build_config(model, "bfloat16"), **changes}, "x")
     assert words in str(refused.value)
 
 

@@ -137,7 +137,15 @@ def _build_metadata(value: Any) -> Metadata:
     for index in storage_data:
         if index.fqn not in tensor_metadata:
             raise ValueError(f"{truncate_text(index.fqn)} has a file, and is no tensor of it")
+    _check_files(tensor_metadata, storage_data)
     return Metadata(tensor_metadata, _check_planner_data(fields.get("planner_data")), storage_data)
+
+
+def _check_files(tensors: Mapping[str, TensorStorageMetadata], storage_data: Mapping[MetadataIndex, Any]) -> None:
+    """Raise ValueError for a part of a tensor that no file has."""
+    for name, tensor in tensors.items():
+        if any(MetadataIndex(name, chunk.offsets) not in storage_data for chunk in tensor.chunks):
+            raise ValueError(f"a part of {truncate_text(name)} is in no file")
 
 
 def _check_planner_data(value: Any) -> Any:

@@ -37,6 +37,9 @@ PREDICTED = {
 message of another stage."""
 _FIGURES = dict[str, float]
 _KINDS: dict[str, Any] = {"rank": int, "steps": list[int], "seconds": float, "parts": _FIGURES, "hidden": _FIGURES}
+_OPTIONAL: dict[str, Any] = {
+    "predicted": _FIGURES, "memory": _FIGURES, "memory_sentence": str, "slow_factor": float,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,10 @@ def _iterate_summaries(folder: Path) -> Iterator[Summary]:
 def _parse_summary(content: dict[str, Any]) -> Summary:
     for name, kind in _KINDS.items():
         untrusted.check_type(content[name], kind, name)
+    for name in _OPTIONAL.keys() & content.keys():
+        untrusted.check_type(content[name], _OPTIONAL[name], name)
+    if not content["steps"] or not content["seconds"] > 0:
+        raise ValueError(f"it is of {len(content['steps'])} steps of {content['seconds']:g} s")
     return Summary(**content)
 
 
@@ -200,7 +207,7 @@ def compare_ranks(summaries: Sequence[Summary]) -> list[str]:
         f"data {format_rounded(rank_summary.parts.get(kinds.DATA, 0.0))} s"
         for rank_summary in summaries
     ]
-    slow = [s for s in summaries if s.own_seconds > s.slow_factor * usual]
+    slow = [s for s in summaries if s.own_seconds > s.slow_factor * usual > 0]
     warnings = [
         f"rank {s.rank} is slow: its own work takes {s.own_seconds / usual:.2f} times the median rank's" for s in slow
     ]

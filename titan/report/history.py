@@ -204,17 +204,21 @@ def find_spikes(history: History) -> tuple[Spike, ...]:
     """Return the loss spikes: those that the run marked, and those far above the median of the block before."""
     steps, losses = history.steps.step, history.steps.loss
     usual = _compute_usual_losses(losses)
-    high = np.flatnonzero(np.isin(steps, list(history.spike_marks)) | np.isfinite(usual))
+    is_high = np.isin(steps, list(history.spike_marks)) | np.isfinite(usual)
+    high = np.flatnonzero(is_high & np.isfinite(losses))  # a note of its own counts the others
     groups = np.split(high, np.flatnonzero(np.diff(high) > SPIKE_BLOCK) + 1) if len(high) else []
     tops = [int(group[np.argmax(losses[group])]) for group in groups]
-    return tuple(_build_spike(int(steps[i]), float(losses[i]), float(usual[i]), history) for i in tops)
+    spikes = (_build_spike(int(steps[i]), float(losses[i]), float(usual[i]), history) for i in tops)
+    return tuple(spike for spike in spikes if np.isfinite(spike.usual))  # a damaged mark has no median
 
 
 def _build_spike(step: int, loss: float, usual: float, history: History) -> Spike:
     mark = history.spike_marks.get(step, {})
     rows = mark.get("rows")
     has_rows = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
-    return Spike(step, loss, float(mark.get("spike_median", usual)), (rows[0], rows[1]) if rows and has_rows else None)
+    median = mark.get("spike_median")
+    usual = float(median) if isinstance(median, (int, float)) else usual
+    return Spike(step, loss, usual, (rows[0], rows[1]) if rows and has_rows else None)
 
 
 def _compute_usual_losses(losses: Numbers) -> Numbers:

@@ -46,7 +46,7 @@ def find_unknown_setting(config: Mapping[str, Any], science: Mapping[str, Any]) 
     setting_names = _collect_setting_names()
     for key in (*keys, *science):
         axis, _, name = key.partition(".")
-        is_of_own_class = science.get(axis, next(iter(PATHS))) not in PATHS
+        is_of_own_class = str(science.get(axis, next(iter(PATHS)))) not in PATHS
         if axis in setting_names and not is_of_own_class and name.partition(".")[0] not in setting_names[axis]:
             return key
     return None

@@ -16,18 +16,29 @@ from titan.files import locks, untrusted
 from titan.files.run_directory import RUN
 from titan.run.axes import find_unknown_setting
 from titan.run.paths import foreign_files
+from titan.run.schema import Recipe
 
 RESULT, ENVIRONMENT, LOCK = "result.json", "env.json", ".lock"
 """Names in a run's directory."""
 
 _REQUIRED: dict[str, Any] = {
-    "attempt": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
+    "attempt": int, "run_id": str, "overrides": list[str], "ids": dict[str, str],
+    "science": dict[str, Any], "config": dict[str, Any],
 }  # fmt: skip
 """What later attempts need of a document in run.yaml, by the types of the values."""
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "training": dict.fromkeys(("steps", "seed", "repeat", "seq_len", "global_batch"), int),
+    "precision": {"compute": str},
+    "compile": {"scope": str},
+    "cluster": {"device": str},
+    "optimizer": {"lr": float},
+    "checkpoint": dict.fromkeys(("path", "resume", "weights"), str | None),
+}
+"""The settings of a document's `config` that are read one by one, by axis; each axis is a mapping."""
 _OPTIONAL: dict[str, Any] = {
-    "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
-    "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
-    "own_code": dict[str, str] | None,
+    "parent": str | None, "from_step": int, "notes": list[str], "options": list[str],
+    "choices": dict[str, Any], "layout": dict[str, int], "kind": str | None, "name": str | None,
+    "own_code": dict[str, str], "microbatches": int, "began": str,
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),
@@ -106,16 +117,25 @@ def _check_document(document: Any, first: Any) -> None:
     for name, kind in _REQUIRED.items():
         untrusted.check_type(document[name], kind, name)
     for name, kind in _OPTIONAL.items():
-        untrusted.check_type(document.get(name), kind, name)
+        if name in document:
+            untrusted.check_type(document[name], kind, name)
     untrusted.check_type(document["ids"]["science"], str, "ids.science")
-    training = document["config"]["training"]
-    untrusted.check_type(training, dict[str, Any], "config.training")
-    for name in ("steps", "seed", "repeat", "seq_len", "global_batch"):
-        untrusted.check_type(
-            training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}"
-        )
+    for axis in Recipe.axes():
+        untrusted.check_type(document["science"].get(axis, ""), str, f"science.{axis}")
+    _check_config(document["config"])
     if document["run_id"] != first["run_id"]:
         raise ValueError(f"it is of another run, {untrusted.describe_value(document['run_id'])}")
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Compare the resolved configuration of an attempt with what titan writes; errors as in `_check_document`."""
+    for axis in (*Recipe.axes(), "hooks"):
+        untrusted.check_type(config.get(axis, {}), dict[str, Any], f"config.{axis}")
+    untrusted.check_type(config["training"]["steps"], int, "config.training.steps")
+    for axis, settings in _SETTINGS.items():
+        for name, kind in settings.items():
+            if name in config.get(axis, {}):
+                untrusted.check_type(config[axis][name], kind, f"config.{axis}.{name}")
 
 
 def _build_read_error(label: str, reason: str) -> ConfigError:

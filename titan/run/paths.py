@@ -26,6 +26,8 @@ def check_name(name: str) -> None:
     """Raise ConfigError for a name that is no folder under runs/."""
     if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
         raise ConfigError(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
+    if name.startswith("-"):  # which commands would take for an option
+        raise ConfigError(f"name={name}: begins with a dash, like an option; give another, or hydra.run.dir=DIR.")
     check_length(name, f"name={name}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan.config.settings import format_value
 from titan.errors import ConfigError
+from titan.files import untrusted
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
@@ -67,6 +68,14 @@ _ROPE_SCALING = {
     "high_freq_factor": "rope_high",
     "original_max_position_embeddings": "rope_original",
 }
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict[str, Any] | None),
+    **dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"), list[Any] | None),
+    **dict.fromkeys(("num_hidden_layers", "no_rope_layer_interval", "interleave_moe_layer_step"), int | None),
+    **dict.fromkeys(("max_position_embeddings", "num_nextn_predict_layers", "num_attention_heads"), int | None),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), int | list[int] | None),
+}
+"""The types of the settings that are read before the schema compares theirs, or beside it."""
 _THETA = 10_000.0
 """The default base, as in transformers."""
 
@@ -85,6 +94,7 @@ def build_schema(config: Mapping[str, Any], label: str) -> Decoder:
         ConfigError: when a setting is not supported by titan's models, or missing.
     """
     config = hf_llama4.select_text_config(config)
+    _check_types(config, label)
     family = _find_family(config, label)
     fields = _map_fields(family)
     if family is Llama4:
@@ -129,15 +139,28 @@ def _choose_defaults(family: type[Decoder]) -> Mapping[str, Any]:
     return {"head_dim": 128 if family is Qwen3 else None}
 
 
+def _check_types(config: Mapping[str, Any], label: str) -> None:
+    """Raise ConfigError for a value of another type than Hugging Face's."""
+    rope = {"rope_scaling": config.get("rope_scaling"), "rope_parameters": config.get("rope_parameters")}
+    try:
+        for key, kind in _TYPES.items():
+            untrusted.check_type(config.get(key), kind, key)
+        for name, settings in rope.items():
+            for key in (*_ROPE_SCALING, *hf_deepseek.ROPE_NUMBERS):
+                untrusted.check_type((settings or {}).get(key), float | None, f"{name}.{key}")
+    except ValueError as error:
+        raise ConfigError(f"{label}: its config.json can't be used: {error}; fetch it again.") from None
+
+
 def _find_family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"{label}: its config.json has the architecture {format_value(name)}, and titan supports "
             f"{', '.join(FAMILIES)}; give weights of one of these."
         )
-    return FAMILIES[str(name)]
+    return FAMILIES[name]
 
 
 def _check_supported(config: Mapping[str, Any], label: str, family_values: Mapping[str, tuple[Any, ...]]) -> None:

@@ -52,6 +52,8 @@ _YARN = {
     "original_max_position_embeddings": "rope_original",
 }
 _MAGNITUDES = {"mscale": "rope_mscale", "mscale_all_dim": "rope_mscale_all"}
+ROPE_NUMBERS = (*_YARN, *_MAGNITUDES)
+"""The numbers in a `rope_scaling` of the type yarn."""
 
 
 def read_yarn(rope: Mapping[str, Any], label: str) -> dict[str, Any]:

@@ -57,6 +57,10 @@ def replace_lists(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     settings |= {key: value for key, value in config.items() if key not in _LISTS and value is not None}
     settings["attn_temperature_tuning"] = bool(settings.get("attn_temperature_tuning", True))
     layers = config.get("num_hidden_layers") or 0
+    if layers > (known_layers := max(len(config.get(key) or ()) for key in _LISTS)) > 0:
+        raise ConfigError(
+            f"{label}: its config.json has num_hidden_layers={layers}, and lists for {known_layers}; fetch it again."
+        )
     for key, name, build_list in (
         ("moe_layers", "interleave_moe_layer_step", list_moe_layers),
         ("no_rope_layers", "no_rope_layer_interval", list_rotary_layers),
