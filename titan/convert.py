@@ -1,7 +1,7 @@
 """Convert weights from one format to another: `python -m titan.convert SOURCE to=DIR [KEY=VALUE ...]`; see `--help`.
 
 The target has a marker file while the conversion runs, and the file that makes the folder valid is written last. To
-restart an interrupted conversion, rerun its command.
+restart an interrupted conversion, rerun its command. Only files that a conversion wrote are replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from titan.console.numbers import format_plural
 from titan.console.progress import print_table
 from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError
+from titan.files.atomic import write_atomic
+from titan.files.run_directory import RUN
+from titan.files.untrusted import read_regular_file
 from titan.weights.origin import check_source
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 FORMAT_NAMES = {"TitanFormat": "titan", "HuggingFaceFormat": "Hugging Face", "MetaFormat": "Meta"}
 MARK = ".titan-convert"
 """The marker file of a folder whose conversion is not finished."""
+RECORD = ".titan-converted"
+"""The file with the names of the files that a conversion wrote, one a line: another conversion replaces only these."""
 VALIDITY_FILES = ("config.json", "params.json", "manifest.json")
 """The file that makes a folder valid, in each format."""
 WRITTEN_PATTERNS = (
@@ -39,7 +44,7 @@ WRITTEN_PATTERNS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", ".*.part",
 )  # fmt: skip
-"""The other files that a conversion writes, and so replaces."""
+"""The other files that a conversion writes."""
 SPARE = 64 * 2**20
 """Bytes of disk space to require in addition to the tensors."""
 
@@ -58,7 +63,7 @@ class Convert:
     dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "dtype of the weights; keep: as they are stored")
     shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0, cap=1e9)
     meta_ranks: int = setting(1, "tensor parallel ranks, one file per rank (meta)", at_least=1, cap=10_000)
-    overwrite: bool = setting(False, "replace the folder's content")
+    overwrite: bool = setting(False, "replace the files of an earlier conversion in the folder")
 
 
 COMMAND = Command(
@@ -105,7 +110,7 @@ def convert_weights(settings: Convert, target: Path) -> tuple[Weights, list[Path
     try:
         with show_progress(size) as show:
             write(show)
-        (target / MARK).unlink()
+        _record_files(target)
     except OSError as error:
         raise RunError(
             f"to={settings.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
@@ -148,9 +153,45 @@ def _check_target(settings: Convert, target: Path) -> None:
         raise ConfigError(f"to={settings.to}: is a file; name a folder.")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"to={settings.to}: is inside {settings.source}; choose a folder outside of it.")
+    _check_folder(settings, target)
     is_marked = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (is_marked or settings.overwrite):
         raise ConfigError(f"to={settings.to}: is not empty; choose another folder, or give overwrite=true.")
+    if foreign_files := [] if is_marked else sorted(_list_written(target) - _read_record(target)):
+        raise ConfigError(
+            f"to={settings.to}: holds {foreign_files[0]}, which titan.convert did not write; choose another folder, or "
+            "remove it yourself."
+        )
+
+
+def _check_folder(settings: Convert, target: Path) -> None:
+    """Raise ConfigError for a folder with more than one model in it: a home, one above it, a run's, one with runs."""
+    folder = target.resolve()
+    if any(home.is_relative_to(folder) for home in (Path("/"), Path.home().resolve())):
+        raise ConfigError(f"to={settings.to}: is a home directory or above one; name a folder for the model alone.")
+    run_files = (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}"))
+    if (run_file := next(run_files, None)) is not None:
+        problem = "is a run's directory" if run_file.parent == folder else f"holds the run {run_file.parent.name}"
+        raise ConfigError(f"to={settings.to}: {problem}; name a folder for the model alone.")
+
+
+def _list_written(target: Path) -> set[str]:
+    """Return the names of the target's files that could be a conversion's."""
+    return {file.name for pattern in (*VALIDITY_FILES, *WRITTEN_PATTERNS) for file in target.glob(pattern)}
+
+
+def _read_record(target: Path) -> set[str]:
+    """Return the names of the files that an earlier conversion wrote; none without its record."""
+    try:
+        return set(read_regular_file(target / RECORD).decode(errors="replace").splitlines())
+    except (OSError, ValueError):
+        return set()
+
+
+def _record_files(target: Path) -> None:
+    """Record the files of a finished conversion, and remove the marker file."""
+    write_atomic(target / RECORD, "".join(f"{name}\n" for name in sorted(_list_written(target))), sync=True)
+    (target / MARK).unlink()
 
 
 def _check_apart(source: Path, target: Path, settings: Convert) -> None:
@@ -162,7 +203,7 @@ def _check_apart(source: Path, target: Path, settings: Convert) -> None:
 def _check_space(target: Path, size: int) -> None:
     """Raise ConfigError when the disk is too small; files to be replaced count as free space."""
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
-    replaced = sum(file.stat().st_size for pattern in WRITTEN_PATTERNS for file in target.glob(pattern))
+    replaced = sum(file.lstat().st_size for pattern in WRITTEN_PATTERNS for file in target.glob(pattern))
     free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
@@ -176,7 +217,7 @@ def _mark_target(target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / MARK).touch()
-        for name in VALIDITY_FILES:
+        for name in (*VALIDITY_FILES, RECORD):
             (target / name).unlink(missing_ok=True)
         for pattern in WRITTEN_PATTERNS:
             for file in target.glob(pattern):

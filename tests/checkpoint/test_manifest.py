@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_weights import FILES, make_manifest, write_checkpoint
-from titan.checkpoint import manifest, retention, select
+from titan.checkpoint import manifest, retention, save, select
 from titan.checkpoint.manifest import CorruptCheckpointError
 from titan.errors import ConfigError
 
@@ -186,3 +187,33 @@ class TestRetention:
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2", "step-3"]
         retention.remove_leftovers(tmp_path, grace=0)
         assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-3"]
+
+    def test_behind_a_link_only_files_of_the_run_go(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run.mkdir()
+        folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+        (run / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        content = manifest.load(folders[0])
+        assert content is not None
+        (folders[0] / "notes").write_text("of somebody")
+        manifest.write(folders[1], replace(manifest.load(folders[1]) or content, run_id="other"))
+        (folders[2] / manifest.NAME).unlink()
+        retention.prune(run, keep=1, keep_tokens=0, grace=0, run_id=content.run_id)
+        retention.remove_leftovers(run, grace=0, run_id=content.run_id)
+        assert [file.name for file in folders[0].iterdir()] == ["notes"]
+        assert all({*FILES} <= {file.name for file in folder.iterdir()} for folder in folders[1:])
+
+    def test_a_save_replaces_only_files_of_the_run_behind_a_link(self, tmp_path: Path) -> None:
+        there, run_id = write_checkpoint(tmp_path, 1), make_manifest(1).run_id
+        (there / "notes").touch()
+        (there / "__0_0.distcp").touch()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        folder = tmp_path / "run" / "checkpoints" / "step-1"
+        with pytest.raises(
+            FileExistsError, match="step-1 is behind a symbolic link and has a checkpoint of another run;"
+        ):
+            save._create_folder(folder, lambda folder: ({}, None), "other")
+        assert manifest.inspect(there)
+        save._create_folder(folder, lambda folder: ({}, None), run_id)
+        assert {file.name for file in there.iterdir()} == {"notes", "a.distcp"}

@@ -151,6 +151,37 @@ def test_a_run_whose_checkpoint_is_the_target_is_refused(tmp_path: Path, capsys:
     open_weights(tmp_path / "b")
 
 
+FOREIGN = [
+    pytest.param("/", "is a home directory or above one", id="root"),
+    pytest.param("home", "is a home directory or above one", id="home"),
+    pytest.param(".", "is a home directory or above one", id="above-home"),
+    pytest.param("runs/x", "is a run's directory", id="run"),
+    pytest.param("runs", "holds the run x", id="runs"),
+    pytest.param("other", "holds config.json, which titan.convert did not write", id="foreign-model"),
+    pytest.param("link", "holds config.json, which titan.convert did not write", id="link"),
+]
+
+
+@pytest.mark.parametrize(("target", "sentence"), FOREIGN)
+def test_only_what_a_conversion_wrote_is_replaced(
+    target: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write_native(Path("a"), LLAMA)
+    for file in ("home/x", "runs/x/run.yaml", "other/config.json", "other/model.safetensors"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    Path("link").symlink_to("other")
+    assert convert.main(["a", f"to={target}", "overwrite=true"]) == 2
+    assert capsys.readouterr().err.startswith(f"titan: to={target}: {sentence}")
+    assert Path("other/config.json").exists() and Path("other/model.safetensors").exists()
+
+
 def test_a_disk_that_is_too_small_is_refused_beforehand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

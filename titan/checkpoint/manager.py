@@ -13,7 +13,6 @@ have the model's parameter names, so a checkpoint is independent of the layout t
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 import warnings
@@ -189,7 +188,7 @@ class CheckpointManager:
             self.planner.forget_plan()
             # with a manifest the checkpoint is complete: another rank exited while it was notified
             if self.coordinator.rank == 0 and manifest.read(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)  # frees the space on a full disk
+                retention.remove(folder)  # frees the space on a full disk
         job.seconds = time.monotonic() - job.start_time
         job.written.set()
         if job.error is None:
@@ -225,7 +224,8 @@ class CheckpointManager:
         Returns:
             The errors, the same on all ranks; None if there are none.
         """
-        errors = [_catch_error(lambda: self.coordinator.only_on_rank0(self._prune_checkpoints))]
+        prune = partial(self._prune_checkpoints, checkpoint_manifest.run_id)
+        errors = [_catch_error(lambda: self.coordinator.only_on_rank0(prune))]
         errors += [_catch_error(partial(hook, folder, checkpoint_manifest)) for hook in self.post_save_hooks]
         rank_errors = [error for error in errors if error]
         try:
@@ -237,8 +237,9 @@ class CheckpointManager:
         except Exception as error:  # another rank has exited
             return _join_errors([[*rank_errors, find_reason(error)]])
 
-    def _prune_checkpoints(self) -> None:
-        retention.prune(self.directory, self.settings.keep, self.settings.keep_tokens, self.settings.grace)
+    def _prune_checkpoints(self, run_id: str) -> None:
+        settings = self.settings
+        retention.prune(self.directory, settings.keep, settings.keep_tokens, settings.grace, run_id)
 
 
 def _join_errors(errors: list[list[str]]) -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 
-from titan.checkpoint import manifest
+from titan.checkpoint import manifest, retention
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.manifest import CorruptCheckpointError, Manifest, ManifestFile
 from titan.checkpoint.save_planner import CachingSavePlanner, ItemMask, LocalPlan, WriteSummary
@@ -85,7 +85,7 @@ class CheckpointSave:
 
     def _plan_in_new_folder(self, local_plans: Sequence[LocalPlan]) -> list[ItemMask]:
         """On rank 0: create the folder, and return each rank's part of the global plan."""
-        files, tokenizer = _create_folder(self.folder, self.copy_tokenizer)
+        files, tokenizer = _create_folder(self.folder, self.copy_tokenizer, self.manifest.run_id)
         self.manifest = replace(self.manifest, files=files, tokenizer=tokenizer)
         return self.planner.create_global_plan(local_plans)
 
@@ -121,17 +121,24 @@ class CheckpointSave:
             self.folder.rmdir()
 
 
-def _create_folder(folder: Path, copy_tokenizer: Callable[[Path], TokenizerFiles]) -> TokenizerFiles:
+def _create_folder(
+    folder: Path, copy_tokenizer: Callable[[Path], TokenizerFiles], run_id: str | None = None
+) -> TokenizerFiles:
     """Create a checkpoint's folder with the tokenizer's files.
 
     Returns:
         Those files, and the tokenizer's name there.
+
+    Raises:
+        FileExistsError: when the folder is behind a symbolic link, and has a checkpoint of another run than `run_id`.
     """
-    if folder.is_dir():
+    if folder.is_dir() and retention.is_linked(folder):
+        retention.clear_linked(folder, run_id)
+    elif folder.is_dir():
         shutil.rmtree(folder)  # from a killed save, or corrupt
     else:
         folder.unlink(missing_ok=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return copy_tokenizer(folder)
 
 

@@ -36,7 +36,7 @@ def restore_state(
         reader: the attempt's checkpoint, where it has been opened already.
     """
     if train_step.world.is_rank0:
-        retention.remove_leftovers(Path(run.directory), run.checkpoint.grace)
+        retention.remove_leftovers(Path(run.directory), run.checkpoint.grace, attempt.run_id)
     coordinator, has_average = Coordinator.from_world(train_step.world), False
     if attempt.checkpoint:
         has_average = restore_train_state(train_step, reader or CheckpointReader(attempt.checkpoint), coordinator)
