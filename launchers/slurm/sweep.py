@@ -8,12 +8,13 @@ and its trials, afterwards the jobs' numbers: a launcher that is killed in betwe
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from launchers.slurm.script import Submission
 from launchers.slurm.shape import JobShape, derive_job_shape
 from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
-from titan.config.settings import format_value
+from titan.config.settings import format_setting, format_value
 from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
@@ -47,8 +48,8 @@ MAX_UNANSWERED = 60
 """How many times in a row Slurm may not answer while a launcher waits."""
 
 
-class SubmissionRejectedError(RunError):
-    """Slurm rejected a job."""
+class SubmissionRejectedError(ConfigError):
+    """Slurm rejected a job for what it requests."""
 
 
 class QueueFullError(SubmissionRejectedError):
@@ -87,8 +88,8 @@ class SlurmSweep:
         """Submit the trials that are not finished; returns the exit code of each, 0 for those that are not waited for.
 
         Raises:
-            ConfigError: without Slurm or submitit.
-            RunError: when Slurm rejects a job or does not answer.
+            ConfigError: without Slurm or submitit, and when Slurm rejects a job.
+            RunError: when Slurm does not answer.
             KeyboardInterrupt: for Ctrl-C while waiting; the jobs continue.
         """
         self._check_settings()
@@ -135,7 +136,7 @@ class SlurmSweep:
         """Submit as `_submit_trials` does; when a later job is rejected, print how to continue with those before."""
         try:
             return self._submit_trials(todo)
-        except RunError:
+        except (RunError, SubmissionRejectedError):
             if any(state == "queued" for state in self.printed_states.values()):
                 print(f"The jobs submitted before continue. {self._describe_next_commands()}", flush=True)
             raise
@@ -268,7 +269,7 @@ class SlurmSweep:
         if submission.count > 1:
             executor.parameters["map_count"] = submission.count
         try:
-            with _hide_job_variables():
+            with _hide_job_variables(), redirect_stderr(io.StringIO()):  # submitit prints what sbatch does
                 job_id = executor._submit_command(script.build_command(job_shape, submission)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise _build_submission_error(_find_sbatch_message(error), job_shape) from error
@@ -284,7 +285,7 @@ class SlurmSweep:
                 trial_states = self._read_trials()
                 unsubmitted = self._submit_more(unsubmitted)
                 unanswered = 0
-            except RunError as error:
+            except (RunError, SubmissionRejectedError) as error:
                 unanswered += 1
                 if unanswered == 1:
                     print(f"{error} Retrying.", flush=True)
@@ -400,10 +401,10 @@ def _hide_job_variables() -> Iterator[None]:
 
 def _find_sbatch_message(error: Exception) -> str:
     """Return sbatch's own message in the error that submitit raised."""
-    lines = [line for line in str(error).splitlines() if "sbatch: error:" in line]
-    return (lines[-1] if lines else str(error).strip().splitlines()[-1]).partition("sbatch: error:")[2].strip() or str(
-        error
-    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    errors = [line for line in lines if "sbatch: error:" in line]
+    line = errors[-1] if errors else next((line for line in lines if line.startswith("sbatch:")), lines[-1])
+    return line.rpartition("sbatch: error:")[2].strip().removeprefix("sbatch: ")
 
 
 def _describe_request(shape: JobShape) -> str:
@@ -414,19 +415,38 @@ def _describe_request(shape: JobShape) -> str:
     return f"The job requested {' '.join([str(shape), *assignments])}; request what the nodes have."
 
 
-def _build_submission_error(message: str, shape: JobShape) -> RunError:
+_REJECTIONS = {
+    "account": "account", "qos": "qos", "reservation": "reservation", "partition": "partition", "time limit": "time",
+    "feature specification": "constraint", "node name": "exclude",
+}  # fmt: skip
+"""Settings of the cluster by what sbatch says of them."""
+
+
+def _build_submission_error(message: str, shape: JobShape) -> SubmissionRejectedError | RunError:
     """Return the error for a message of sbatch."""
     text = f"sbatch: {message.rstrip('.')}."
     if re.search(r"configuration is not available|CPU count|memory specification", message, re.IGNORECASE):
         return SubmissionRejectedError(f"{text} {_describe_request(shape)}")
     if re.search(r"MaxSubmit|job submit limit", message, re.IGNORECASE):
         return QueueFullError(text)
-    unsure = re.search(r"timed out|connection|zero bytes|communication", message, re.IGNORECASE)
-    return (
-        RunError(f"{text} It is unknown whether it took the job; give the same command again.")
-        if unsure
-        else SubmissionRejectedError(text)
+    if re.search(r"timed out|connection|zero bytes|communication", message, re.IGNORECASE):
+        return RunError(f"{text} It is unknown whether it took the job; give the same command again.")
+    return SubmissionRejectedError(
+        f"{_name_setting(message, shape)}: sbatch rejects the job ({message.rstrip('.')}); correct it."
     )
+
+
+def _name_setting(message: str, shape: JobShape) -> str:
+    """Return the setting that a message of sbatch is about, with its value; else the axis."""
+    values = {f"cluster.{name}": getattr(shape.cluster, name) for name in _REJECTIONS.values()}
+    for words, name in _REJECTIONS.items():
+        if words in message.lower() and values[f"cluster.{name}"]:
+            return format_setting(f"cluster.{name}", values[f"cluster.{name}"])
+    option = re.search(r"--([\w-]+)", message)
+    options = {str(name): value for name, value in (shape.cluster.sbatch or {}).items()}
+    if option and option[1] in options:
+        return format_setting(f"cluster.sbatch.{option[1]}", options[option[1]])
+    return format_setting("cluster.sbatch", format_value(options)) if options else "cluster"
 
 
 def _check_controller() -> None:

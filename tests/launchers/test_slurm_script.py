@@ -16,6 +16,7 @@ import pytest
 from launchers.slurm import queue
 from launchers.slurm.script import EPILOGUE, PROLOGUE, Submission, build_parameters, build_script
 from launchers.slurm.shape import derive_job_shape
+from launchers.slurm.sweep import SlurmSweep
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.cluster import rank_error
@@ -26,6 +27,8 @@ from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.compose import compose_run
 from titan.run.run import Run
 from titan.sweep import job_exit
+from titan.sweep.ledger import SweepSpec
+from titan.sweep.schema import SlurmLaunch
 from titan.training.signals import StopSignals
 
 
@@ -368,3 +371,42 @@ def ran(
 def test_the_script_is_bash() -> None:
     for part in (PROLOGUE, EPILOGUE):
         assert subprocess.run(["bash", "-n"], input=part, text=True, timeout=300, check=False).returncode == 0
+
+
+REJECTED = [
+    pytest.param(
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition "
+        "name specified", ["cluster.partition=x"],
+        "cluster.partition=x: sbatch rejects the job (Batch job submission failed: Invalid partition name specified); "
+        "correct it.", id="partition",
+    ),
+    pytest.param(
+        "sbatch: error: Batch job submission failed: Invalid feature specification", ["cluster.constraint=x"],
+        "cluster.constraint=x: sbatch rejects the job", id="constraint",
+    ),
+    pytest.param(
+        "sbatch: unrecognized option '--nonsense=x'\nTry \"sbatch --help\"", ["+cluster.sbatch.nonsense=x"],
+        "cluster.sbatch.nonsense=x: sbatch rejects the job (unrecognized option '--nonsense=x'); correct it.",
+        id="option",
+    ),
+    pytest.param("sbatch: error: No", [], "cluster: sbatch rejects the job (No); correct it.", id="else"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("printed", "overrides", "sentence"), REJECTED)
+def test_a_rejected_submission_is_one_sentence(
+    printed: str,
+    overrides: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{printed}\nEND\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sweep = SlurmSweep(tmp_path, [], SlurmLaunch(), SweepSpec())
+    with pytest.raises(ConfigError) as rejected:
+        sweep._run_sbatch(derive_job_shape(job("cluster=cpu", *overrides)), work(tmp_path))
+    assert str(rejected.value).startswith(sentence) and capfd.readouterr() == ("", "")

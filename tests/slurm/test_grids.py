@@ -401,3 +401,14 @@ def test_a_grid_below_a_link(slurm: Slurm, tmp_path: Path) -> None:
     assert titan(tmp_path, *grid)[0] == 0
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and "1 of 1 trial: finished" in out
+
+
+@pytest.mark.full
+def test_a_rejected_job_is_one_sentence(slurm: Slurm, tmp_path: Path) -> None:
+    for words in (["name=one"], ["-m", "name=grid", "training.seed=0,1"]):
+        code, out, err = titan(tmp_path, *words, *TINY, *LAUNCH, "cluster.partition=nowhere")
+        assert (code, out) == (2, "")
+        assert err == (
+            "titan: cluster.partition=nowhere: sbatch rejects the job (Batch job submission failed: Invalid partition "
+            "name specified); correct it.\n"
+        )
