@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
 from titan.dataset.sources.local import build_jsonl_source, build_parquet_source
+from titan.dataset.sources.parquet_batches import iterate_batches, open_parquet
 from titan.errors import ConfigError
 
 TEXTS = [f"text {i}" for i in range(1000)]
@@ -63,6 +65,35 @@ def test_text_of_another_encoding_in_parquet(tmp_path: Path) -> None:
         read(build_parquet_source(str(file)))
     where = f"{file}, row group 0, row 1"
     assert read(build_parquet_source(str(file), on_error="skip")) == ["one", Skip("not UTF-8", where), "three"]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text", "chat"])
+def test_a_value_that_parquet_stores_once_is_not_held_for_each_row(nested: bool, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * 1_000_000]))
+    chat = pa.ListArray.from_arrays(
+        pa.array(range(301), pa.int32()), pa.StructArray.from_arrays([text, text], ["role", "content"])
+    )
+    file = write(tmp_path / "x.parquet", {"text": chat if nested else text})
+    assert file.stat().st_size < 100_000
+    with file.open("rb") as stream:
+        table, sizes = open_parquet(stream, ("text",)), list[int]()
+        before = pa.total_allocated_bytes()
+        for batch in islice(iterate_batches(table, 0, ("text",)), 20):
+            assert batch.num_rows == 1 and len(str(batch.column(0).to_pylist()[0])) >= 1_000_000
+            sizes.append(pa.total_allocated_bytes() - before)
+    assert max(sizes) < 20_000_000, "300 MB are in the first batch if it is expanded"
+
+
+def test_a_row_of_parquet_with_too_much_text_is_rejected(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array(["x" * 1_000_000]))
+    rows = pa.ListArray.from_arrays(pa.array([0, 200], pa.int32()), text)
+    file = write(tmp_path / "x.parquet", {"text": rows})
+    with pytest.raises(ConfigError, match=r"row 0: the row has 200,000,000 bytes, more than 134,217,728; split it, or"):
+        read(build_parquet_source(str(file)))
 
 
 def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:

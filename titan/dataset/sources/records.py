@@ -21,11 +21,11 @@ from titan.console.text import format_error
 from titan.dataset.documents import Document, Skip, Source, SourcePart, content_digest
 from titan.dataset.sources import files
 from titan.dataset.sources.files import BadDocumentError, SourceFile, reject_or_skip
+from titan.dataset.sources.parquet_batches import iterate_batches, open_parquet
 from titan.errors import ConfigError
 
 TableRow = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
-_BATCH_ROWS = 256
 _PIECE = 1024 * 1024
 
 
@@ -251,10 +251,10 @@ class ParquetReader(RowReader):
         file, group = part.location
         with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
-                table, number = _open_parquet(stream), 0
+                table, number = open_parquet(stream, self.columns), 0
                 self._check_columns(file, table)
-                for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group or 0], columns=list(self.columns)):
-                    for row in convert_rows(batch):
+                for batch in iterate_batches(table, group or 0, self.columns):
+                    for row in (batch,) if isinstance(batch, BadDocumentError) else convert_rows(batch):
                         yield f"{part.name}, row {number}", row
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
@@ -268,7 +268,7 @@ class ParquetReader(RowReader):
         pyarrow = import_optional("pyarrow", "dataset=parquet")
         with files.convert_read_errors(file.path), file.open_raw() as stream:
             try:
-                metadata = _open_parquet(stream).metadata
+                metadata = open_parquet(stream).metadata
             except (pyarrow.ArrowException, OSError):
                 return [SourcePart(file.path, file.size, (file, None))]  # `read_rows` reports the error
             sizes = [self._count_column_bytes(metadata.row_group(group)) for group in range(metadata.num_row_groups)]
@@ -289,10 +289,6 @@ def describe_missing_column(location: str, column: str, column_names: Sequence[s
     """Return the message for a missing column."""
     columns = ", ".join(column_names[:12]) or "none"
     return f"{location}: there is no column {column!r} (its columns: {columns}); choose another."
-
-
-def _open_parquet(stream: BinaryIO) -> Any:
-    return import_optional("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
 
 
 def convert_rows(batch: Any) -> Iterator[TableRow | BadDocumentError]:
