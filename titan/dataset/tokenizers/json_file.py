@@ -50,8 +50,8 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(self._vocab.values()) + 1
         if self.vocab_size > MOST_IDS:
             raise ConfigError(
-                f"dataset.tokenizer={name}: has the id {self.vocab_size - 1}, and ids must be below {MOST_IDS:,}; correct "
-                "the file."
+                f"dataset.tokenizer={name}: has the id {self.vocab_size - 1}, and ids must be below {MOST_IDS:,}; "
+                "correct the file."
             )
         self.eos = self._find_special_id(config, "eos_token", _EOS_NAMES)
         bos = self._find_special_id(config, "bos_token", _BOS_NAMES)
