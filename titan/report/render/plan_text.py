@@ -128,7 +128,7 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
         f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
     ]
     lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
-    lines += [f"  beside matmuls, most of the fastest one's step is {name_largest_loss(search_result.best[0].step)}"]
+    lines += [f"  after matmuls, {name_largest_loss(search_result.best[0].step)} takes most of the step of the fastest"]
     lines += ["", "front        the fastest layouts that need less and less memory"]
     return lines + [_format_result(outcome, number, result) for number, result in enumerate(search_result.front, 1)]
 
