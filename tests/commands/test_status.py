@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run, read_lines, write_lines
 from titan import status
+from titan.debug import verdict
 from titan.report.collect import collect_runs
 
 
@@ -113,3 +114,11 @@ def test_a_run_yaml_that_is_empty_is_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "run" / "run.yaml").write_text("")
     assert status.main([str(tmp_path / "run"), "watch=false"]) == 2
     assert "run.yaml is empty; give another run's directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", "{"], ids=["deep", "list", "cut"])
+def test_a_damaged_verdict_is_none(text: str, tmp_path: Path) -> None:
+    file = tmp_path / verdict.VERDICT
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert verdict.read_hang_sentence(tmp_path) is None and verdict.read(tmp_path, 1) is None

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from titan.errors import RunError
+from titan.files import untrusted
 from titan.files.atomic import write_atomic
 
 VERDICT, MESSAGES, ANALYSIS = Path("debug/hang.json"), Path("debug/hangs.log"), Path("debug/analysis.txt")
@@ -61,7 +62,7 @@ def write(directory: Path, verdict: Verdict) -> None:
 def read(directory: Path, attempt: int) -> Verdict | None:
     """Return the last diagnosis of an attempt; None when there is none."""
     try:
-        content = json.loads((directory / VERDICT).read_text())
+        content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
         verdict = Verdict(**{**content, "ranks": tuple(content["ranks"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -71,7 +72,7 @@ def read(directory: Path, attempt: int) -> Verdict | None:
 def read_hang_sentence(directory: Path) -> str | None:
     """Return what a run waits for now, by its last diagnosis; None when its ranks have found nothing."""
     try:
-        content = json.loads((directory / VERDICT).read_text())
+        content = untrusted.parse_json(untrusted.read_regular_file(directory / VERDICT))
     except (OSError, ValueError):
         return None
     sentence = content.get("sentence") if isinstance(content, dict) else None

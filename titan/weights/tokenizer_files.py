@@ -15,6 +15,7 @@ from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path
+from titan.weights.model_config import load_json
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """The files that belong to a tokenizer.json."""
@@ -128,7 +129,7 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
 
 def _set_class(file: Path) -> None:
     """Set the class with which transformers reads tokenizer.json, unless it is set."""
-    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = load_json(file, str(file.parent)) if file.is_file() else {}
     file.write_text(json.dumps({"tokenizer_class": _CLASS, **config}, indent=2) + "\n")
 
 
