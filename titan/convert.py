@@ -7,6 +7,7 @@ restart an interrupted conversion, rerun its command. Only files that a conversi
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -167,7 +168,7 @@ def _check_target(settings: Convert, target: Path) -> None:
 def _check_folder(settings: Convert, target: Path) -> None:
     """Raise ConfigError for a folder with more than one model in it: a home, one above it, a run's, one with runs."""
     folder = target.resolve()
-    if any(home.is_relative_to(folder) for home in (Path("/"), Path.home().resolve())):
+    if any(home.is_relative_to(folder) for home in (Path("/"), Path(os.path.expanduser("~")).resolve())):
         raise ConfigError(f"to={settings.to}: is a home directory or above one; name a folder for the model alone.")
     run_files = (file for pattern in ("", "*/", "*/*/") for file in folder.glob(f"{pattern}{RUN}"))
     if (run_file := next(run_files, None)) is not None:

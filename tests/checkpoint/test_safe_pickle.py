@@ -32,10 +32,13 @@ def test_what_was_written_is_read() -> None:
 def test_long_names_and_large_files_are_read() -> None:
     name, far = "model." + "x" * 300, 2**40
     saved = pickle_fuzz.make_metadata(1)
-    ((index, place), *_), (tensor,) = saved.storage_data.items(), saved.state_dict_metadata.values()
+    (tensor,) = saved.state_dict_metadata.values()
     saved.state_dict_metadata = {name: tensor}
     saved.storage_data = {
-        pickle_fuzz.MetadataIndex(name, index.offset, 0): pickle_fuzz._StorageInfo(place.relative_path, far, far)
+        pickle_fuzz.MetadataIndex(name, index.offset, index.index): pickle_fuzz._StorageInfo(
+            place.relative_path, far, far
+        )
+        for index, place in saved.storage_data.items()
     }
     found = reader.parse_metadata(pickle.dumps(saved))
     assert found.state_dict_metadata == {name: tensor}

@@ -78,6 +78,9 @@ def _count_text_bytes(array: Any) -> int:
         import_optional("pyarrow.compute", "dataset=parquet"),
     )
     if isinstance(array, pyarrow.DictionaryArray):
+        kinds = (pyarrow.string(), pyarrow.binary(), pyarrow.large_string(), pyarrow.large_binary())
+        if array.type.value_type not in kinds:  # numbers, in a dictionary of the file's own
+            return 0
         sizes = compute.cast(compute.binary_length(array.dictionary), pyarrow.int64())
         return int(compute.sum(sizes.take(array.indices)).as_py() or 0)
     if isinstance(array, pyarrow.StructArray):
