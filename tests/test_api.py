@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,8 @@ def test_compare_gives_findings(trained: api.Result) -> None:
     assert found.margin == 0.5
     assert [run.step for arm in found.variants for run in arm.runs] == [3]
     assert api.compare(trained.directory).title == found.title
+    assert found.headline and found.headline in repr(found) and len(repr(found)) < 400
+    assert found._repr_html_().startswith("<p>")
 
 
 @pytest.mark.parametrize(
@@ -257,3 +261,13 @@ def test_a_plan_is_that_of_the_command(
     assert found.cost is not None and found.cost.value == pytest.approx(2 * found.device_hours.value)
     with pytest.raises(ConfigError, match=r"-m: a sweep takes the command titan\.plan"):
         api.plan("-m", *given, "training.seed=1,2")
+
+
+def test_notebooks_get_short_lines_and_tables() -> None:
+    run = replace(api.compose("model=debug", "name=a"), name="a<b")
+    assert repr(run).startswith("Run(name=a<b, model=debug, ") and len(repr(run)) < 250
+    assert "<td>a&lt;b</td>" in run._repr_html_()
+    plan = api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic")
+    assert re.fullmatch(r"Plan\(step=.*, GiB=.*, device-hours=.*, MFU in %=.*\)", repr(plan))
+    assert plan._repr_html_().count("<tr>") == 4
+    assert dir(api) == sorted(api.__all__)

@@ -18,8 +18,9 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from titan.cluster.environment import prepare_environment
 from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import import_optional
+from titan.console.notebook import build_table
 from titan.errors import EXIT_REQUEUE, ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.estimate import plan as estimate
 from titan.estimate.plan import Plan
@@ -41,6 +43,7 @@ from titan.files.run_directory import check_run_directory
 from titan.metrics.reader import METRICS, read_steps
 from titan.report import comparison, history
 from titan.report.findings import Comparison
+from titan.report.render.sentences import format_answers, format_lead
 from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 
@@ -60,6 +63,12 @@ __all__ = [
     "plan",
     "train",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
 
 STOPPED = (130, EXIT_REQUEUE)
 """Exit codes of a run that a signal stopped after it saved what it could."""
@@ -381,7 +390,7 @@ def compare(
     baseline: str | None = None,
     margin: float | None = None,
     target: float | None = None,
-) -> Comparison:
+) -> NotebookComparison:
     """Compare all runs in and below some directories and return the findings as data.
 
     Args:
@@ -396,4 +405,25 @@ def compare(
     folders = [directories] if isinstance(directories, (str, os.PathLike)) else directories
     values = {"baseline": baseline, "margin": margin, "target": target}
     options = settings.build(CompareSettings, {"directories": [str(folder) for folder in folders], **values})
-    return comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
+    found = comparison.compare(folders, comparison.Options(options.baseline, options.margin, options.target))
+    return NotebookComparison(**{f.name: getattr(found, f.name) for f in fields(Comparison)})
+
+
+class NotebookComparison(Comparison):
+    """A comparison that notebooks show as its page does."""
+
+    @property
+    def headline(self) -> str:
+        """The result in a few sentences, as the report begins."""
+        return " ".join(format_lead(self))
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.title}: {self.headline})"
+
+    def _repr_html_(self) -> str:
+        """Return the headline and the answer for each variant; all text is escaped."""
+        return f"<p>{escape(self.headline)}</p>{build_table({v: ' '.join(parts) for v, parts in self.list_answers()})}"
+
+    def list_answers(self) -> list[tuple[str, list[str]]]:
+        """Return the label of each variant but the baseline, and the answers for it in sentences."""
+        return [(variant.label, list(parts)) for variant, parts in format_answers(self)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.cluster.known_devices import look_up_peak_tflops
+from titan.console.notebook import build_table, format_fields
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
@@ -75,6 +76,18 @@ class Plan:
     checkpoint_bytes: float
     price: float | None = None
     intervals: str = PUBLISHED
+
+    def list_facts(self) -> dict[str, str]:
+        """Return the predictions that a reader wants to know first, by name, for notebooks."""
+        facts = {"step": self.step_seconds, "GiB": self.memory_gib_needed, "device-hours": self.device_hours}
+        facts |= {} if self.mfu is None else {"MFU in %": self.mfu.scale(100)}
+        return {name: f"{f.value:.3g} [{f.low:.3g}, {f.high:.3g}]" for name, f in facts.items()}
+
+    def __repr__(self) -> str:
+        return format_fields("Plan", self.list_facts())
+
+    def _repr_html_(self) -> str:
+        return build_table(self.list_facts())
 
     @property
     def fullest(self) -> Usage:

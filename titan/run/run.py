@@ -13,6 +13,8 @@ from typing import Any
 from titan.cluster.devices import Machine
 from titan.config.kinds import get_kind
 from titan.config.settings import to_plain
+from titan.console.notebook import build_table, format_fields
+from titan.console.numbers import format_count
 from titan.console.text import redact_nested
 from titan.estimate.rank_sizes import count_rank_rows, find_weight_sharding
 from titan.hooks.schema import Hook
@@ -63,6 +65,23 @@ class Run(Recipe):
     def microbatch_rows(self) -> int:
         """Rows of a micro-batch; where the batch grows there are more micro-batches, of the same size."""
         return -(-self.rank_rows // self.microbatches)
+
+    def list_facts(self) -> dict[str, str]:
+        """Return what a reader wants to know first, by name, for notebooks."""
+        return {
+            "name": self.name,
+            "model": f"{self.choices.get('model', '?')}, {self.model.describe_size()}",
+            "layout": str(self.layout),
+            "steps": f"{self.training.steps:,}",
+            "tokens": format_count(self.training.total_tokens),
+            "directory": self.directory,
+        }
+
+    def __repr__(self) -> str:
+        return format_fields("Run", self.list_facts())
+
+    def _repr_html_(self) -> str:
+        return build_table(self.list_facts())
 
     def describe(self) -> str:
         """Return the choices that decide how much memory the run needs, for messages."""
