@@ -20,7 +20,9 @@ from titan.console.text import redact
 from titan.errors import ConfigError
 from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
+from titan.estimate.layout_options import LayoutCandidate
 from titan.estimate.refine import UNCHANGED, Refinement
+from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
@@ -118,13 +120,13 @@ def _check_files(settings: Settings) -> tuple[Path, ...]:
 def _plan_run(
     run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
 ) -> int:
-    def accepts(candidate: search.LayoutCandidate) -> bool:
+    def accepts(candidate: LayoutCandidate) -> bool:
         return _is_accepted(run, candidate)
 
     planned = estimate.build_plan(run, run.layout, run.microbatches, run.machine)
     refinement = _fit_runs(run, settings.fit) if settings.fit is not None else None
     planned, factors = (refinement.refine_plan(planned), refinement.factors) if refinement else (planned, UNCHANGED)
-    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
+    changes = find_best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
     search_result = None
     if settings.search:
         search_result = search.search_layouts(
@@ -232,7 +234,7 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
     return render_grid_page(labels, plans, provenance)
 
 
-def _is_accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
+def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
     parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
     changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)

@@ -8,16 +8,12 @@ from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
+from titan.estimate.layout_options import LayoutCandidate, iterate_options
+from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
-from titan.estimate.search import (
-    LayoutCandidate,
-    LowerBounds,
-    find_best_changes,
-    iterate_options,
-    list_overrides,
-    search_layouts,
-)
+from titan.estimate.search import search_layouts
+from titan.estimate.single_changes import find_best_changes, list_overrides
 from titan.estimate.step_time import estimate_step
 from titan.run.run import Run
 

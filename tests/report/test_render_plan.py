@@ -14,6 +14,7 @@ from tests.support.page_reader import PageReader
 from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
+from titan.estimate.single_changes import find_best_changes
 from titan.estimate.plan import Plan, build_plan
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import PlanOutcome, list_figures
@@ -46,7 +47,7 @@ def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
     given = (*COMMON, *RUNS[name], *more)
     run = compose_test_run([*given], remote=True)
     planned = build_plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine)
+    changes = find_best_changes(run, run.layout, run.microbatches, run.machine)
     rank = planned.memory.index(planned.fullest)
     steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
     return PlanOutcome(run, planned, changes, None, given), rank, steps
