@@ -40,6 +40,8 @@ CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
 """Memory that the CUDA caching allocator reserves and can't use, at least, as a fraction of live tensors."""
+ROUNDING = 1e-9
+"""Relative error of sums of bytes, which a limit leaves out."""
 
 
 def add_overhead(
@@ -89,11 +91,10 @@ def list_step_phases(
 
 def compute_fitting_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
     """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
-    largest = 0.0
-    for usage in iterate_peaks(recipe, layout, microbatches, device):
-        largest = max(
-            largest, add_overhead(recipe, layout, microbatches, usage, device, load_constants().fragments).gib
-        )
+    fragments, largest = load_constants().fragments, 0.0
+    limit = (gib - CONTEXT_GIB) * GIB / (1 + fragments) if device != "cpu" else gib * GIB  # without any overhead
+    for usage in iterate_peaks(recipe, layout, microbatches, device, limit * (1 + ROUNDING)):
+        largest = max(largest, add_overhead(recipe, layout, microbatches, usage, device, fragments).gib)
         if largest > gib:
             return None
     return largest
