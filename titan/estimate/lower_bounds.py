@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titan.estimate import memory
 from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
 from titan.estimate.pipeline_states import find_most_in_flight
-from titan.estimate.rank_sizes import GIB, group_blocks
+from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
 from titan.estimate.step_time import StepModel
 from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.parallelism.schema import Layout
@@ -55,6 +55,8 @@ class LowerBounds:
     def __init__(self, recipe: Recipe, speeds: Callable[[Layout], Speeds], device: str) -> None:
         self.recipe, self.speeds, self.device = recipe, speeds, device
         self.weights, self.state = memory.count_checkpoint_bytes(recipe)
+        self.parameters = recipe.model.parameters()
+        self.experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters)
         self.blocks = _count_blocks(recipe.model, [range(recipe.model.layers)])
         self._passes: dict[tuple[Any, ...], dict[str, tuple[float, float, float]]] = {}
         self._heads: dict[tuple[Any, ...], float] = {}
@@ -111,9 +113,19 @@ class LowerBounds:
         layout = option.layout
         parts = layout.tensor * layout.pipeline * (1 if layout.only_replicated else layout.sharded)
         on_device = 0.0 if self.recipe.memory.offload else 1.0 / parts
-        gradients = on_device * self.weights  # in the weights' type
+        gradients = max(on_device * self.weights, self._count_whole_gradient_bytes(option))  # in the weights' type
         state_bytes = on_device * (self.weights + self.state)
         return (state_bytes + max(gradients, activation_bytes)) / GIB
+
+    def _count_whole_gradient_bytes(self, option: LayoutOption) -> float:
+        """Return the bytes of gradients that a rank accumulates unsharded, averaged over pipeline ranks."""
+        layout = option.layout
+        if layout.only_replicated or layout.sharded * layout.replicate == 1 or option.microbatches == 1:
+            return 0.0
+        if not self.recipe.parallelism.accumulates_whole(layout):
+            return 0.0
+        dense = self.parameters - self.experts
+        return REDUCE_BYTES * (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
 
     def _build_step_model(self, option: LayoutOption) -> StepModel:
         recipe, layout, count = _unpack_candidate(option.build_candidate(self.recipe))

@@ -23,6 +23,7 @@ from titan.estimate.fit import compute_available_gib
 from titan.estimate.layout_options import LayoutCandidate, LayoutOption, iterate_layouts, iterate_options
 from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
+from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.step_time import StepTime, estimate_step
 from titan.parallelism.schema import Layout
@@ -110,8 +111,8 @@ def search_layouts(
     if not fastest.results:
         raise ConfigError(
             f"plan.search=true: none of {len(space.ordered):,} layouts on {format_plural(devices, 'device')}"
-            f"{_describe_degrees(degrees or {})} fits {space.available_gib:.0f} GiB; give more cluster.nodes, a smaller "
-            "training.seq_len, or memory.offload=true."
+            f"{_describe_degrees(degrees or {})} fits {space.available_gib:.0f} GiB; give more cluster.nodes, a "
+            "smaller training.seq_len, or memory.offload=true."
         )
     front = [fastest.list_best(1)[0]]
     while len(front) < FRONT and (smaller := space.find_fastest(1, front[-1].gib * SMALLER, prune)).results:
@@ -188,7 +189,7 @@ class _Space:
 
     def _can_be_kept(self, number: int, option: LayoutOption, slowest_seconds: float, available_gib: float) -> bool:
         """Return whether neither a bound of memory nor one of time excludes a layout, the cheapest bound first."""
-        limit_gib = available_gib / self.factors.memory
+        limit_gib = overhead.compute_live_limit(available_gib / self.factors.memory, self.device) / GIB
         if _recall(self._first_gib, number, self.bounds.compute_first_gib, option) > limit_gib:
             return False
         least_seconds = _recall(self._least_seconds, number, self._compute_least_seconds, option)

@@ -117,9 +117,18 @@ def find_best_changes(
     return tuple(sorted(fitting, key=lambda result: result.step.seconds)[:keep])
 
 
-def list_overrides(candidate: LayoutCandidate, base: Recipe, layout: Layout, microbatches: int) -> tuple[str, ...]:
-    """Return the overrides that make a candidate of a recipe."""
-    degrees = list_degrees(layout)
+def list_overrides(
+    candidate: LayoutCandidate, base: Recipe, layout: Layout | None, microbatches: int | str
+) -> tuple[str, ...]:
+    """Return the overrides that make a candidate of a recipe.
+
+    Args:
+        candidate: the layout with its settings.
+        base: the recipe.
+        layout: that of the recipe; None where it has none yet: its degrees are then those of its settings.
+        microbatches: those of the recipe; a word counts as another number.
+    """
+    degrees = {name: getattr(layout or base.parallelism, name) for name in list_degrees(candidate.layout)}
     overrides = [
         f"parallelism.{name}={degree}"
         for name, degree in list_degrees(candidate.layout).items()

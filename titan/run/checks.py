@@ -49,7 +49,8 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         check_axis(run)
     if not started:
         _check_machine(run)
-    fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
+    if not run.is_layout_open:
+        fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
