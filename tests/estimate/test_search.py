@@ -12,6 +12,7 @@ from titan.errors import ConfigError
 from titan.estimate import fit, memory, search
 from titan.estimate.layout_options import LayoutCandidate, iterate_options
 from titan.estimate.lower_bounds import LowerBounds
+from titan.estimate.pipeline_states import find_most_in_flight, find_schedule_states
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.search import PredictedLayout, search_layouts
@@ -151,3 +152,14 @@ def test_degrees_are_constraints() -> None:
     run = made("8-devices")
     options = list(iterate_options(run, 8, run.machine, {"tensor": 2, "replicate": 1}))
     assert options and {(o.layout.tensor, o.layout.replicate) for o in options} == {(2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages", "count"), [("GPipe", 2, 1, 3), ("LoopedBFS", 4, 2, 8), ("LoopedBFS", 3, 3, 6)]
+)
+def test_all_forward_schedules_have_all_microbatches_in_flight(
+    schedule: str, ranks: int, stages: int, count: int
+) -> None:
+    states = find_schedule_states(schedule, ranks, stages, count)
+    replayed = max(sum(number for _, number in state.in_flight) for rank in states for state in rank)
+    assert find_most_in_flight(schedule, ranks, stages, count) == replayed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.estimate import memory
 from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
-from titan.estimate.pipeline_states import find_most_in_flight
+from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
 from titan.estimate.step_time import StepModel
 from titan.parallelism.pipeline.stage_plan import assign_layers
@@ -106,7 +106,9 @@ class LowerBounds:
         return self._compute_state_gib(option, flight * self._sum_saved_bytes(option))
 
     def compute_first_gib(self, option: LayoutOption) -> float:
-        """Return the same with one micro-batch in flight, which needs no schedule."""
+        """Return the same without a replay of the schedule: one micro-batch in flight, or all of them."""
+        if option.layout.pipeline > 1 and option.schedule in ALL_FORWARD:
+            return self.compute_gib(option)
         return self._compute_state_gib(option, self._sum_saved_bytes(option))
 
     def _compute_state_gib(self, option: LayoutOption, activation_bytes: float) -> float:
