@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -72,8 +73,12 @@ def apart() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    before = dict(os.environ)
+    before, level, handlers = dict(os.environ), logging.root.level, set(logging.root.handlers)
     yield
+    logging.root.setLevel(level)
+    for handler in [h for h in logging.root.handlers if isinstance(h, logging.StreamHandler) and h not in handlers]:
+        if not type(handler).__module__.startswith("_pytest"):  # Hydra's write to a stream that ends with the test
+            logging.root.removeHandler(handler)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     for name, value in before.items():

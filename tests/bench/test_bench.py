@@ -45,7 +45,7 @@ def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "command to first step" in out
     assert "fastest titan (fp32, compile off) / bare (fp32, compile off)" in out
-    assert out.endswith("1 cases: 0 skipped, 0 with a failed side\n")
+    assert out.endswith("1 case: 0 skipped, 0 with a failed side\n")
 
 
 @pytest.fixture

@@ -159,6 +159,15 @@ def byte_level_json(folder: Path, config: dict[str, object] | None = None) -> To
     return load_tokenizer(str(folder / "tokenizer.json"))
 
 
+def test_a_tokenizer_json_with_a_huge_id_is_refused(tmp_path: Path) -> None:
+    byte_level_json(tmp_path / "x")
+    content = json.loads((tmp_path / "x/tokenizer.json").read_text())
+    content["model"]["vocab"]["ab"] = 4_000_000_000
+    (tmp_path / "x/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="has the id 4000000000, and ids must be below"):
+        load_tokenizer(str(tmp_path / "x/tokenizer.json"))
+
+
 @given(text=TEXT)
 def test_tokenizer_json_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "json"

@@ -224,7 +224,7 @@ ACCEPTANCE = (
         "out of memory", "out-of-memory", environment={"REHEARSAL_TAKEN_GIB": "76"}, says="holds   out-of-memory"
     ),
     # the prediction is an H100's, which this is not
-    _define_acceptance("predicted", "predicted", code=1, says="a step are predicted"),
+    _define_acceptance("predicted", "predicted", code=1, says="per step are predicted"),
 )
 """Parts of `make gpu`. Not here: `recorder`, which reads NCCL's, and `speeds`, which is long."""
 TABLE = (*BENCHES, *ACCEPTANCE, *TRAINING, *COMMANDS, *REFUSED)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sweep
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
+from titan.report.render import markdown, table
 from titan.sweep.ledger import SweepSpec
 
 S = Story()
@@ -134,6 +136,21 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> No
     assert [(f.label, f.state) for f in found.failed] == [("parallelism=tp", "planned")]
     said = compare([tmp_path], Options(baseline=SINGLE, margin=0.1, target=2.0))
     assert (said.variants[0].label, said.margin, said.target) == (SINGLE, 0.1, 2.0)
+
+
+def test_texts_of_runs_change_no_terminal(tmp_path: Path) -> None:
+    hostile = "a\x1b[2J\x1b]0;b\x07"
+    make_run(tmp_path / "a", S, SINGLE)
+    make_run(tmp_path / "b", replace(S, seed=1), FSDP)
+    file = tmp_path / "b/run.yaml"
+    documents = list(yaml.safe_load_all(file.read_text()))
+    documents[-1]["choices"]["model"] = documents[-1]["config"]["optimizer"]["kind"] = hostile
+    file.write_text(yaml.safe_dump_all(documents, explicit_start=True))
+    asked = SweepSpec(hostile, {"parallelism": ("single", "fsdp")})
+    make_sweep(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP, f"name={hostile}"), "c": (hostile,)})
+    found = compare([tmp_path])
+    for text in (table.format_report(found, 100), markdown.format_markdown(found)):
+        assert "\x1b" not in text and "\x07" not in text and "x1b[2J" in text
 
 
 def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 
 import pytest
@@ -16,6 +18,16 @@ COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
 
 
+def test_the_policy_allows_the_script_of_the_page_and_no_other() -> None:
+    page = render_page(shown_report.make_mixed())
+    ((script,), (policy,)) = (
+        re.findall(p, page, re.S) for p in (r"<script>(.*?)</script>", r'Policy" content="(.*?)"')
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not re.search(r"<[^>]*\son\w+=", page)
+
+
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
     text = render_page(comparison)
@@ -27,7 +39,8 @@ def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
         and not re.search(r"https?:|@import|//[a-z]", without_script(text))
     )
     assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
-    assert len(read.list_values("id")) == len(set(read.list_values("id"))) and POLICY in read.list_values("content")
+    assert len(read.list_values("id")) == len(set(read.list_values("id")))
+    assert any(value.startswith(f"{POLICY}; script-src 'sha256-") for value in read.list_values("content"))
     assert "nan" not in " ".join(read.list_values("points") + read.list_values("d") + read.list_values("width")).lower()
 
 

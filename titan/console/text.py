@@ -6,9 +6,11 @@ does both. All that titan prints, logs or writes into a run's directory goes thr
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 MARK = "***"
@@ -82,11 +84,28 @@ def sanitize_line(text: str) -> str:
     return escape(redact(text))
 
 
+def sanitize_nested(value: Any) -> Any:
+    """Return dataclasses, mappings, lists and tuples with all texts as one line, redacted and escaped; keys too."""
+    if isinstance(value, str):
+        return sanitize_line(value)
+    if isinstance(value, Mapping):
+        return {sanitize_nested(k): sanitize_nested(v) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(sanitize_nested, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(sanitize_nested, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **{name: sanitize_nested(field) for name, field in fields.items()})
+    return value
+
+
 def sanitize_lines(text: str) -> str:
     """Return several lines, such as a traceback, redacted and escaped."""
     return "\n".join(map(escape, redact(text).split("\n")))
 
 
+@cache
 def is_secret(variable: str) -> bool:
     """Return whether the value of an environment variable is a secret, by the variable's name."""
     return bool(_SECRET_NAME.search(variable))

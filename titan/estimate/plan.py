@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HOPPER = 9.0
 """The compute capability from which `training.attention=auto` takes cuDNN's kernel."""
-PUBLISHED = "nine in ten published runs that the fit has not seen lie within"
+PUBLISHED = "ranges cover 90 % of published runs not used in the fit"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
 OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
 """What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `EXPERTS` on GPUs for models with them."""

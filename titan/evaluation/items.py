@@ -5,6 +5,7 @@ Prompts are those of lm-evaluation-harness, so that results can be compared with
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.errors import ConfigError
+from titan.files import untrusted
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ def read_records(path: str, setting: str) -> Iterator[tuple[int, Mapping[str, An
         ConfigError: when the file can't be read, or a line is no JSON object.
     """
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+        with untrusted.open_regular_file(Path(path).expanduser()) as file:
+            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), 1):
                 if line.strip():
                     yield number, _parse_object(line, f"{setting}={path}: line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+    except (OSError, ValueError) as error:
+        is_undecodable = isinstance(error, UnicodeDecodeError)
+        reason = "it is not UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"{setting}={path}: can't be read ({reason}); give a file with one JSON object per line."
         ) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan.errors import ConfigError
 from titan.evaluation.items import read_records
+from titan.files import untrusted
 
 
 def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
@@ -35,7 +36,8 @@ def read_texts(path: str, field: str, prefix: str) -> Iterator[str]:
 
 def _read_whole_text(path: str, setting: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        return untrusted.read_regular_file(Path(path).expanduser()).decode()
+    except (OSError, ValueError) as error:
+        is_undecodable = isinstance(error, UnicodeDecodeError)
+        reason = "it is not UTF-8" if is_undecodable else getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{setting}={path}: can't be read ({reason}); give a file of text.") from error

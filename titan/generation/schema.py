@@ -12,6 +12,7 @@ import yaml
 from titan.config.arguments import operand
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.files import untrusted
 from titan.parallelism.schema import DIMENSIONS, Layout
 
 
@@ -110,13 +111,15 @@ def read_prompts(name: str) -> list[str]:
         ConfigError: when it can't be read, or has no prompt.
     """
     try:
-        content = Path(name).expanduser().read_bytes().decode()
+        content = untrusted.read_regular_file(Path(name).expanduser()).decode()
     except OSError as error:
         raise ConfigError(
             f"prompts={name}: can't be read ({error.strerror}); give a file with one prompt per line."
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
+    except ValueError as error:
+        raise ConfigError(f"prompts={name}: {error}; give a file with one prompt per line.") from error
     # not splitlines, which splits at characters that JSON allows inside of a string
     numbered = enumerate((line.removesuffix("\r") for line in content.split("\n")), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.model import loss_terms
-from titan.model.core import Cores, find_cores
+from titan.model.core import find_cores
 from titan.model.experts import Router
 from titan.model.init_weights import Initializer, Normal, Ones
 from titan.model.layers import (
@@ -77,7 +77,6 @@ class DecoderModel(nn.Module):
         self.head: Head | None = Head(config.dim, config.vocab)
         self.mask: Callable[..., Any] = make_mask
         self.find_keys: Callable[[DocumentTokens], DocumentTokens] | None = None
-        self._cores: Cores | None = None
         self.aliases: dict[str, str] = {}
         self.losses: Mapping[str, float] = {}
         self.counted = 0
@@ -190,12 +189,9 @@ class DecoderModel(nn.Module):
 
     def build_core_inputs(self, document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype, *chunk: int) -> Any:
         """Return what cores get: the mask, and for attention of one's own the tokens (`titan.model.masks`)."""
-        if self._cores is None:  # techniques replace titan's cores by others of titan, so the answer stays
-            self._cores = find_cores(self.blocks())
-        mask = None
-        if self._cores.has_titan:
-            mask = self.mask(document_ids, positions, dtype, *chunk)
-        if not self._cores.has_own:
+        cores = find_cores(self.blocks())
+        mask = self.mask(document_ids, positions, dtype, *chunk) if cores.has_titan else None
+        if not cores.has_own:
             return mask
         queries = number_documents(document_ids, positions)
         return add_tokens(mask, queries, self.find_keys(queries) if self.find_keys else queries, *chunk)

@@ -152,7 +152,7 @@ def format_table(summary: Summary) -> list[str]:
     """Return the table of a summary: seconds and shares by kind, beside the prediction."""
     steps = f"step {summary.steps[0]}" + (f" to {summary.steps[-1]}" if len(summary.steps) > 1 else "")
     plan = _sum_predictions(summary)
-    head = f"profile of {steps}, rank {summary.rank}: {format_rounded(summary.seconds)} s a step"
+    head = f"profile of {steps}, rank {summary.rank}: {format_rounded(summary.seconds)} s per step"
     columns = f"  {'':<24} {'seconds':>9} {'share':>7}" + (f" {'predicted':>10}" if plan else "")
     rows = [_format_row(name, seconds, summary.seconds, plan) for name, seconds in _iterate_rows(summary)]
     hidden = [f"{kind} {format_rounded(seconds)} s" for kind, seconds in summary.hidden.items()]

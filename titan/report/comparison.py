@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan.console.text import sanitize_nested
 from titan.report import align, equivalence, estimate, notes, rank, superiority
 from titan.report.collect import CollectedRuns, collect_runs
 from titan.report.estimate import VariantEstimates
@@ -61,7 +62,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     members = estimate.build_members(groups, align.find_shared_runs(collected.runs), spec.margin)
     candidates = rank.list_candidates(groups, members, options.baseline, spec.baseline)
     variants, groups = _build_variants(candidates, spec), [candidate.group for candidate in candidates]
-    return Comparison(
+    comparison = Comparison(
         title=_build_title(collected, directories),
         question=spec.question,
         common=align.find_common_settings(groups),
@@ -73,6 +74,8 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         budget=spec.budget,
         notes=notes.list_comparison_notes(candidates, collected, spec, options.baseline, options.margin),
     )
+    sanitized: Comparison = sanitize_nested(comparison)  # its texts are of runs' files, whoever wrote these
+    return sanitized
 
 
 def _resolve_spec(collected: CollectedRuns, options: Options) -> SweepSpec:

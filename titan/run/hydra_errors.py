@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
-from titan.run import command_line, hydra_choices, hydra_node
+from titan.run import command_line, hydra_choices, hydra_node, synonyms
 from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
 from titan.run.schema import Recipe
@@ -103,6 +103,8 @@ class HydraErrors:
         if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
+        if advice := synonyms.find_advice(key, frozenset(keys)):
+            return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
         is_nested = any(name.endswith(f".{key}") for name in keys)
         hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
         hint = suggest_nearest(key, keys) if hint == "." else hint

@@ -141,7 +141,7 @@ class SlowRanks:
     def _describe_rank(self, rank: int, own_seconds: float, peer_median: float, data_seconds: float) -> str:
         cause = "waiting for data" if data_seconds > (own_seconds - peer_median) / 2 else "computation"
         return (
-            f"rank {rank} is slow: its own time is {format_rounded(own_seconds)} s a step, "
+            f"rank {rank} is slow: its own time is {format_rounded(own_seconds)} s per step, "
             f"{own_seconds / peer_median:.1f} times that of the other ranks ({format_rounded(peer_median)} s), in the "
             f"median of {self.window} steps; the cause is {cause}"
         )

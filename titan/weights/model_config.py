@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from titan.config import settings
 from titan.config.settings import format_value
 from titan.errors import ConfigError
+from titan.files import untrusted
 from titan.model.schema import Decoder
 
 D = TypeVar("D", bound=Decoder)
@@ -27,7 +27,7 @@ def load_json(path: Path, label: str) -> dict[str, Any]:
         ConfigError: when the file is missing, can't be read, or holds no JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = untrusted.parse_json(untrusted.read_regular_file(path))
     except FileNotFoundError:
         raise ConfigError(f"{label}: has no {path.name}; fetch it too, or correct the path.") from None
     except OSError as error:

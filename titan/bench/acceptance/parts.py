@@ -107,7 +107,7 @@ def check_prediction(lab: Lab) -> Findings:
     error, factor = abs(memory / run.memory_gib - 1), max(seconds / run.step_seconds, run.step_seconds / seconds)
     findings.require(error <= MOST_MEMORY_ERROR, f"{memory:.1f} GiB are predicted, {run.memory_gib:.1f} GiB measured")
     findings.require(
-        factor <= MOST_TIME_FACTOR, f"{seconds:.2f} s a step are predicted, {run.step_seconds:.2f} measured"
+        factor <= MOST_TIME_FACTOR, f"{seconds:.2f} s per step are predicted, {run.step_seconds:.2f} measured"
     )
     return findings
 

@@ -235,6 +235,8 @@ def _find_local(path: str, suffixes: Sequence[str], any_other: bool) -> list[Sou
         paths = [f for f in all_paths if get_suffix(f.name) in suffixes] or (all_paths if any_other else [])
     elif glob.has_magic(path):
         paths = sorted(f for f in map(Path, glob.glob(str(location), recursive=True)) if f.is_file())
+    elif os.path.exists(location):
+        raise ConfigError(f"dataset.path={path}: is not a regular file; name a file or a folder.")
     else:
         raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the path.")
     return [build_local_file(file) for file in paths]

@@ -20,6 +20,8 @@ from titan.errors import ConfigError
 if TYPE_CHECKING:
     import tokenizers
 
+MOST_IDS = 10**7
+"""The largest accepted vocabulary, as that of models."""
 _EOS_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
 
@@ -46,6 +48,11 @@ class JsonTokenizer(Tokenizer):
         added = backend.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         self.vocab_size = max(self._vocab.values()) + 1
+        if self.vocab_size > MOST_IDS:
+            raise ConfigError(
+                f"dataset.tokenizer={name}: has the id {self.vocab_size - 1}, and ids must be below {MOST_IDS:,}; "
+                "correct the file."
+            )
         self.eos = self._find_special_id(config, "eos_token", _EOS_NAMES)
         bos = self._find_special_id(config, "bos_token", _BOS_NAMES)
         self.bos = None if bos == self.eos else bos

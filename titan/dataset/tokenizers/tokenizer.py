@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.documents import Turn
 from titan.errors import ConfigError
+from titan.files import untrusted
 
 END_OF_TEXT = "<|end_of_text|>"
 
@@ -133,6 +134,8 @@ def read_tokenizer_file(path: Path) -> bytes:
         ConfigError: when it can't be read.
     """
     try:
-        return path.read_bytes()
+        return untrusted.read_regular_file(path)
     except OSError as error:
         raise ConfigError(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
+    except ValueError as error:
+        raise ConfigError(f"dataset.tokenizer={path}: {error}; name a file.") from error

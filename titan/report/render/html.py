@@ -34,7 +34,7 @@ from titan.report.render.table_data import (
     tabulate_own_metrics,
     tabulate_sources,
 )
-from titan.report.render.template import POLICY, content, load_template
+from titan.report.render.template import allow_script, content, load_template
 
 MANY = 12
 """More answers than these scroll in a box."""
@@ -78,10 +78,11 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
         comparison: the results.
         footer: date and command, for the last line.
     """
+    script = content("page.js")
     return load_template("page.html.jinja").render(
-        policy=Markup(POLICY),
+        policy=Markup(allow_script(script)),
         css=Markup(content("page.css")),
-        script=Markup(content("page.js")),
+        script=Markup(script),
         title=comparison.title,
         question=comparison.question,
         lead=" ".join(format_lead(comparison)),

@@ -123,7 +123,7 @@ def _format_lead(outcome: PlanOutcome) -> str:
     """Return the most important figures in words."""
     plan = outcome.plan
     words = (
-        f"A step takes {format_figure('', plan.step_seconds, 's').format_line()}; its largest part beside matmuls is "
+        f"A step takes {format_figure('', plan.step_seconds, 's').format_line()}; its largest part after matmuls is "
     )
     words += f"{name_largest_loss(plan.step)}. "
     if outcome.faster:

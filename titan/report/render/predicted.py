@@ -113,7 +113,7 @@ def _make_field_formatter(name: str) -> Callable[[Runs], Cell]:
 
 
 _COLUMNS: tuple[tuple[str, str, str, int, Callable[[Runs], Cell]], ...] = (
-    ("step", "ms predicted", "step time; nine in ten published runs lie in the interval", 0, _format_predicted_step),
+    ("step", "ms predicted", "step time; the interval covers 90 % of published runs", 0, _format_predicted_step),
     ("step", "ms measured", "median step, without the warm-up of each attempt", 0, _format_measured_step),
     (
         "error",

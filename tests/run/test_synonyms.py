@@ -1,0 +1,49 @@
+"""Names that users bring from other software are answered with titan's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from titan.errors import ConfigError
+from titan.run import synonyms
+from titan.run.compose import compose_run, register_configs
+from titan.run.hydra_session import Session, compose_config
+from titan.run.schema import Recipe
+
+
+def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
+    register_configs()
+    with Session():
+        content: Any = OmegaConf.to_container(compose_config([]), resolve=False)
+    for name in {*synonyms.SYNONYMS.values(), *synonyms.AXES.values()} - {"recipe", "model.top_k", "dataset.path"}:
+        node = content
+        for part in name.split("."):
+            assert part in node, name
+            node = node[part]
+    assert not {word for word in synonyms.SYNONYMS if word in Recipe.axes()}
+    assert len(synonyms.SYNONYMS) == sum(map(len, synonyms._WORDS.values()))
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("training.max_steps=5", "write training.steps=VALUE"),
+        ("batch_size=8", "write training.global_batch=VALUE"),
+        ("training.learning_rate=1e-3", "write optimizer.lr=VALUE"),
+        ("gpus=8", "write cluster.devices=VALUE"),
+        ("logger=wandb", "write metrics=CHOICE"),
+        ("experiment=a", "write recipe=CHOICE"),
+        ("trainer.steps=5", "write training.steps"),
+        ("trainer.max_epochs=5", "write dataset.epochs=VALUE"),
+        ("model.experts=8", "this model has no experts; choose one that has, such as model=qwen3_moe_debug"),
+        ("parallelism.tensor_parallel_degree=2", "write parallelism.tensor=VALUE"),
+        ("optimizer.beta3=1", "did you mean"),
+    ],
+)
+def test_a_name_of_others_is_answered(typed: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run([typed])
+    assert str(caught.value).startswith(f"{typed}: there is no such setting; {advice}")

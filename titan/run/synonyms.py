@@ -1,0 +1,86 @@
+"""Names of settings that users bring from other software, and titan's. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
+    "training.tokens": ("max_tokens", "num_tokens", "total_tokens", "train_tokens", "token_budget"),
+    "training.global_batch": (
+        "batch_size", "global_batch_size", "train_batch_size", "micro_batch_size", "per_device_train_batch_size",
+        "local_batch_size", "total_batch_size",
+    ),
+    "training.seq_len": ("sequence_length", "seq_length", "max_seq_len", "max_length", "context_length", "block_size"),
+    "training.seed": ("random_seed", "seed"),
+    "training.clip_norm": ("max_grad_norm", "grad_clip", "gradient_clip_val", "clip_grad_norm", "max_norm"),
+    "optimizer.lr": ("learning_rate", "max_lr", "peak_lr", "base_lr", "lr"),
+    "optimizer.weight_decay": ("weight_decay", "wd"),
+    "schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule", "lr_decay_style"),
+    "schedule.warmup": ("warmup_steps", "num_warmup_steps", "warmup_iters", "warmup_ratio", "lr_warmup_iters"),
+    "cluster.devices": ("gpus", "num_gpus", "n_gpus", "world_size", "nproc_per_node", "devices", "ngpu"),
+    "cluster.nodes": ("num_nodes", "nnodes", "n_nodes", "nodes"),
+    "cluster.device": ("accelerator", "device"),
+    "parallelism": ("strategy", "layout", "sharding_strategy"),
+    "parallelism.shard": ("data_parallel_shard_degree", "dp_shard", "fsdp_size", "zero_stage"),
+    "parallelism.replicate": ("data_parallel_replicate_degree", "dp_replicate", "data_parallel_size", "dp"),
+    "parallelism.tensor": ("tensor_parallel_degree", "tensor_parallel_size", "tensor_model_parallel_size", "tp"),
+    "parallelism.pipeline": (
+        "pipeline_parallel_degree", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp",
+    ),
+    "parallelism.context": ("context_parallel_degree", "context_parallel_size", "cp"),
+    "parallelism.expert": ("expert_parallel_degree", "expert_parallel_size", "expert_model_parallel_size", "ep"),
+    "parallelism.microbatches": ("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches", "grad_acc"),
+    "memory": ("activation_checkpoint", "activation_checkpointing", "gradient_checkpointing", "recompute"),
+    "compile": ("torch_compile", "use_compile"),
+    "precision": ("mixed_precision", "dtype", "bf16", "fp16", "float8", "amp"),
+    "checkpoint.every": ("save_every", "save_steps", "save_interval", "checkpoint_interval", "save_freq"),
+    "checkpoint.keep": ("save_total_limit", "keep_latest_k", "save_top_k"),
+    "checkpoint.resume": ("resume_from", "resume_from_checkpoint", "load_path", "load", "initial_load_path"),
+    "checkpoint.weights": ("init_from", "pretrained", "pretrained_model_name_or_path", "initial_load_in_hf"),
+    "evaluation.every": ("eval_every", "eval_steps", "eval_interval", "val_check_interval", "eval_freq"),
+    "dataset.path": ("data_path", "dataset_path", "data_dir", "train_file", "train_data"),
+    "dataset.tokenizer": ("tokenizer", "tokenizer_path", "tokenizer_name", "hf_assets_path"),
+    "dataset.epochs": ("epochs", "max_epochs", "num_epochs", "num_train_epochs"),
+    "metrics": ("logger", "loggers", "log_with", "report_to", "tracker"),
+    "metrics.wandb": ("wandb", "use_wandb", "enable_wandb"),
+    "metrics.tensorboard": ("tensorboard", "use_tensorboard", "enable_tensorboard"),
+    "recipe": ("experiment", "exp", "preset"),
+    "name": ("run_name", "experiment_name", "job_name"),
+    "hydra.run.dir": ("output_dir", "out_dir", "save_dir", "dump_folder", "default_root_dir"),
+    "model.top_k": ("num_experts_per_tok", "moe_router_topk", "experts_per_token"),
+    "model.dim": ("hidden_size", "d_model", "n_embd", "embed_dim"),
+    "model.layers": ("num_layers", "n_layers", "n_layer", "num_hidden_layers", "depth"),
+    "model.heads": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+    "model.kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+    "model.ffn": ("intermediate_size", "ffn_hidden_size", "hidden_dim", "d_ff"),
+    "model.vocab": ("vocab_size",),
+}  # fmt: skip
+"""titan's settings, and the last parts of what others call them."""
+SYNONYMS = {word: name for name, words in _WORDS.items() for word in words}
+"""titan's name of each of these."""
+AXES = {"trainer": "training", "train": "training", "data": "dataset", "optim": "optimizer", "parallel": "parallelism"}
+"""Other names of axes."""
+EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_ffn", "top_k")
+"""Settings of models with experts."""
+
+
+def find_advice(key: str, known_keys: frozenset[str]) -> str | None:
+    """Return what to write in place of a setting that there is not; None where nothing is known.
+
+    Args:
+        key: as typed, without its value.
+        known_keys: every setting of the composed configuration.
+    """
+    axis, _, rest = key.partition(".")
+    word = key.rpartition(".")[2].replace("-", "_").lower()
+    if axis == "model" and word in EXPERTS:
+        return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
+    if axis in AXES and f"{AXES[axis]}.{rest}" in known_keys:
+        return f"write {AXES[axis]}.{rest}"
+    if word not in SYNONYMS:
+        return f"write {AXES[axis]}" if key in AXES else None
+    name = SYNONYMS[word]
+    if "." not in key and name.endswith(f".{word}"):
+        return None  # the nearest setting is suggested
+    return f"write {name}={'CHOICE' if '.' not in name and name != 'name' else 'VALUE'}"
