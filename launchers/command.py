@@ -49,13 +49,14 @@ def run_command(
     return exit_code(lambda: _execute_command(arguments, job, ranks, describe))
 
 
-def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Planner) -> int:
+def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Planner, is_searched: bool = False) -> int:
     """Compose and check what a command line of titan.train would start, on the machines that it describes.
 
     Args:
         argv: the command line.
         job: takes the run of a command line without -m; returns the exit code.
         sweep_job: takes the trials of one with -m; returns their exit codes.
+        is_searched: whether the layout of the run is searched, so that it need not work.
 
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
@@ -67,7 +68,8 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
         if cfg is None or args.multirun:
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
-        return job(freeze_run(cfg, remote=True, trusted=modules.list_trusted_packages(args.typed)))
+        trusted = modules.list_trusted_packages(args.typed)
+        return job(freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,14 +17,18 @@ from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.progress import progress_line
 from titan.console.text import redact
 from titan.errors import ConfigError
 from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
-from titan.estimate.refine import UNCHANGED, Refinement
+from titan.estimate.layout_options import LayoutCandidate
+from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
+from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
+from titan.run.open_layout import list_typed_degrees
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
@@ -33,13 +38,15 @@ if TYPE_CHECKING:
 
 FORMATS = (".html", ".json")
 """Of files that it writes."""
+TRACED_RESULTS = 3
+"""Results of a search that plan.trace=true traces."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
     """The settings of `python -m titan.plan` that begin with `plan.`."""
 
-    search: bool = setting(False, "search all layouts on the same devices for faster ones")
+    search: bool = setting(False, "search all layouts of the devices for the fastest; typed degrees stay")
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
     trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
     whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
@@ -89,6 +96,7 @@ def _run_planning(command_line: CommandLine[Settings]) -> int:
         command_line.overrides,
         lambda run: _plan_run(run, settings.plan, files, typed, provenance),
         lambda trials: _plan_trials(trials, settings.plan, files, provenance),
+        is_searched=settings.plan.search,
     )
 
 
@@ -118,25 +126,62 @@ def _check_files(settings: Settings) -> tuple[Path, ...]:
 def _plan_run(
     run: Run, settings: PlanSettings, files: Sequence[Path], overrides: tuple[str, ...], provenance: str
 ) -> int:
-    def accepts(candidate: search.LayoutCandidate) -> bool:
-        return _is_accepted(run, candidate)
-
-    planned = estimate.build_plan(run, run.layout, run.microbatches, run.machine)
     refinement = _fit_runs(run, settings.fit) if settings.fit is not None else None
-    planned, factors = (refinement.refine_plan(planned), refinement.factors) if refinement else (planned, UNCHANGED)
-    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
-    search_result = None
-    if settings.search:
-        search_result = search.search_layouts(
-            run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts, factors=factors
-        )
-    traced = _trace_step(run, settings) if settings.trace else None
-    outcome = PlanOutcome(run, planned, changes, search_result, overrides, traced, refinement)
+    factors = refinement.factors if refinement else UNCHANGED
+    search_result = _search_layouts(run, settings, factors) if settings.search else None
+    planned_run = run
+    if search_result is not None and run.is_layout_open:
+        planned_run = _resolve_candidate(run, search_result.best[0].candidate)
+    planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
+    outcome = PlanOutcome(
+        planned_run,
+        refinement.refine_plan(planned) if refinement else planned,
+        _find_changes(planned_run, factors),
+        search_result,
+        overrides,
+        _trace_step(planned_run, settings) if settings.trace else None,
+        refinement,
+        run if run.is_layout_open else None,
+        _trace_results(run, search_result, settings) if settings.trace and search_result is not None else (),
+    )
     print(plan_text.format_plan(outcome), end="")
     _write_files(
         files, {".json": lambda: plan_text.build_plan_data(outcome), ".html": lambda: _render_page(outcome, provenance)}
     )
     return 0
+
+
+def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors) -> search.SearchOutcome:
+    """Return the fastest layouts that have the degrees which are typed, with progress on a terminal."""
+    with progress_line() as show:
+        return search.search_layouts(
+            run,
+            run.layout.devices,
+            run.machine,
+            keep=settings.keep,
+            accepts=lambda candidate: _is_accepted(run, candidate),
+            factors=factors,
+            degrees=list_typed_degrees(run.parallelism, run.overrides),
+            show=show if sys.stderr.isatty() else lambda line: None,
+        )
+
+
+def _find_changes(run: Run, factors: CorrectionFactors) -> tuple[search.PredictedLayout, ...]:
+    """Return the single changes that help most."""
+    return find_best_changes(
+        run,
+        run.layout,
+        run.microbatches,
+        run.machine,
+        accepts=lambda candidate: _is_accepted(run, candidate),
+        factors=factors,
+    )
+
+
+def _trace_results(run: Run, search_result: search.SearchOutcome, settings: PlanSettings) -> tuple[TracedStep, ...]:
+    """Return a traced step of each of the fastest results of a search."""
+    fastest = search_result.best[:TRACED_RESULTS]
+    return tuple(_trace_step(_resolve_candidate(run, result.candidate), settings) for result in fastest)
 
 
 def _fit_runs(run: Run, source: str) -> Refinement:
@@ -232,15 +277,25 @@ def _render_sweep_page(labels: Sequence[str], plans: Sequence[estimate.Plan], pr
     return render_grid_page(labels, plans, provenance)
 
 
-def _is_accepted(run: Run, candidate: search.LayoutCandidate) -> bool:
+def _is_accepted(run: Run, candidate: LayoutCandidate) -> bool:
     """Return whether titan.train would start a layout."""
-    parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
-    changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
     try:
-        resolve(changed, run.machine, run.directory, remote=True)
+        _resolve_candidate(run, candidate)
     except ConfigError:
         return False
     return True
+
+
+def _resolve_candidate(run: Run, candidate: LayoutCandidate) -> Run:
+    """Return the run with a layout.
+
+    Raises:
+        ConfigError: when titan.train would not start it.
+    """
+    parallelism = replace(candidate.recipe.parallelism, microbatches=candidate.microbatches)
+    changed = replace(run, parallelism=parallelism, memory=candidate.recipe.memory, compile=candidate.recipe.compile)
+    resolved = resolve(changed, run.machine, run.directory, remote=True, choices=run.choices, hydra=run.hydra)
+    return replace(resolved, compile_why=run.compile_why, overrides=run.overrides, options=run.options)
 
 
 def _write_files(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -15,6 +16,13 @@ import pytest
 from tests.support.tiers import full, select_cases
 from titan import plan
 from titan.console.numbers import format_rounded
+from titan.estimate.block_time import SecondsByCause
+from titan.estimate.step_time import StepTime
+from titan.estimate.traced.events import Region
+from titan.estimate.traced.memory import LiveMemory
+from titan.estimate.traced.replay import RankTime
+from titan.estimate.traced.result import RankResult, TracedStep
+from titan.run.run import Run
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]
 
@@ -189,3 +197,56 @@ def test_a_sweep_where_nothing_can_be_written(
     monkeypatch.setattr("launchers.plugin.os.access", lambda *_: False)  # root may write everywhere
     assert plan.main(["-m", *RUN, "training.seed=1,2", "name=x"]) == 2
     assert f"hydra.sweep.dir=runs/x: {tmp_path} can't be written; choose another" in capsys.readouterr().err
+
+
+SEARCHED = [
+    "model=llama1b", "model.layers=2", "dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block",
+    "training.global_batch=65536", "plan.search=true", "plan.keep=4",
+]  # fmt: skip
+
+
+def test_a_search_needs_no_layout_and_keeps_typed_degrees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert plan.main([*SEARCHED, "parallelism.tensor=4", f"to={file}"]) == 0
+    out = capsys.readouterr().out
+    assert "8 x NVIDIA H100" in out and "the fastest of the search" in out
+    layouts = [result["layout"] for result in json.loads(file.read_text())["search"]["best"]]
+    assert len(layouts) == 4 and {layout["tensor"] for layout in layouts} == {4}
+    assert {math.prod(layout.values()) for layout in layouts} == {8}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(
+            ["parallelism.tensor=3"], "parallelism.tensor=3: no layout on 8 devices .* one of 1, 2, 4, 8", id="degree"
+        ),
+        pytest.param(["precision=mxfp8"], "the cluster has NVIDIA H100", id="precision"),
+        pytest.param(
+            ["cluster.memory_gib=2", "parallelism=ddp"], "with .*parallelism.tensor=1.* fits 2 GiB", id="memory"
+        ),
+    ],
+)
+def test_a_search_that_can_not_work(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*SEARCHED, *words]) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error) and "this machine" not in error
+
+
+def test_the_fastest_results_are_traced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    traced: list[str] = []
+    live = LiveMemory(Region("F", 0, 0, 0), {"weights": 2.0**30})
+    rank = RankResult(0, 5, live, None, (live, live), RankTime(SecondsByCause(), {}, (0,)))
+    step = TracedStep((rank,), StepTime({"matmuls": 0.25}, 8, 8), 0.1)
+
+    def trace(run: Run, settings: plan.PlanSettings) -> TracedStep:
+        traced.append(str(run.layout))
+        return step
+
+    monkeypatch.setattr(plan, "_trace_step", trace)
+    assert plan.main([*SEARCHED, "plan.trace=true", f"to={tmp_path / 'plan.html'}"]) == 0
+    assert len(traced) == 4 and traced[0] == traced[1]
+    assert "traced 3  0.25 s" in capsys.readouterr().out
+    assert "3: 0.25 s and" in (tmp_path / "plan.html").read_text()

@@ -317,3 +317,29 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
         2 * tokens * BASE.training.seq_len + documents
     )
     assert memory.estimate_peak(flex, one, 1).bytes - plain == pytest.approx(documents)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(
+            ["parallelism=fsdp"], r"cluster=h100 has 8 x NVIDIA H100 .*Try more cluster\.nodes", id="one node"
+        ),
+        pytest.param(
+            ["parallelism=fsdp", "cluster.nodes=2"], r"cluster=h100 has 2 nodes of 8 x NVIDIA H100", id="two nodes"
+        ),
+        pytest.param(
+            ["parallelism.microbatches=1"], r"Try parallelism\.microbatches=auto, or set cluster\.memory_gib", id="rows"
+        ),
+    ],
+)
+def test_a_planned_cluster_is_named(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        compose_test_run(["model=llama405b", "dataset=synthetic", "cluster=h100", *overrides], remote=True)
+    assert "this machine" not in str(caught.value) and "detected" not in str(caught.value)
+
+
+def test_a_format_that_the_planned_cluster_lacks_is_not_one_of_this_machine() -> None:
+    line = ["dataset=synthetic", "cluster=a100", "model=llama1b", "parallelism=fsdp", "precision=float8"]
+    with pytest.raises(ConfigError, match="and the cluster has NVIDIA A100"):
+        compose_test_run(line, remote=True)

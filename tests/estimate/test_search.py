@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.composing import compose_test_run
 from tests.support.tiers import full
 from titan.errors import ConfigError
-from titan.estimate import fit, memory
+from titan.estimate import fit, memory, search
+from titan.estimate.layout_options import LayoutCandidate, iterate_options
+from titan.estimate.lower_bounds import LowerBounds
+from titan.estimate.pipeline_states import find_most_in_flight, find_schedule_states
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
-from titan.estimate.search import (
-    LayoutCandidate,
-    LowerBounds,
-    find_best_changes,
-    iterate_options,
-    list_overrides,
-    search_layouts,
-)
-from titan.estimate.step_time import estimate_step
+from titan.estimate.search import PredictedLayout, search_layouts
+from titan.estimate.single_changes import find_best_changes, list_overrides
+from titan.estimate.step_time import StepModel, estimate_step
 from titan.run.run import Run
 
 COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")
@@ -72,7 +71,11 @@ def test_bounds_are_never_above_what_they_bound(name: str) -> None:
         except ConfigError:
             continue
         assert bound(point) <= step.seconds * 1.000001, point
-        assert bound.compute_gib(point) <= usage.gib * 1.000001, point
+        assert bound.compute_first_gib(point) <= bound.compute_gib(point) <= usage.gib * 1.000001, point
+        least_seconds = StepModel(
+            recipe, layout, count, derive_device_speeds(recipe, hardware, run.machine, layout)
+        ).compute_least_seconds()
+        assert bound.compute_seconds(point) == pytest.approx(least_seconds), point
 
 
 def test_degrees_of_expert_parallelism_are_tried() -> None:
@@ -125,3 +128,38 @@ def test_single_changes_fit_and_are_sorted() -> None:
     assert {"compile.scope=block", "memory.checkpointing=none"} <= words
     has = fit.compute_available_gib(run, run.layout, run.machine)
     assert all(isinstance(r.candidate, LayoutCandidate) and r.gib <= has for r in results)
+
+
+def test_a_layout_is_predicted_once_and_the_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted: list[LayoutCandidate] = []
+    predict = search.predict_layout
+
+    def count(candidate: LayoutCandidate, *rest: Any) -> PredictedLayout | None:
+        predicted.append(candidate)
+        return predict(candidate, *rest)
+
+    monkeypatch.setattr(search, "predict_layout", count)
+    monkeypatch.setattr(search, "SHOW_SECONDS", 0.0)
+    run, lines = made("4-devices-experts"), list[str]()
+    outcome = search_layouts(run, 4, run.machine, keep=2, show=lines.append)
+    assert len(outcome.front) > 1
+    settings = [(c.layout, c.microbatches, repr(c.recipe.parallelism), c.recipe.memory) for c in predicted]
+    assert len(settings) == len(set(settings))
+    assert any("layouts within 77 GiB" in line for line in lines)
+
+
+def test_degrees_are_constraints() -> None:
+    run = made("8-devices")
+    options = list(iterate_options(run, 8, run.machine, {"tensor": 2, "replicate": 1}))
+    assert options and {(o.layout.tensor, o.layout.replicate) for o in options} == {(2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages", "count"), [("GPipe", 2, 1, 3), ("LoopedBFS", 4, 2, 8), ("LoopedBFS", 3, 3, 6)]
+)
+def test_all_forward_schedules_have_all_microbatches_in_flight(
+    schedule: str, ranks: int, stages: int, count: int
+) -> None:
+    states = find_schedule_states(schedule, ranks, stages, count)
+    replayed = max(sum(number for _, number in state.in_flight) for rank in states for state in rank)
+    assert find_most_in_flight(schedule, ranks, stages, count) == replayed

@@ -15,6 +15,7 @@ from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, build_plan
+from titan.estimate.single_changes import find_best_changes
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import PlanOutcome, list_figures
 from titan.report.render.plan_memory import ActionPhases
@@ -46,7 +47,7 @@ def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
     given = (*COMMON, *RUNS[name], *more)
     run = compose_test_run([*given], remote=True)
     planned = build_plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.find_best_changes(run, run.layout, run.microbatches, run.machine)
+    changes = find_best_changes(run, run.layout, run.microbatches, run.machine)
     rank = planned.memory.index(planned.fullest)
     steps = overhead.list_step_phases(run, run.layout, run.microbatches, rank, run.machine.device)
     return PlanOutcome(run, planned, changes, None, given), rank, steps
@@ -213,3 +214,21 @@ def test_a_grid_has_every_trial() -> None:
 )  # fmt: skip
 def test_the_text_in_words(name: str, more: tuple[str, ...], words: str) -> None:
     assert re.search(words, plan_text.format_plan(made(name, *more)[0]))
+
+
+def test_what_fits_up_to_its_interval_says_so() -> None:
+    outcome = searched()[0]
+    assert outcome.search_result is not None
+    largest = max(result.gib for result in outcome.search_result.best)
+    marks = {}
+    for factor in (1.01, 10.0):
+        changed = replace(outcome, plan=replace(outcome.plan, memory_gib=factor * largest))
+        page = plan_html.render_page(changed, *searched()[1:], footer="made today")
+        marks[factor] = (" GiB ! " in plan_text.format_plan(changed), "GiB, fits closely" in page)
+    assert marks == {1.01: (True, True), 10.0: (False, False)}
+
+
+def test_the_terminal_judges_the_memory_of_the_plan() -> None:
+    outcome = made("fsdp")[0]
+    closely = replace(outcome.plan, memory_gib=1.01 * outcome.plan.fullest.gib)
+    assert "fits closely: the interval" in plan_text.format_plan(replace(outcome, plan=closely))

@@ -229,8 +229,8 @@ RUNS = (
     define_fault(
         "config: a job that needs more memory than there is",
         "titan/run/checks.py",
-        "    fit.check_memory(run, run.layout, run.machine, run.microbatches)\n",
-        "",
+        "        fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)\n",
+        "        pass\n",
         "test_refusals.py::test_refused_before_anything_is_written[cpu:cluster.memory_gib=0.01]",
     ),
     define_fault(

@@ -165,7 +165,7 @@ def compute_tensor_divisor(model: Decoder) -> int:
     return math.gcd(model.kv_heads, model.heads, *set(split))
 
 
-def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
+def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, planned: bool = False) -> None:
     """Raise ConfigError when the memory estimate exceeds what each rank may use.
 
     Args:
@@ -173,9 +173,10 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -
         layout: all degrees.
         machine: the devices.
         count: micro-batches of a rank in one step.
+        planned: whether the machine is a node that the cluster axis describes, not this one.
 
     Raises:
-        ConfigError: with the estimate, the memory of this machine and the setting to change.
+        ConfigError: with the estimate, the memory of the machine and the setting to change.
     """
     if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
@@ -186,11 +187,18 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -
     if machine.device == "cpu" and layout.devices > 1 and available_gib < overhead.PROCESS_GIB:
         raise ConfigError(_explain_process_memory(recipe, layout, machine))
     ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
+    if planned and machine.device == "cuda":
+        available_memory = _describe_cluster(recipe, machine)
+        remedy = _suggest_cluster_change(recipe, layout, available_gib)
+    else:
+        available_memory = _describe_machine(machine, layout, available_gib)
+        remedy = (
+            f"{_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
+            "detected memory is wrong"
+        )
     raise ConfigError(
-        f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but "
-        f"{_describe_machine(machine, layout, available_gib)}. {_describe_requirement(recipe)} Try "
-        f"{_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
-        "detected memory is wrong."
+        f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but {available_memory}. "
+        f"{_describe_requirement(recipe)} Try {remedy}."
     )
 
 
@@ -240,6 +248,22 @@ def _describe_machine(machine: Machine, layout: Layout, available_gib: float) ->
         per_rank = "" if layout.devices == 1 else f", {_format_gib(max(0.0, available_gib))} per rank"
         return f"this machine has {memory_gib}{per_rank}"
     return f"this machine has {machine.count} x {machine.name} with {memory_gib} each"
+
+
+def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
+    """Return a clause with the memory of the cluster that is planned."""
+    nodes, memory_gib = recipe.cluster.nodes, recipe.cluster.memory_gib or machine.memory_gib or 0.0
+    count = "" if nodes == 1 else f"{nodes:,} nodes of "
+    choice = getattr(recipe, "choices", {}).get("cluster")
+    subject = f"cluster={choice}" if choice else "the cluster"
+    return f"{subject} has {count}{machine.count} x {machine.name} with {_format_gib(memory_gib)} each"
+
+
+def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
+    """Return the settings that most likely make the run fit the cluster that is planned."""
+    setting = _suggest_override(recipe, layout, available_gib, "cuda")
+    first = "more cluster.nodes with parallelism=fsdp" if setting == "model=debug" else setting
+    return f"{first}, or set cluster.memory_gib if its devices have more"
 
 
 def _set_full_checkpointing(recipe: Recipe) -> Recipe:

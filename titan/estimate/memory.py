@@ -18,6 +18,7 @@ processes, kernels and allocators need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -95,12 +96,22 @@ def estimate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: st
     return list(iterate_peaks(recipe, layout, microbatches, device))
 
 
-def iterate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Iterator[Usage]:
-    """Yield the largest phase of each pipeline rank; see `estimate_peaks`."""
+def iterate_peaks(
+    recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda", limit: float = math.inf
+) -> Iterator[Usage]:
+    """Yield the largest phase of each pipeline rank; see `estimate_peaks`.
+
+    A phase of more than `limit` bytes is yielded at once and is the last one: a larger one may follow.
+    """
     states = find_rank_states(recipe.parallelism, layout.pipeline, microbatches)
     for rank, stages in enumerate(_list_stages(recipe, layout)):
-        phases = _RankMemory(recipe, layout, microbatches, device, stages).iterate_phases(states[rank])
-        yield max(phases, key=lambda usage: usage.bytes)
+        largest = Usage("")
+        for usage in _RankMemory(recipe, layout, microbatches, device, stages).iterate_phases(states[rank]):
+            if usage.bytes > limit:
+                yield usage
+                return
+            largest = max(largest, usage, key=lambda usage: usage.bytes)
+        yield largest
 
 
 def iterate_step_phases(

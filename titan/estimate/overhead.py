@@ -40,6 +40,8 @@ CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
 """Memory that the CUDA caching allocator reserves and can't use, at least, as a fraction of live tensors."""
+ROUNDING = 1e-9
+"""Relative error of sums of bytes, which a limit leaves out."""
 
 
 def add_overhead(
@@ -87,13 +89,21 @@ def list_step_phases(
     ]
 
 
+def compute_live_limit(gib: float, device: str) -> float:
+    """Return the bytes of live tensors above which a rank needs more than `gib`, whatever else it needs."""
+    if device == "cpu":
+        return gib * GIB * (1 + ROUNDING)
+    return (gib - CONTEXT_GIB) * GIB / (1 + load_constants().fragments) * (1 + ROUNDING)
+
+
 def compute_fitting_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
     """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
-    largest = 0.0
-    for usage in iterate_peaks(recipe, layout, microbatches, device):
-        largest = max(
-            largest, add_overhead(recipe, layout, microbatches, usage, device, load_constants().fragments).gib
-        )
+    largest, limit = 0.0, compute_live_limit(gib, device)
+    for usage in iterate_peaks(recipe, layout, microbatches, device, limit):
+        if usage.bytes > limit:
+            return None
+        usage = add_overhead(recipe, layout, microbatches, usage, device, load_constants().fragments)
+        largest = max(largest, usage.gib)
         if largest > gib:
             return None
     return largest

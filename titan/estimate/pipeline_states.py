@@ -129,7 +129,8 @@ def _iterate_maximal(group: list[tuple[tuple[int, ...], State]]) -> Iterator[Sta
 @lru_cache(1024)
 def find_most_in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> int:
     """Return the most micro-batches that the stages of a rank have in flight at once, added up, on any rank."""
-    if schedule not in ALL_FORWARD:
-        microbatches = min(microbatches, STEADY_STATE * ranks)
+    if schedule in ALL_FORWARD:
+        return stages * microbatches
+    microbatches = min(microbatches, STEADY_STATE * ranks)
     states = find_schedule_states(schedule, ranks, stages, microbatches)
     return max(sum(count for _, count in state.in_flight) for rank in states for state in rank)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
@@ -91,7 +91,9 @@ def scale_to_nodes(
     nodes = max(1, layout.devices // speeds.per_node)
     slowdown = 1 + speeds.per_doubling * math.log2(nodes)
     slowed_parts = {cause: slowdown * parts[cause] for cause in CAUSES if parts[cause]}
-    slowed_spans = tuple(replace(span, start=slowdown * span.start, end=slowdown * span.end) for span in spans)
+    slowed_spans = tuple(
+        ActionSpan(span.rank, span.action, slowdown * span.start, slowdown * span.end) for span in spans
+    )
     return StepTime(slowed_parts, recipe.training.global_batch, layout.devices, slowed_spans)
 
 

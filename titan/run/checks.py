@@ -41,12 +41,16 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
         layout = run.layout
         run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
-    axis_checks = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
-    for check_axis in (*axis_checks, _check_experts, _check_memory):
+    _check_growth(run, remote)
+    _check_precision(run, remote)
+    for check_axis in (
+        _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
+    ):  # fmt: skip
         check_axis(run)
     if not started:
         _check_machine(run)
-    fit.check_memory(run, run.layout, run.machine, run.microbatches)
+    if not run.is_layout_open:
+        fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
@@ -103,7 +107,7 @@ def _check_evaluation(run: Run) -> None:
         )
 
 
-def _check_growth(run: Run) -> None:
+def _check_growth(run: Run, remote: bool) -> None:
     """Reject batches that a pipeline's schedule can't split into micro-batches of the same size."""
     for phase in run.training.phases[1:] if run.staging.count > 1 else ():
         rows = math.ceil(phase.rows / run.layout.data_ranks)
@@ -116,10 +120,10 @@ def _check_growth(run: Run) -> None:
                 f"{run.microbatch_rows} rows, and then {error}"
             ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
-        fit.check_memory(larger, run.layout, run.machine, count)
+        fit.check_memory(larger, run.layout, run.machine, count, remote)
 
 
-def _check_precision(run: Run) -> None:
+def _check_precision(run: Run, remote: bool) -> None:
     """Reject types that can't be combined, and 8-bit matmuls where no kernel computes them."""
     precision = run.precision
     if precision.weights == "bf16" and precision.compute != "bf16":
@@ -134,11 +138,11 @@ def _check_precision(run: Run) -> None:
             f"precision.matmuls={precision.matmuls}: requires precision.compute=bf16, not {precision.compute}; give "
             "that type."
         )
-    _check_formats(run)
+    _check_formats(run, remote)
     _check_matmuls(run)
 
 
-def _check_formats(run: Run) -> None:
+def _check_formats(run: Run, remote: bool) -> None:
     """Reject formats that the device does not support."""
     precision, machine = run.precision, run.machine
     min_capability = CAPABILITY[precision.matmuls]
@@ -147,8 +151,9 @@ def _check_formats(run: Run) -> None:
         machine.device == "cuda" and (is_capability_unknown or (machine.capability or 0) >= min_capability)
     ):
         return
+    subject = "the cluster" if remote and machine.device == "cuda" else "this machine"
     raise ConfigError(
-        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and this machine has "
+        f"precision.matmuls={precision.matmuls}: requires {HARDWARE[min_capability]}, and {subject} has "
         f"{machine.name}; give precision.emulate=true to emulate it slowly, or precision=bf16."
     )
 

@@ -31,6 +31,7 @@ from titan.run import command_line, hydra_node, hydra_private
 from titan.run.axes import PLUGGABLE
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, drop_hydra_node
+from titan.run.open_layout import resolve_open_layout
 from titan.run.paths import check_name
 from titan.run.resolve import resolve
 from titan.run.run import Run
@@ -94,6 +95,7 @@ def freeze_run(
     remote: bool = False,
     find_machine: Callable[[Cluster], Machine] | None = None,
     trusted: tuple[str, ...] = (),
+    is_searched: bool = False,
 ) -> Run:
     """Return a typed and checked `Run` for what Hydra composed, its own node included.
 
@@ -104,6 +106,7 @@ def freeze_run(
         remote: the run is for the nodes that `cluster` describes, not for this machine.
         find_machine: returns the machine of the run; None: detect it.
         trusted: packages that may be imported: `titan.config.modules.list_trusted_packages`.
+        is_searched: whether its layout is searched, so that it need not work: `titan.run.open_layout`.
 
     Raises:
         ConfigError: when the run can't work.
@@ -125,7 +128,8 @@ def freeze_run(
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     overrides = tuple(redact(str(override)) for override in typed)
-    return resolve(
+    resolve_recipe = resolve_open_layout if is_searched else resolve
+    return resolve_recipe(
         recipe,
         machine,
         directory,

@@ -38,6 +38,7 @@ def resolve(
     overrides: tuple[str, ...] = (),
     hydra: Mapping[str, Any] | None = None,
     options: tuple[str, ...] = (),
+    is_layout_open: bool = False,
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
@@ -51,6 +52,7 @@ def resolve(
         overrides: see `Run`.
         hydra: see `Run`.
         options: see `Run`.
+        is_layout_open: see `Run`; its memory is not checked.
 
     Raises:
         ConfigError: for combinations that can't work.
@@ -72,6 +74,7 @@ def resolve(
         overrides=overrides,
         hydra=hydra or {},
         options=options,
+        is_layout_open=is_layout_open,
     )
     run = _choose_scope(apply_hours(_choose_scope(run, remote), run), remote)
     checks.check(run, started=ranks is not None or remote, remote=remote)

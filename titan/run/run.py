@@ -33,6 +33,7 @@ class Run(Recipe):
         microbatches: micro-batches that each rank's rows are split into.
         staging: the pipeline's stages.
         compile_why: why `compile=auto` chose the scope; empty where the user has given it.
+        is_layout_open: whether the layout is still to be searched; `layout` then shards over all devices.
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
@@ -45,6 +46,7 @@ class Run(Recipe):
     microbatches: int
     staging: StagePlan
     compile_why: str = ""
+    is_layout_open: bool = False
     directory: str
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()

@@ -62,7 +62,8 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
             f"parallelism.pipeline={ranks}: {schedule} needs {count} stages, and the model has {model.layers} "
             f"layer{'s' if model.layers > 1 else ''}; give a smaller parallelism.pipeline."
         )
-    layers = tuple((part.start, part.stop) for part in _split_layers(parallelism, model, seq_len, count))
+    parts = _split_layers(parallelism.starts, parallelism.split, model, seq_len, count)
+    layers = tuple((part.start, part.stop) for part in parts)
     if table is not None:
         return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.place_stages(schedule, ranks, count))
@@ -84,7 +85,8 @@ def assign_layers(
     if table is None:
         arithmetic.check_schedule(parallelism.schedule, layout.pipeline, count, 2 * count)
     owners = table.owners if table else arithmetic.place_stages(parallelism.schedule, layout.pipeline, count)
-    return tuple(zip(owners, _split_layers(parallelism, model, seq_len, count), strict=True))
+    parts = _split_layers(parallelism.starts, parallelism.split, model, seq_len, count)
+    return tuple(zip(owners, parts, strict=True))
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
@@ -111,10 +113,11 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
     return StagePlan("", ((0, layers),), (0,))
 
 
-def _split_layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
-    if parallelism.starts:
-        return arithmetic.split_at(model.layers, count, parallelism.starts)
-    if parallelism.split == "layers":
+@lru_cache(1024)
+def _split_layers(starts: tuple[int, ...], split: str, model: Decoder, seq_len: int, count: int) -> list[range]:
+    if starts:
+        return arithmetic.split_at(model.layers, count, starts)
+    if split == "layers":
         return arithmetic.split_evenly(model.layers, count)
     kinds = {kind: model.block_flops(seq_len, layers[0]) for kind, layers in model.kinds().items()}
     costs = [kinds[model.kind(layer)] for layer in range(model.layers)]

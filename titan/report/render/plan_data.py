@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.console.numbers import format_plural, format_rounded
 from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
-from titan.estimate.search import PredictedLayout, SearchOutcome, list_overrides
+from titan.estimate.search import PredictedLayout, SearchOutcome
+from titan.estimate.single_changes import list_overrides
 from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class PlanOutcome:
         arguments: options and overrides of the command line, without those of titan.plan itself.
         traced: a traced step; None without one.
         refinement: what the user's own runs ask for; None without them.
+        open_run: the run whose layout is open, where what is planned is the fastest of a search; else None.
+        traced_results: traced steps of the fastest results of a search, in their order.
     """
 
     run: Run
@@ -44,13 +47,16 @@ class PlanOutcome:
     arguments: tuple[str, ...] = ()
     traced: TracedStep | None = None
     refinement: Refinement | None = None
+    open_run: Run | None = None
+    traced_results: tuple[TracedStep, ...] = ()
 
     @property
     def layout(self) -> str:
         """The layout and its micro-batches."""
         run = self.run
         batches = format_plural(run.microbatches, "micro-batch", "micro-batches")
-        return f"{run.layout}; {batches} of {format_plural(run.microbatch_rows, 'row')}"
+        origin = "" if self.open_run is None else ", the fastest of the search"
+        return f"{run.layout}; {batches} of {format_plural(run.microbatch_rows, 'row')}{origin}"
 
     @property
     def faster(self) -> list[PredictedLayout]:
@@ -63,10 +69,14 @@ class PlanOutcome:
 
     def build_overrides(self, result: PredictedLayout) -> tuple[str, ...]:
         """Return what changes the planned run into a result."""
+        if self.open_run is not None:
+            return list_overrides(result.candidate, self.open_run, None, self.open_run.parallelism.microbatches)
         return list_overrides(result.candidate, self.run, self.run.layout, self.run.microbatches)
 
     def format_command(self, result: PredictedLayout | None = None) -> str:
         """Return the command line that trains a result, or the planned run."""
+        if result is None and self.open_run is not None and self.search_result is not None:
+            result = self.search_result.best[0]
         extra = () if result is None else self.build_overrides(result)
         replaced = {word.partition("=")[0] for word in extra}
         kept_arguments = [word for word in self.arguments if word.lstrip("+").partition("=")[0] not in replaced]
@@ -130,6 +140,16 @@ def name_largest_loss(step: StepTime) -> str:
     """Return what takes most of a step beside matmuls, with its share."""
     cause = max(step.parts, key=lambda cause: 0.0 if cause == "matmuls" else step.parts[cause])
     return f"{cause} ({step.parts[cause] / step.seconds:.0%})"
+
+
+def fits_closely(plan: Plan, result: PredictedLayout) -> bool:
+    """Return whether the interval of a result's memory reaches beyond the device."""
+    return plan.memory_gib is not None and result.gib * (1 + plan.memory_error) > plan.memory_gib
+
+
+def format_result_memory(plan: Plan, result: PredictedLayout) -> str:
+    """Return the memory of a result, with whether it fits only up to its interval."""
+    return f"{format_rounded(result.gib)} GiB{', fits closely' if fits_closely(plan, result) else ''}"
 
 
 def judge_fit(plan: Plan) -> tuple[str, str]:

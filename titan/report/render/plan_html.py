@@ -19,8 +19,10 @@ from titan.report.render.charts import Bar, Chart, draw_bar_chart
 from titan.report.render.plan_data import (
     FigureText,
     PlanOutcome,
+    fits_closely,
     format_figure,
     format_memory,
+    format_result_memory,
     format_run_time,
     judge_fit,
     list_figures,
@@ -144,7 +146,7 @@ def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[str]:
         " ".join(outcome.build_overrides(result)),
         f"{format_rounded(result.step.seconds)} s",
         f"{1 + outcome.compute_gain(result):.2f}x",
-        f"{format_rounded(result.gib)} GiB",
+        format_result_memory(outcome.plan, result),
     ]
 
 
@@ -158,10 +160,22 @@ def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[st
         _format_result(outcome, plan_memory.name_layout(k), result) for k, result in enumerate(search_result.front)
     ]
     caption = f"{search_result.tried:,} layouts on the same devices were compared; these are the fastest that fit."
+    if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
+        caption += " Fits closely: the interval of the memory reaches beyond the device."
+    caption += _format_traced_results(outcome)
     return [
         ("Fastest layouts", caption, best),
         ("Pareto front", "The fastest layout, and the fastest ones that need less and less memory.", front),
     ]
+
+
+def _format_traced_results(outcome: PlanOutcome) -> str:
+    """Return the figures of the results that are traced as a sentence."""
+    figures = [
+        f"{number}: {format_rounded(traced.step.seconds)} s and {format_rounded(traced.fullest.gib)} GiB"
+        for number, traced in enumerate(outcome.traced_results, 1)
+    ]
+    return f" Traced, {'; '.join(figures)}." if figures else ""
 
 
 def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[str]:
@@ -169,7 +183,7 @@ def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> 
         name,
         f"{format_rounded(result.step.seconds)} s",
         f"{1 + outcome.compute_gain(result):.2f}x",
-        f"{format_rounded(result.gib)} GiB",
+        format_result_memory(outcome.plan, result),
         name_largest_loss(result.step),
         outcome.format_command(result),
     ]

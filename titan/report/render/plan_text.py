@@ -14,9 +14,12 @@ from titan.estimate.traced.events import describe_region
 from titan.estimate.traced.result import RankResult, TracedStep
 from titan.report.render.plan_data import (
     PlanOutcome,
+    fits_closely,
     format_figure,
     format_memory,
+    format_result_memory,
     format_run_time,
+    judge_fit,
     name_largest_loss,
     sum_device_hours,
 )
@@ -49,6 +52,8 @@ def format_plan(outcome: PlanOutcome) -> str:
 
 def _format_memory(plan: Plan) -> list[str]:
     lines = [f"memory       {format_memory(plan).format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
+    verdict, mood = judge_fit(plan)
+    lines += [f"  {verdict}"] if mood in ("open", "bad") else []
     lines += _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
@@ -90,7 +95,7 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
 def _format_changes(outcome: PlanOutcome) -> list[str]:
     return [
         f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, "
-        f"{format_rounded(result.gib)} GiB"
+        f"{format_result_memory(outcome.plan, result)}"
         for result in outcome.faster
     ] or ["no single change"]
 
@@ -129,14 +134,20 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
     ]
     lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
     lines += [f"  after matmuls, {name_largest_loss(search_result.best[0].step)} takes most of the step of the fastest"]
+    if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
+        lines += ["  !: fits closely, the interval of the memory reaches beyond the device"]
+    lines += [
+        f"  traced {number}  {format_rounded(traced.step.seconds)} s, {format_rounded(traced.fullest.gib)} GiB"
+        for number, traced in enumerate(outcome.traced_results, 1)
+    ]
     lines += ["", "front        the fastest layouts that need less and less memory"]
     return lines + [_format_result(outcome, number, result) for number, result in enumerate(search_result.front, 1)]
 
 
 def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:
     words = " ".join(outcome.build_overrides(result)) or "(as given)"
-    ratio = 1 + outcome.compute_gain(result)
-    return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB  {words}"
+    ratio, mark = 1 + outcome.compute_gain(result), "!" if fits_closely(outcome.plan, result) else " "
+    return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB {mark} {words}"
 
 
 def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
@@ -170,6 +181,7 @@ def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
             "tried": search_result.tried,
             "best": [_convert_result(result) for result in search_result.best],
             "front": [_convert_result(result) for result in search_result.front],
+            "traced": [_convert_trace(traced) for traced in outcome.traced_results],
         }
     return content
 

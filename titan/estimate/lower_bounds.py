@@ -1,0 +1,226 @@
+"""Lower bounds of the time and memory of layouts, which share what layouts have in common. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan.estimate import memory
+from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
+from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
+from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
+from titan.estimate.step_time import StepModel
+from titan.parallelism.pipeline.stage_plan import assign_layers
+from titan.parallelism.schema import Layout
+
+if TYPE_CHECKING:
+    from titan.estimate.block_time import BlockTime
+    from titan.estimate.operations import Speeds
+    from titan.model.schema import Decoder
+    from titan.run.schema import Recipe
+
+BlockCounts = tuple[tuple[str, int], ...]
+"""Blocks of each kind."""
+
+
+@dataclass(frozen=True)
+class StageCounts:
+    """The blocks of a pipeline's stages and ranks, each composition once.
+
+    Attributes:
+        first_stages: of all stages but the last one.
+        last_stage: of the stage with the head.
+        other_ranks: of the ranks without the head.
+        last_rank: of the rank with the head.
+        is_v: whether the head is on another rank than the last one.
+    """
+
+    first_stages: tuple[BlockCounts, ...]
+    last_stage: BlockCounts
+    other_ranks: tuple[BlockCounts, ...]
+    last_rank: BlockCounts
+    is_v: bool
+
+    @property
+    def stages(self) -> tuple[BlockCounts, ...]:
+        """The blocks of all stages."""
+        return (*self.first_stages, self.last_stage)
+
+
+class LowerBounds:
+    """Lower bounds of time and memory of one recipe's layouts, which share those of a block."""
+
+    def __init__(self, recipe: Recipe, speeds: Callable[[Layout], Speeds], device: str) -> None:
+        self.recipe, self.speeds, self.device = recipe, speeds, device
+        self.weights, self.state = memory.count_checkpoint_bytes(recipe)
+        self.parameters = recipe.model.parameters()
+        self.experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters)
+        self.blocks = _count_blocks(recipe.model, [range(recipe.model.layers)])
+        self._passes: dict[tuple[Any, ...], dict[str, tuple[float, float, float]]] = {}
+        self._heads: dict[tuple[Any, ...], float] = {}
+        self._updates: dict[tuple[Any, ...], float] = {}
+        self._saved_bytes: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._stages: dict[tuple[Any, ...], StageCounts] = {}
+
+    def __call__(self, option: LayoutOption) -> float:
+        """Return a time that no step stays below.
+
+        Without a pipeline it is the computation of all micro-batches. With one it is the average over ranks, or what
+        the rank with the last stage takes: it waits for the first micro-batch, and the others for its last one.
+        """
+        blocks, ranks = self._find_pass_times(option), option.layout.pipeline
+        block_seconds = {kind: sum(passes) for kind, passes in blocks.items()}
+        average = option.microbatches * _sum_blocks(block_seconds, self.blocks) / ranks
+        if ranks == 1:
+            return average
+        counts = self._count_stages(option)
+        if counts.is_v:  # one rank has the first and the last stage
+            return average
+        path_seconds = {kind: forward + backward / 2 for kind, (forward, backward, _) in blocks.items()}
+        least = min(_sum_blocks(path_seconds, stage) for stage in counts.stages)
+        return max(average, (ranks - 1) * least + option.microbatches * _sum_blocks(block_seconds, counts.last_rank))
+
+    def compute_seconds(self, option: LayoutOption) -> float:
+        """Return `StepModel.compute_least_seconds` of a layout: a larger bound than that of the call."""
+        block_seconds = {kind: sum(passes) for kind, passes in self._find_pass_times(option).items()}
+        head, count, counts = self._estimate_head(option), option.microbatches, self._count_stages(option)
+        last_rank = count * (_sum_blocks(block_seconds, counts.last_rank) + head)
+        largest = max((count * _sum_blocks(block_seconds, rank) for rank in counts.other_ranks), default=0.0)
+        if not counts.is_v:
+            stages = [_sum_blocks(block_seconds, stage) for stage in counts.first_stages]
+            least = min(*stages, _sum_blocks(block_seconds, counts.last_stage) + head) if stages else 0.0
+            last_rank += least * (option.layout.pipeline - 1) / 2
+        return max(largest, last_rank) + self._estimate_update(option)
+
+    def compute_gib(self, option: LayoutOption) -> float:
+        """Return GiB that the fullest rank needs at least.
+
+        That is weights and optimizer state, and their gradients or what blocks save for backward.
+        """
+        ranks = option.layout.pipeline
+        if ranks == 1:
+            return self._compute_state_gib(option, self._sum_saved_bytes(option))
+        flight = find_most_in_flight(option.schedule, ranks, int(option.stages) // ranks, option.microbatches)
+        return self._compute_state_gib(option, flight * self._sum_saved_bytes(option))
+
+    def compute_first_gib(self, option: LayoutOption) -> float:
+        """Return the same without a replay of the schedule: one micro-batch in flight, or all of them."""
+        if option.layout.pipeline > 1 and option.schedule in ALL_FORWARD:
+            return self.compute_gib(option)
+        return self._compute_state_gib(option, self._sum_saved_bytes(option))
+
+    def _compute_state_gib(self, option: LayoutOption, activation_bytes: float) -> float:
+        layout = option.layout
+        parts = layout.tensor * layout.pipeline * (1 if layout.only_replicated else layout.sharded)
+        on_device = 0.0 if self.recipe.memory.offload else 1.0 / parts
+        gradients = max(on_device * self.weights, self._count_whole_gradient_bytes(option))  # in the weights' type
+        state_bytes = on_device * (self.weights + self.state)
+        return (state_bytes + max(gradients, activation_bytes)) / GIB
+
+    def _count_whole_gradient_bytes(self, option: LayoutOption) -> float:
+        """Return the bytes of gradients that a rank accumulates unsharded, averaged over pipeline ranks."""
+        layout = option.layout
+        if layout.only_replicated or layout.sharded * layout.replicate == 1 or option.microbatches == 1:
+            return 0.0
+        if not self.recipe.parallelism.accumulates_whole(layout):
+            return 0.0
+        dense = self.parameters - self.experts
+        return REDUCE_BYTES * (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
+
+    def _build_step_model(self, option: LayoutOption) -> StepModel:
+        recipe, layout, count = _unpack_candidate(option.build_candidate(self.recipe))
+        return StepModel(recipe, layout, count, self.speeds(layout))
+
+    def _find_pass_times(self, option: LayoutOption) -> dict[str, tuple[float, float, float]]:
+        """Return the times of forward, backward and recomputation of each kind of block for one micro-batch."""
+        key = self._build_key(option)
+        if key not in self._passes:
+            step = self._build_step_model(option)
+            blocks = {kind: step.get_block(layers[0]) for kind, layers in self.recipe.model.kinds().items()}
+            self._passes[key] = {kind: _read_pass_times(block, option.mode) for kind, block in blocks.items()}
+        return self._passes[key]
+
+    def _estimate_head(self, option: LayoutOption) -> float:
+        """Return the time of the head for one micro-batch, forward and backward."""
+        key = self._build_key(option)[:3]
+        if key not in self._heads:
+            step = self._build_step_model(option)
+            self._heads[key] = sum(step.estimate_head("F").values()) + sum(step.estimate_head("B").values())
+        return self._heads[key]
+
+    def _estimate_update(self, option: LayoutOption) -> float:
+        """Return the time of the optimizer's update."""
+        layout = option.layout
+        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert == 1)
+        if key not in self._updates:
+            self._updates[key] = self._build_step_model(option).estimate_update()
+        return self._updates[key]
+
+    def _sum_saved_bytes(self, option: LayoutOption) -> float:
+        """Return the bytes that the blocks of a stage save at least for one micro-batch."""
+        key = self._build_key(option)
+        if key not in self._saved_bytes:
+            parts, model = _unpack_candidate(option.build_candidate(self.recipe)), self.recipe.model
+            layers = {kind: layers[0] for kind, layers in model.kinds().items()}
+            self._saved_bytes[key] = {
+                k: memory.count_saved_bytes(*parts, self.device, layer) for k, layer in layers.items()
+            }
+        return min(_sum_blocks(self._saved_bytes[key], stage) for stage in self._count_stages(option).stages)
+
+    def _count_stages(self, option: LayoutOption) -> StageCounts:
+        """Return the blocks of the stages of a layout."""
+        key = (option.schedule, option.stages, option.layout.pipeline)
+        if option.layout.pipeline == 1:
+            return StageCounts((), self.blocks, (), self.blocks, False)
+        if key not in self._stages:
+            recipe, layout, _ = _unpack_candidate(option.build_candidate(self.recipe))
+            stages = assign_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
+            self._stages[key] = _summarise_stages(recipe.model, stages, layout.pipeline)
+        return self._stages[key]
+
+    def _build_key(self, option: LayoutOption) -> tuple[Any, ...]:
+        """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
+        rows = math.ceil(math.ceil(self.recipe.training.rows / option.layout.data_ranks) / option.microbatches)
+        return rows, option.layout.tensor, option.layout.context, option.layout.expert, option.mode
+
+
+def _summarise_stages(model: Decoder, stages: Sequence[tuple[int, range]], ranks: int) -> StageCounts:
+    """Return the blocks of stages that are given by rank and layers."""
+    last_owner = stages[-1][0]
+    by_rank: dict[int, list[range]] = {}
+    for rank, layers in stages:
+        by_rank.setdefault(rank, []).append(layers)
+    other_ranks = {_count_blocks(model, layers) for rank, layers in by_rank.items() if rank != last_owner}
+    return StageCounts(
+        first_stages=tuple({_count_blocks(model, [layers]) for _, layers in stages[:-1]}),
+        last_stage=_count_blocks(model, [stages[-1][1]]),
+        other_ranks=tuple(other_ranks),
+        last_rank=_count_blocks(model, by_rank[last_owner]),
+        is_v=last_owner != ranks - 1,
+    )
+
+
+def _count_blocks(model: Decoder, stages: Sequence[range]) -> BlockCounts:
+    """Return the blocks of each kind in some stages."""
+    counts: dict[str, int] = {}
+    for group in (group for layers in stages for group in group_blocks(model, layers)):
+        kind = model.kind(group.layer)
+        counts[kind] = counts.get(kind, 0) + group.size
+    return tuple(sorted(counts.items()))
+
+
+def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
+    """Return the sum over blocks of a value of each kind."""
+    return sum(count * values[kind] for kind, count in counts)
+
+
+def _read_pass_times(block: BlockTime, mode: CheckpointingMode) -> tuple[float, float, float]:
+    """Return the times of a block's forward and backward pass, and of what is recomputed."""
+    recomputation = block.recomputation.seconds if mode != "none" else 0.0
+    return block.forward.seconds, block.backward.seconds, recomputation
+
+
+def _unpack_candidate(candidate: LayoutCandidate) -> tuple[Recipe, Layout, int]:
+    return candidate.recipe, candidate.layout, candidate.microbatches
