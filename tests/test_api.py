@@ -103,8 +103,9 @@ def test_frame_has_a_row_per_step(trained: api.Result) -> None:
 
 def made(directory: Path, lines: Sequence[dict[str, Any]], starts: Sequence[int]) -> api.SavedRun:
     """A run's directory with metrics, and an attempt from each of the steps `starts`."""
-    said = {"run_id": "r", "ids": {"science": "s"}, "science": {}, "config": {"training": {"steps": 5}}}
-    documents = [{"attempt": number, "from_step": step, **said} for number, step in enumerate(starts, 1)]
+    config = {"training": {"steps": 5}}
+    content = {"run_id": "r", "ids": {"science": "s"}, "science": {}, "config": config, "overrides": []}
+    documents = [{"attempt": number, "from_step": step, **content} for number, step in enumerate(starts, 1)]
     (directory / "run.yaml").write_text("".join("---\n" + yaml.safe_dump(document) for document in documents))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return api.SavedRun(directory)
