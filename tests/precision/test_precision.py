@@ -493,7 +493,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
     if fits:
         assert compose_test_run(overrides, remote=True).precision.matmuls == precision
     else:
-        with pytest.raises(ConfigError, match=f"and this machine has {name}"):
+        with pytest.raises(ConfigError, match=f"and the cluster has {name}"):
             compose_test_run(overrides, remote=True)
 
 
