@@ -11,7 +11,10 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
+.PHONY: help train test test-rest test-all planted chaos hangs rehearse rehearse-faults cuda-names lint bench modes gpu gpu-speeds clean
+
+help:                    ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 18
 
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
