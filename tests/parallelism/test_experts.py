@@ -15,6 +15,7 @@ from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, list_cases,
 from tests.support.ranks import run_ranks
 from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full, select_cases
+from titan.config import warning
 from titan.errors import ConfigError
 from titan.model.experts import dispatch
 from titan.parallelism.expert import ExpertDispatch
@@ -169,6 +170,15 @@ def test_minus_one_is_all_ranks_that_may_share_experts() -> None:
 )
 def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...], expert: int) -> None:
     assert compose_test_run(["model=qwen3_moe_debug", *settings], remote=True).layout.expert == expert
+
+
+def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    warning.warn_once.cache_clear()
+    compose_test_run(["parallelism=ep", "model=debug", "name=x"])
+    assert "parallelism.expert=auto: has no effect, because the model has no experts." in capsys.readouterr().err
+    compose_test_run(["parallelism=ep", "model=qwen3_moe_debug", "name=x"])
+    compose_test_run(["parallelism=fsdp", "model=debug", "name=x"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from titan.compile.compiler import find_missing_compiler
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
+from titan.config.warning import warn_once
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -290,6 +291,8 @@ def _check_experts(run: Run) -> None:
     """Reject expert parallelism that experts or ranks can't be divided for."""
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
+    if not experts and run.parallelism.expert == "auto":
+        warn_once("parallelism.expert=auto: has no effect, because the model has no experts.")
     if degree == 1:
         return
     if not experts:
