@@ -185,15 +185,19 @@ class CheckpointManager:
             checkpoint_manifest, job.bytes = save.run(self.coordinator)
         except BaseException as error:  # DCP's error is not an Exception
             job.error = find_reason(error)
-            self.planner.forget_plan()
-            # with a manifest the checkpoint is complete: another rank exited while it was notified
-            if self.coordinator.rank == 0 and manifest.read(folder) is None:
-                retention.remove(folder)  # frees the space on a full disk
+            _catch_error(partial(self._remove_failed, folder))  # training waits for this thread, whatever happens here
         job.seconds = time.monotonic() - job.start_time
         job.written.set()
         if job.error is None:
             job.post_save_error = self._run_post_save_hooks(folder, checkpoint_manifest)
         job.ended.set()
+
+    def _remove_failed(self, folder: Path) -> None:
+        """Forget the plan of a failed save, and free the space that it takes on a full disk."""
+        self.planner.forget_plan()
+        # with a manifest the checkpoint is complete: another rank exited while it was notified
+        if self.coordinator.rank == 0 and manifest.read(folder) is None:
+            retention.remove(folder)
 
     def _wait_for_state(self, job: _SaveJob, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the state once it is copied.

@@ -9,6 +9,7 @@ only files that a manifest of the same run lists are deleted.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -110,7 +111,7 @@ def clear_linked(folder: Path, run_id: str | None) -> None:
 
 def is_linked(folder: Path) -> bool:
     """Return whether a checkpoint's folder is behind a symbolic link."""
-    return folder.is_symlink() or folder.parent.is_symlink()
+    return os.path.islink(folder) or os.path.islink(folder.parent)  # also where it can't be looked up
 
 
 def _is_foreign(folder: Path, run_id: str | None) -> bool:
