@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +25,12 @@ from tests.support.runs import (
     train_run,
 )
 from tests.support.tiers import full
-from titan.checkpoint import manifest, staging
+from titan.checkpoint import manifest, retention, staging
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.restore import _check_rank_files
+from titan.checkpoint.save import CheckpointSave
 from titan.checkpoint.staging import Staging
 from titan.run.run import Run
 from titan.training import checkpointing
@@ -373,3 +376,24 @@ def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
     assert train_run(run, add)[0].code == 0
     assert [f.name for f in manifest.list_complete(tmp_path)] == ["step-2", "step-3"]
     assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out
+
+
+def test_a_failed_save_whose_remains_can_not_be_removed_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(retention, "remove", fail)
+    monkeypatch.setattr(CheckpointSave, "run", fail)
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
+    assert train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=2"), timeout=60)[0].code == 1
+    assert "saving the checkpoint failed (Permission denied)" in capfd.readouterr().out
+
+
+def test_a_folder_that_can_not_be_looked_up_is_behind_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "lstat", fail)
+    assert not retention.is_linked(tmp_path / "checkpoints/step-2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from tests.support.own_models import LinearCore, OwnLlama, WindowCore
 from titan.errors import ConfigError
 from titan.model import llama
 from titan.model.core import KeyValueCore
+from titan.model.decoder import DecoderModel
 from titan.model.experts import ExpertLinear
-from titan.model.layers import CausalAttention, FeedForward, Linear
+from titan.model.layers import Block, CausalAttention, FeedForward, Linear
 from titan.model.qwen3_moe import Qwen3MoeModel
 from titan.model.schema import Llama
 from titan.model.schema_moe import Qwen3Moe
@@ -174,3 +176,31 @@ def test_a_layer_with_another_forward_is_no_matmul_of_titan() -> None:
     model = ChangedLlama(**SMALL, change=change)
     assert "feed_forward.w1" not in model.block_matmuls()
     assert model.flops_per_token(64) == Llama(**SMALL).flops_per_token(64)
+
+
+def test_a_model_without_a_plan_is_counted_and_not_split() -> None:
+    class Unplanned(DecoderModel):
+        def block(self) -> nn.Module:
+            c = self.config
+            return Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)
+
+    @dataclass(frozen=True, kw_only=True)
+    class UnplannedLlama(Llama):
+        def build(self) -> Any:
+            return Unplanned(self)
+
+    model = UnplannedLlama(**SMALL)
+    assert model.parameters() == Llama(**SMALL).parameters()
+    model.check_module()
+    with pytest.raises(ConfigError, match="declares no BLOCK_PLAN"):
+        model.check_module(tensor=2)
+
+
+def test_experts_of_another_number_are_rejected() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wider(Qwen3Moe):
+        def build(self) -> Any:
+            return Qwen3MoeModel(dataclasses.replace(self, expert_ffn=2 * self.expert_ffn))
+
+    with pytest.raises(ConfigError, match=r"experts of layers\.0 have 98,304 .* counts 49,152"):
+        Wider(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=64, top_k=2).check_module()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,11 @@ SECRET = "abcdefgh12345678"
         ("+hydra.job.env_set.PATH=x", "decides which programs run"),
         ("+hydra.job={env_set: {PATH: x}}", "may decide which programs run"),
         ("hydra.searchpath=[file:///x]", "decides which programs run"),
-        ("--config-dir=/x", "decides which programs run"),
+        (" cluster.setup=x", "decides which programs run"),
+        ("hydra={job: {env_set: {PATH: x}}}", "may decide which programs run"),
+        ("--config-dir=/x", "is an option that names files of settings"),
+        ("--config-di", "is an option that names files of settings"),
+        ("optimizer.lr=[", None),
     ],
 )
 def test_what_a_recorded_word_would_do(word: str, risk: str | None) -> None:
@@ -103,6 +107,14 @@ def test_a_foreign_record_starts_and_opens_nothing(
     assert "type it here if you trust it" in capsys.readouterr().err
 
 
+def test_what_is_typed_is_not_merged_with_what_is_recorded(foreign: Callable[..., Path]) -> None:
+    run = foreign("+hydra.job.env_set={CXX: /x}", "cluster.environment={LD_PRELOAD: /x.so}")
+    seen: list[Mapping[str, str] | None] = []
+    typed = ["cluster.environment={A: b}", "hydra.job.env_set={}"]
+    assert run_command([f"resume={run}", *typed], lambda run: bool(seen.append(run.cluster.environment))) == 0
+    assert seen == [{"A": "b"}]
+
+
 def test_what_is_typed_counts_now_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,5 +148,7 @@ def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch:
 
 def test_messages_show_no_value_of_a_secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", SECRET)
-    monkeypatch.setenv("OTHER_KEY", "no")
+    monkeypatch.setenv("TOKEN_MODE", "parallelism")
+    monkeypatch.setenv("SSH_KEY", "/home/me/.ssh/id_ed25519")
     assert redact(f"https://host/{SECRET}/x: no such file") == "https://host/***/x: no such file"
+    assert redact("parallelism=fsdp /home/me/.ssh/id_ed25519") == "parallelism=fsdp /home/me/.ssh/id_ed25519"

@@ -15,8 +15,6 @@ from typing import Any
 
 MARK = "***"
 """The replacement of a secret."""
-SHORTEST_SECRET = 8
-"""Characters; shorter values, such as flags, occur in other texts too."""
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"']+")
 _WEB_USER = re.compile(r"(https?://)[^\s/?#]*@")
@@ -34,6 +32,8 @@ _VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(?:=|: ?))(\"[^\"]*\"|'[^']*'|[^\s,;}\]\"']+)"
 )
 _SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
+_GENERATED = re.compile(r"(?!/)(?=\S*[A-Za-z])(?=\S*\d)\S{12,}")
+"""A generated secret; a shorter value, a word or a path, such as of TOKEN_MODE or SSH_KEY, is a part of other texts."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, other line separators, marks that change the direction of text, and bytes that are no UTF-8."""
 
@@ -46,9 +46,8 @@ def redact(text: str) -> str:
 
 
 def _list_secrets() -> list[str]:
-    """Return the values of the environment's secret variables; short ones and paths are none."""
-    values = (value for name, value in os.environ.items() if is_secret(name))
-    return [value for value in values if len(value) >= SHORTEST_SECRET and not value.startswith("/")]
+    """Return the values of the environment's secret variables that occur in no other text: see `_GENERATED`."""
+    return [value for name, value in os.environ.items() if is_secret(name) and _GENERATED.fullmatch(value)]
 
 
 def _redact_url(url: str) -> str:

@@ -114,7 +114,16 @@ def _describe_blocks(key: _Identity) -> tuple[BuiltBlock, ...]:
 
     with torch.device("meta"):
         model = key.schema.build()
-    return tuple(_describe_block(block, model.block_plan(int(number))) for number, block in model.layers.items())
+    return tuple(_describe_block(block, _read_plan(model, int(number))) for number, block in model.layers.items())
+
+
+def _read_plan(model: Any, layer: int) -> Mapping[str, str]:
+    """Return the plan of a block; a model that declares none is not split, see `titan.model.module_checks`."""
+    try:
+        plan: Mapping[str, str] = model.block_plan(layer)
+    except AttributeError:
+        return {}
+    return plan
 
 
 def _describe_block(block: nn.Module, plan: Mapping[str, str]) -> BuiltBlock:

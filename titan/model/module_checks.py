@@ -96,6 +96,14 @@ def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
                 f"model={name}: the FLOPs of attention {unknown} of layers.{number} are not known; define "
                 f"attention_flops(seq_len, layer), or derive it from titan.model.core.AttentionCore ({GUIDE})."
             )
+    for layer in range(schema.layers):
+        modules = model.layers[str(layer)].modules()
+        elements = sum(module.weight.numel() for module in modules if isinstance(module, ExpertLinear))
+        if elements != schema.expert_parameters(layer):
+            yield (
+                f"model={name}: the experts of layers.{layer} have {elements:,} parameters, and the model counts "
+                f"{schema.expert_parameters(layer):,}; correct expert_parameters and active_expert_parameters."
+            )
     built, counted = sum(parameter.numel() for parameter in model.parameters()), schema.parameters()
     if built != counted:
         yield (

@@ -50,7 +50,7 @@ def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namesp
     typed = _drop_resume(args.overrides)
     if resumed:
         recorded = _read_resumed_arguments(resumed[-1], args)
-    trust.check_recorded(recorded, typed)
+    recorded = trust.select_recorded(recorded, typed)
     if resumed:
         earlier_args = _parse_options([*recorded, *_drop_resume(words)])
         args = argparse.Namespace(**vars(earlier_args))

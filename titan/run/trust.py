@@ -12,7 +12,11 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from titan.errors import ConfigError
 
@@ -29,41 +33,58 @@ PROGRAMS = (
     "hydra.searchpath",
 )
 """Settings that start programs, change what programs do, or name files that may set these."""
-OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp")
-"""Options that name such files."""
 _RESOLVER = re.compile(r"\$\{[^}]*:")
 _URL = re.compile(r"\b(?!file:)[A-Za-z][A-Za-z0-9+.-]*://")
 
 
+@cache
 def explain_risk(word: str) -> str | None:
     """Return what a word of a recorded command line would do that the user must have typed; None for others."""
-    key, _, value = word.lstrip("+~").partition("=")
-    if word.startswith(OPTIONS) or key.startswith(PROGRAMS):
+    if word.startswith("-"):  # argparse takes abbreviations too
+        return "is an option that names files of settings"
+    key, value = _parse_key(word), word.partition("=")[2]
+    if key.startswith(PROGRAMS):
         return "decides which programs run"
-    if value.lstrip().startswith("{") and any(name.startswith(f"{key}.") for name in PROGRAMS):
+    if "{" in value and any(name.startswith(f"{key}.") for name in PROGRAMS):
         return "may decide which programs run"
     if _RESOLVER.search(value):
         return "reads the environment"
     return "names a URL" if _URL.search(value) else None
 
 
-def check_recorded(recorded: Sequence[str], typed: Iterable[str]) -> None:
-    """Raise ConfigError for a recorded word that reads, opens or starts something and was never typed by the user.
+def select_recorded(recorded: Sequence[str], typed: Iterable[str]) -> list[str]:
+    """Return a run's options and overrides, without those that the user must have typed and types anew.
+
+    Those are left out because Hydra merges mappings: recorded names would stay beside typed ones.
 
     Args:
         recorded: the options and overrides of a run.
-        typed: those of this command line, which replace recorded ones of the same setting.
+        typed: those of this command line.
 
     Raises:
-        ConfigError: with the first such word, and how to allow it.
+        ConfigError: with the first word that reads, opens or starts something and was never typed by the user.
     """
-    replaced = {word.lstrip("+~").partition("=")[0] for word in typed}
+    replaced = {_parse_key(word) for word in typed}
+    selected = []
     for word in _join_options(recorded):
-        if is_foreign(word) and word.lstrip("+~").partition("=")[0] not in replaced:
+        if not is_foreign(word):
+            selected.append(word)
+        elif _parse_key(word) not in replaced:
             raise ConfigError(
                 f"{word}: the run has recorded this setting, which {explain_risk(word)}, and you have not typed it for "
                 "a run of yours; type it here if you trust it, or another value."
             )
+    return [part for word in selected for part in _split_option(word)]
+
+
+def _parse_key(word: str) -> str:
+    """Return an option, or the setting of an override as Hydra reads it; of one that it rejects, what is written."""
+    if word.startswith("-"):
+        return re.split(r"[ =]", word)[0]
+    try:
+        return str(OverridesParser.create().parse_override(word).key_or_group)
+    except HydraException:
+        return word.partition("=")[0].strip(" +~")
 
 
 def remember_typed(words: Iterable[str]) -> None:
@@ -80,11 +101,16 @@ def _join_options(words: Iterable[str]) -> list[str]:
     """Return a command line's words, each option with its value."""
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] in OPTIONS:
+        if joined and joined[-1].startswith("-") and not re.search(r"[ =]", joined[-1]):
             joined[-1] += f" {word}"
         else:
             joined.append(word)
     return joined
+
+
+def _split_option(word: str) -> list[str]:
+    """Return an option and its value, or another word."""
+    return word.split(" ", 1) if word.startswith("-") else [word]
 
 
 def is_foreign(word: str) -> bool:
