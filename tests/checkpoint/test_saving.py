@@ -387,7 +387,8 @@ def test_a_failed_save_whose_remains_can_not_be_removed_ends(
     monkeypatch.setattr(retention, "remove", fail)
     monkeypatch.setattr(CheckpointSave, "run", fail)
     monkeypatch.setattr(checkpointing, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
-    assert train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=2"), timeout=60)[0].code == 1
+    (rank,) = train_run(compose_tiny_run(tmp_path, "checkpoint.every=2", "training.steps=2"), timeout=60)
+    assert rank.failure is not None and "of step 2, could not be saved in 3 attempts" in rank.failure
     assert "saving the checkpoint failed (Permission denied)" in capfd.readouterr().out
 
 

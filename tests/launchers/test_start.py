@@ -87,10 +87,10 @@ def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: 
         wait_until(lambda: lines(folder) > stopped + 3 or process.poll() is not None, "steps after the resume")
         process.send_signal(number)
         assert wait_for_end(process)[0] == 130
-    told = read_step_records(compose_tiny_run(folder))
-    assert [line["step"] for line in told] == list(range(1, len(told) + 1))
-    assert next(line["step"] for line in told if line["attempt"] == 2) == stopped + 1
-    assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
+    records = read_step_records(compose_tiny_run(folder))
+    assert [line["step"] for line in records] == list(range(1, len(records) + 1))
+    assert next(line["step"] for line in records if line["attempt"] == 2) == stopped + 1
+    assert [line["rows"][0] for line in records] == list(range(0, 8 * len(records), 8))
 
 
 @pytest.mark.full
@@ -136,10 +136,10 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
         "restart 1 of 1",
     ]
     attempts = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
-    told = read_step_records(compose_tiny_run(folder))
+    records = read_step_records(compose_tiny_run(folder))
     assert attempts[-1]["from_step"] % 20 == 0 < attempts[-1]["from_step"]
-    assert next(line["step"] for line in told if line["attempt"] == 2) == attempts[-1]["from_step"] + 1
-    assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
+    assert next(line["step"] for line in records if line["attempt"] == 2) == attempts[-1]["from_step"] + 1
+    assert [line["rows"][0] for line in records] == list(range(0, 8 * len(records), 8))
 
 
 @pytest.mark.full

@@ -65,7 +65,7 @@ FAULTS = (
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[linear-selective-cp]",
     ),
     define_fault(
-        "own attention: a rank's queries see the keys of its own tokens only",
+        "own attention: a rank's queries see the keys of the rank's tokens only",
         "titan/parallelism/context_core.py",
         "    k, v = kv.unbind()\n",
         "    tokens = tokens._replace(keys=tokens.queries)\n",

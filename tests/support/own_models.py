@@ -32,7 +32,7 @@ class WindowCore(KeyValueCore):
 
 
 class LinearCore(RecurrentCore):
-    """Linear attention, with a parameter of its own: the weight of the state."""
+    """Linear attention with a parameter: the weight of the state."""
 
     def __init__(self) -> None:
         super().__init__()

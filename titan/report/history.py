@@ -205,7 +205,7 @@ def find_spikes(history: History) -> tuple[Spike, ...]:
     steps, losses = history.steps.step, history.steps.loss
     usual = _compute_usual_losses(losses)
     is_high = np.isin(steps, list(history.spike_marks)) | np.isfinite(usual)
-    high = np.flatnonzero(is_high & np.isfinite(losses))  # a note of its own counts the others
+    high = np.flatnonzero(is_high & np.isfinite(losses))  # another note counts the others
     groups = np.split(high, np.flatnonzero(np.diff(high) > SPIKE_BLOCK) + 1) if len(high) else []
     tops = [int(group[np.argmax(losses[group])]) for group in groups]
     spikes = (_build_spike(int(steps[i]), float(losses[i]), float(usual[i]), history) for i in tops)

@@ -20,7 +20,7 @@ def classify_end(directory: Path, document: Mapping[str, Any], result: Mapping[s
         result: the content of result.json.
 
     Returns:
-        None where neither a result nor a message of the launcher tells.
+        None where neither a result nor a message of the launcher says so.
     """
     if result.get("attempt") == document["attempt"] and result.get("finished") is False:
         if hook := describe_hook_end(result):
