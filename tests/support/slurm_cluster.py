@@ -148,7 +148,7 @@ class Slurm:
     def kill_node(self, name: str, notify: bool = True) -> None:
         """Kill a node's slurmd and all that runs on it by SIGKILL, as when its power fails.
 
-        Slurm is notified, and requeues the node's jobs at once; with `notify` false it finds out by itself, after minutes.
+        Slurm is notified, and requeues the node's jobs at once; with `notify` false it finds out by itself, in minutes.
         """
         _kill_all(lambda: find_processes(self.conf, f"SLURMD_NODENAME={name}"))
         self.daemons.pop(name).wait()
