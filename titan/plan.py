@@ -132,6 +132,8 @@ def _plan_run(
     planned_run = run
     if search_result is not None and run.is_layout_open:
         planned_run = _resolve_candidate(run, search_result.best[0].candidate)
+        choices = {axis: choice for axis, choice in run.choices.items() if axis != "parallelism"}  # it was searched
+        planned_run = replace(planned_run, choices=choices)
     planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
     outcome = PlanOutcome(
         planned_run,

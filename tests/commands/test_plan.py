@@ -210,6 +210,7 @@ def test_a_search_needs_no_layout_and_keeps_typed_degrees(capsys: pytest.Capture
     assert plan.main([*SEARCHED, "parallelism.tensor=4", f"to={file}"]) == 0
     out = capsys.readouterr().out
     assert "8 x NVIDIA H100" in out and "the fastest of the search" in out
+    assert out.startswith("model=") and " parallelism=" not in out.splitlines()[0]
     layouts = [result["layout"] for result in json.loads(file.read_text())["search"]["best"]]
     assert len(layouts) == 4 and {layout["tensor"] for layout in layouts} == {4}
     assert {math.prod(layout.values()) for layout in layouts} == {8}

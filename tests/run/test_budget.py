@@ -13,6 +13,7 @@ from tests.support.composing import compose_test_run
 from tests.support.runs import TINY, begin_run
 from titan.errors import ConfigError
 from titan.run import identity
+from titan.run.branch import build_continuation
 from titan.run.budget import count_steps
 from titan.training.schema import Training
 
@@ -68,6 +69,13 @@ def test_an_unfinished_run_keeps_the_steps_of_its_hours(tmp_path: Path) -> None:
     again = compose_test_run([*line, "training.step_seconds=50", "parallelism=fsdp"])
     assert again.training.steps == run.training.steps == 36
     assert compose_test_run([*line, "training.hours=2", "training.step_seconds=50"]).training.steps == 144
+
+
+def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
+    line = [*STEPLESS, "training.tokens=5000", f"hydra.run.dir={tmp_path}"]
+    run = compose_test_run(line)
+    longer = compose_test_run([*line, *build_continuation(run, run.training.steps * 2)])
+    assert (longer.training.steps, longer.training.tokens) == (run.training.steps * 2, None)
 
 
 @pytest.mark.parametrize(

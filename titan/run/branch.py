@@ -40,9 +40,11 @@ def apply_decay(recipe: Recipe) -> Recipe:
 def build_continuation(run: Recipe, steps: int) -> list[str]:
     """Return the overrides that continue a finished run to `steps` steps.
 
-    Those of a branch undo `checkpoint.decay_steps`, which would set the steps, and keep the share of steps that decay.
+    Those of a branch undo `checkpoint.decay_steps`, which would set the steps, and keep the share of steps that decay;
+    those of a run with a budget undo it.
     """
-    overrides = [f"training.steps={steps}"]
+    overrides = [f"training.{name}=null" for name in ("tokens", "hours") if getattr(run.training, name) is not None]
+    overrides.append(f"training.steps={steps}")
     if run.checkpoint.decay_steps is None or not isinstance(run.schedule, WSD):
         return overrides
     return [*overrides, "checkpoint.decay_steps=null", f"schedule.decay={format_value(run.schedule.decay)}"]

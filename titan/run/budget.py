@@ -33,7 +33,10 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         given += [o for o in overrides if o.lstrip("+").startswith("training.steps=")]
         given += ["checkpoint.decay_steps"] if recipe.checkpoint.decay_steps is not None else []
     if len(given) > 1:
-        raise ConfigError(f"{given[0]}: {given[1]} sets the number of steps too; give one of them.")
+        name = given[0].partition("=")[0]
+        raise ConfigError(
+            f"{given[0]}: {given[1]} sets the number of steps too; give one of them ({name}=null leaves this one out)."
+        )
     if training.tokens is None:
         return recipe
     steps = count_steps(training, training.tokens)

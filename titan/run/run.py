@@ -87,8 +87,7 @@ class Run(Recipe):
 
     def describe(self) -> str:
         """Return the choices that decide how much memory the run needs, for messages."""
-        model, parallelism = self.choices.get("model", "?"), self.choices.get("parallelism", "?")
-        return f"model={model} parallelism={parallelism}"
+        return " ".join(f"{axis}={self.choices[axis]}" for axis in ("model", "parallelism") if axis in self.choices)
 
 
 def as_config(run: Recipe) -> dict[str, Any]:
