@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,30 @@ def test_threads_are_found_with_their_layer() -> None:
     thread.join()
     assert found["data"].layer == "layers.3" and "in forward" in found["data"].line
     assert "in test_threads" in found["main"].line
+
+
+def test_reading_threads_keeps_none_of_their_variables() -> None:
+    """Garbage is collected rarely in a run: a cycle of frames would keep the gradients of a step."""
+    tensors: list[weakref.ref[threading.Event]] = []
+    go, here = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        tensor = threading.Event()
+        tensors.append(weakref.ref(tensor))
+        here.set()
+        go.wait()
+
+    thread = threading.Thread(target=compute, name="titan-loader")
+    gc.disable()
+    try:
+        thread.start()
+        here.wait()
+        assert "data" in read_thread_states({})
+        go.set()
+        thread.join()
+        assert tensors[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,13 @@ def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
         names: the names of the model's modules by their `id`.
     """
     frames = sys._current_frames()
+    try:
+        return _build_thread_states(frames, names)
+    finally:  # a frame of this function is among them: as a cycle they would live on, with the tensors of their variables
+        frames.clear()
+
+
+def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> dict[str, ThreadState]:
     states: dict[str, ThreadState] = {}
     inner = _find_engine_layer(frames, names)
     for thread in threading.enumerate():
