@@ -33,6 +33,7 @@ from titan.bench.lost_time import TrainingThread
 from titan.bench.simulated_save import SimulatedSave, compute_parameter_sizes
 from titan.checkpoint import reader
 from titan.checkpoint.save_planner import CachingSavePlanner
+from titan.cluster import heap
 from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, Activity
@@ -69,7 +70,7 @@ class CostMeter:
         self.seconds = self.mebibytes = 0.0
 
     def __enter__(self) -> None:
-        mesh.release_freed_memory(torch.device("cpu"))  # or what is freed already would be used unseen
+        heap.release_freed_memory()  # or what is freed already would be used unseen
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
         self._start_mebibytes, self._start_seconds = _read_memory("VmRSS"), time.process_time()
 

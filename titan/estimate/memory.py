@@ -325,6 +325,12 @@ class _RankMemory(RankSizes):
         )
         unreduced = self._count_gradient_bytes(0.0, has_grads) + self._count_unreduced_bytes(head)
         yield head_done.add_parts("gradient of the head", gradients=unreduced)
+        if self.fsdp and not self.reduces_once:
+            yield head_done.add_parts(
+                "reduce-scatter of the head's gradient",
+                gradients=unreduced + self._count_reduced_bytes(head, True),
+                communication=self._count_exchange_bytes(head) - self._count_reduce_buffer(head),
+            )
         yield head_done.add_parts("backward of the final norm", gradients=self._count_gradient_bytes(head, has_grads))
 
     def _iterate_block_backward(self, base: Usage, stage: StageBlocks, head: float, has_grads: bool) -> Iterator[Usage]:
@@ -374,7 +380,7 @@ class _RankMemory(RankSizes):
             yield ended.add_parts(gathered=gathered, communication=previous)
             yield ended.add_parts(
                 gathered=self._count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
-                communication=self._count_reduce_buffer(block.elements),
+                communication=self._count_exchange_bytes(block.elements),
             )
 
     def _select_distinct_blocks(self, layers: range) -> list[int]:
@@ -404,7 +410,7 @@ class _RankMemory(RankSizes):
             gradients=reduced_gradients
             + self._count_unreduced_bytes(elements)
             + self._count_reduced_bytes(elements, has_grads),
-            communication=self._count_reduce_buffer(elements),
+            communication=self._count_exchange_bytes(elements),
         )
 
     def _iterate_split_backward(self, stage: StageBlocks, saved: float, kind: str, has_grads: bool) -> Iterator[Usage]:
@@ -433,7 +439,7 @@ class _RankMemory(RankSizes):
         return self._estimate_base().add_parts(
             "reduce-scatter",
             gradients=REDUCE_BYTES * self.elements,
-            communication=REDUCE_BYTES * largest,
+            communication=REDUCE_BYTES * largest * (2 if self.has_copies else 1),
             gathered=self._count_gathered_bytes(NO_LAYERS, NO_LAYERS),
         )
 

@@ -142,6 +142,7 @@ class RankSizes:
         stages: Mapping[int, StageBlocks],
     ) -> None:
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
+        self.has_copies = device == "cpu"
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
@@ -416,6 +417,14 @@ class RankSizes:
     def _count_reduce_buffer(self, elements: float) -> float:
         """Return the bytes of FSDP's reduce-scatter input."""
         return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
+
+    def _count_exchange_bytes(self, elements: float) -> float:
+        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it: gloo, on CPUs, makes a copy."""
+        return self._count_reduce_buffer(elements) * (2 if self.has_copies else 1)
+
+    def _count_gather_copy(self, gathered: float) -> float:
+        """Return the bytes of gloo's copy of weights while FSDP gathers them; 0 on GPUs."""
+        return gathered if self.has_copies and self.fsdp else 0.0
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.

@@ -7,9 +7,7 @@ argument.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
+from titan.cluster import heap
 from titan.cluster.rank_info import RankInfo
 from titan.debug.activity import Activity
 from titan.errors import RunError
@@ -30,8 +29,6 @@ from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import TIMEOUT_MARGIN, StoreExchange
 from titan.parallelism.schema import Layout
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Parameters of glibc's mallopt (malloc.h)."""
 MODEL_PARALLEL = ("pipeline", "context", "tensor")
 """The dimensions of the ranks that compute the same rows."""
 DEFAULT_TIMEOUT = 1800.0
@@ -203,7 +200,7 @@ class World:
 def _select_device(rank_info: RankInfo, device_type: str) -> torch.device:
     """Return this rank's device; where the launcher makes only one GPU visible to each rank, that one."""
     if device_type != "cuda":
-        _keep_freed_memory()
+        heap.keep_freed_memory()
         return torch.device(device_type)
     if rank_info.local_rank >= torch.cuda.device_count() > 1:
         raise RunError(
@@ -213,31 +210,6 @@ def _select_device(rank_info: RankInfo, device_type: str) -> torch.device:
     device = torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next step (glibc; elsewhere nothing changes).
-
-    By default it returns large blocks to the kernel at once, which clears every page again when it is touched: on a CPU
-    that took a fifth of a small model's step. A user's own MALLOC_* or GLIBC_TUNABLES setting is kept.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_MAX, 0)
-
-
-def release_freed_memory(device: torch.device) -> None:
-    """Return freed memory to the kernel, where the C library keeps it: before work of another shape than a step's.
-
-    What a step freed lies between live allocations and does not fit tensors of other sizes, which would need memory on
-    top of it. See `_keep_freed_memory`.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if device.type == "cpu" else None
-    if trim is not None:
-        trim(0)
 
 
 def connect_world(

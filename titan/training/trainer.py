@@ -17,12 +17,13 @@ from torch import Tensor
 
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.state import init_optimizer_state
+from titan.cluster.heap import HeapTrimmer
 from titan.dataset import corpora
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
 from titan.hooks.calls import Hooks
 from titan.parallelism import grad_norm
-from titan.parallelism.mesh import World, release_freed_memory
+from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.attempts import Attempt
 from titan.run.run import Run
@@ -98,6 +99,7 @@ class Trainer:
         self.layer_metrics = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.requests, self.timeouts = Requests(), Timeouts(run, attempt, world)
+        self.heap = HeapTrimmer(world.device.type == "cpu")
         self.reporter = RunReporter(run, attempt, train_step, self.hooks, self.layer_metrics, self.rank_times, factors)
         show, warn = self.reporter.show, self.reporter.warn
         self.bad_steps = BadSteps(run, train_step, self.mix, self.timeouts, self._to_device, warn)
@@ -161,8 +163,7 @@ class Trainer:
             self.timeouts.allow_step(self.step + 1)
             ended = self.profiler.begin_step(self.step + 1)
             current = self._step(previous.timer if previous and not ended else None)
-            if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
-                release_freed_memory(self.world.device)
+            self.heap.end_step()
             if previous and self._finalize_step(previous):
                 current = self._step(batch=current.batch)  # the device left the weights as they were
             previous = self._run_periodic_tasks(current, last)
@@ -332,13 +333,13 @@ class Trainer:
         if not self.evaluator:
             return
         self.world.activity.enter_phase(EVALUATING)
-        release_freed_memory(self.world.device)
+        self.heap.release()
         self.reporter.report_evaluation(self.step, self.rows, self.evaluator.measure(self.average))
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""
         self.world.activity.enter_phase(SAVING)
-        release_freed_memory(self.world.device)
+        self.heap.release()
         self.requests.save = False
         self.saving.save(self.step, self.rows)
         self.reporter.report_saves(self.step, self.saving.poll_finished())
@@ -348,7 +349,7 @@ class Trainer:
     def _finish_run(self, start_time: float) -> None:
         """After the last step: save, evaluate, sample, and report the result."""
         self.world.activity.enter_phase(FINISHING)
-        release_freed_memory(self.world.device)
+        self.heap.release()
         self.timeouts.allow_task()
         self.world.activity.enter_phase(SAVING)
         saves_end = not self.requests.is_interrupted or self.run.checkpoint.on_stop

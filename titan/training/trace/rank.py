@@ -56,7 +56,7 @@ def trace_rank(run: Run, rank: int, device: str) -> StepTrace:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = dataclasses.replace(_build_world(run, rank), memory=lambda: fake)
-    recorder = EventRecorder(_map_streams(world))
+    recorder = EventRecorder(_map_streams(world), device)
     try:
         with ExitStack() as stack:
             if device == "cuda":

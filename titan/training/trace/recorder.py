@@ -28,6 +28,8 @@ COLLECTIVES = {
     "all_to_all_single": "all-to-all", "broadcast": "all-gather",
 }  # fmt: skip
 """The kinds of functional collectives, by the names of their operations."""
+COPIED = ("all-gather", "reduce-scatter")
+"""Kinds of collectives of which gloo makes a copy while it exchanges: of what is gathered, or of what is reduced."""
 NO_KERNEL = ("prim", "profiler")
 """Libraries of operations that compute nothing."""
 
@@ -45,10 +47,10 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         active: whether a step is recorded.
     """
 
-    def __init__(self, groups: Mapping[str, str]) -> None:
-        """Take the stream of each process group, by the list of its ranks as text."""
+    def __init__(self, groups: Mapping[str, str], device: str = "cpu") -> None:
+        """Take the stream of each process group, by the list of its ranks as text, and the device of the ranks."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.groups = groups
+        self.groups, self.has_copies = groups, device == "cpu"
         self.events: list[Event] = []
         self.region, self.owner, self.category, self.stream = OUTSIDE, NONE, "", COMPUTE
         self.recomputing = self.active = False
@@ -199,6 +201,8 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = dist.get_process_group_ranks(group)
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         shape = (len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+        if self.has_copies and kind in COPIED:
+            self._record_copy(size)
         if self.stream != COMPUTE:
             self.add_event("collective", name=kind, size=size, shape=shape)
             return -1
@@ -211,6 +215,13 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add_event("collective", name=kind, size=size, shape=shape, stream=stream)
         self.add_event("record", key=end_key, stream=stream)
         return end_key
+
+    def _record_copy(self, size: int) -> None:
+        """Record the memory of gloo's copy, which is free again when the collective has ended."""
+        key = self.next_key()
+        self.categories[key] = "communication"
+        self.add_event("alloc", key=key, size=size)
+        self.add_event("free", key=key)
 
     def _note_arrivals(self, outputs: list[Tensor], marker: int) -> None:
         """Let the first operation on the results of a collective wait for it."""
