@@ -42,15 +42,16 @@ def test_nothing_is_done_where_tensors_are_not_on_a_cpu(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("variables", "gathers", "expected"),
     [
-        pytest.param({}, {-1: 2**31 - 1, -3: 2**25, -8: 1}, id="titan"),
-        pytest.param({"MALLOC_ARENA_MAX": "4"}, {}, id="malloc-variable"),
-        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, {}, id="tunables"),
+        pytest.param({}, False, {-1: 2**31 - 1, -3: 2**24, -8: 1}, id="titan"),
+        pytest.param({}, True, {-1: 2**31 - 1, -3: 2**21, -8: 1}, id="fsdp"),
+        pytest.param({"MALLOC_ARENA_MAX": "4"}, True, {}, id="malloc-variable"),
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, True, {}, id="tunables"),
     ],
 )
 def test_a_user_s_own_settings_are_kept(
-    variables: dict[str, str], expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], gathers: bool, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters: dict[int, int] = {}
     monkeypatch.setattr(heap, "_find_function", lambda name: parameters.__setitem__)
@@ -58,7 +59,7 @@ def test_a_user_s_own_settings_are_kept(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    heap.keep_freed_memory()
+    heap.keep_freed_memory(gathers)
     assert parameters == expected
 
 

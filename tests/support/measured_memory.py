@@ -32,7 +32,34 @@ MIDDLE = (
     "training.seq_len=1024", "training.global_batch=8192",
 )  # fmt: skip
 LONG = ("training.seq_len=2048", "training.global_batch=8192")
+M87 = (
+    "model.dim=768", "model.layers=6", "model.heads=12", "model.kv_heads=4", "model.ffn=2048", "model.vocab=32000",
+    "training.seq_len=256", "training.global_batch=1024", "compile=off",
+)  # fmt: skip
+M30 = (*SMALL, *ROWS, "compile=off")
+FP32, FSDP = "precision=fp32", "parallelism=fsdp"
 CASES: dict[str, tuple[str, ...]] = {
+    "87M fp32 fsdp": (*M87, FP32, FSDP),
+    "87M fp32 fsdp, 2 micro-batches": (
+        *M87,
+        FP32,
+        FSDP,
+        "parallelism.microbatches=2",
+        "parallelism.accumulate=whole",
+    ),
+    "87M fsdp": (*M87, FSDP),
+    "87M fp32": (*M87, FP32),
+    "87M fsdp kept muon": (*M87, FSDP, "parallelism.reshard=never", "optimizer=muon"),
+    "87M documents": (*M87, "dataset.mask_documents=true"),
+    "87M fp32 tp": (*M87, FP32, "parallelism=tp"),
+    "87M fp32 pp": (*M87, FP32, "parallelism=pp"),
+    "30M fp32 ddp sgd": (*M30, FP32, "parallelism=ddp", "optimizer=sgd"),
+    "30M cp documents": (*M30, "parallelism=cp", "dataset.mask_documents=true"),
+    "30M fp32 fsdp full": (*M30, FP32, FSDP, "memory=full"),
+    "30M selective": (*M30, "memory=selective"),
+    "30M fp32 fsdp block": (*SMALL, *ROWS, FP32, FSDP, "compile=block"),
+    "30M model": (*SMALL, *ROWS, "compile=model"),
+    "30M fsdp async": (*M30, FSDP, "checkpoint=async", "checkpoint.every=2"),
     "debug": (),
     "fp32": ("precision=fp32",),
     "ddp": ("parallelism=ddp",),
@@ -55,7 +82,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "vocab 16k pp compiled": (*MIDDLE, "parallelism=pp", "compile=block"),
     "30M": (*SMALL, *ROWS),
     "30M fsdp, 2 micro-batches": (*SMALL, *ROWS, "parallelism=fsdp", "parallelism.microbatches=2"),
-    "30M fsdp async": (*SMALL, *ROWS, "parallelism=fsdp", "checkpoint=async", "checkpoint.every=2"),
     "30M 3d": (*SMALL, *ROWS, "parallelism=3d"),
     "125M": (*M125, *ROWS),
     "125M fp32": (*M125, *ROWS, "precision=fp32"),

@@ -325,11 +325,12 @@ class _RankMemory(RankSizes):
         )
         unreduced = self._count_gradient_bytes(0.0, has_grads) + self._count_unreduced_bytes(head)
         yield head_done.add_parts("gradient of the head", gradients=unreduced)
-        if self.fsdp and not self.reduces_once:
+        if exchanged := self._count_exchange_bytes(head, has_grads):
             yield head_done.add_parts(
                 "reduce-scatter of the head's gradient",
-                gradients=unreduced + self._count_reduced_bytes(head, True),
-                communication=self._count_exchange_bytes(head) - self._count_reduce_buffer(head),
+                gradients=(self._count_gradient_bytes(head, has_grads) if self.reduces_once else unreduced)
+                + REDUCE_BYTES * head / self.shards,
+                communication=exchanged - self._count_reduce_buffer(head),
             )
         yield head_done.add_parts("backward of the final norm", gradients=self._count_gradient_bytes(head, has_grads))
 
@@ -380,7 +381,7 @@ class _RankMemory(RankSizes):
             yield ended.add_parts(gathered=gathered, communication=previous)
             yield ended.add_parts(
                 gathered=self._count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
-                communication=self._count_exchange_bytes(block.elements),
+                communication=self._count_exchange_bytes(block.elements, has_grads),
             )
 
     def _select_distinct_blocks(self, layers: range) -> list[int]:
@@ -410,7 +411,7 @@ class _RankMemory(RankSizes):
             gradients=reduced_gradients
             + self._count_unreduced_bytes(elements)
             + self._count_reduced_bytes(elements, has_grads),
-            communication=self._count_exchange_bytes(elements),
+            communication=self._count_exchange_bytes(elements, has_grads),
         )
 
     def _iterate_split_backward(self, stage: StageBlocks, saved: float, kind: str, has_grads: bool) -> Iterator[Usage]:
@@ -433,14 +434,18 @@ class _RankMemory(RankSizes):
             yield base.add_parts("backward", activations=block.activations.backward, gradients=gradients + unreduced)
 
     def _estimate_reduce_scatter(self) -> Usage:
-        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
+        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded.
+
+        What is reduced is not gathered any more.
+        """
         blocks = (self.get_block(layer).elements for stage in self.stages.values() for layer in stage.layers)
         largest = max(*blocks, self.embedding_elements, self.head_elements)
+        gathered = self._count_gathered_bytes(NO_LAYERS, NO_LAYERS) - self.recipe.precision.bytes * largest
         return self._estimate_base().add_parts(
             "reduce-scatter",
             gradients=REDUCE_BYTES * self.elements,
-            communication=REDUCE_BYTES * largest * (2 if self.has_copies else 1),
-            gathered=self._count_gathered_bytes(NO_LAYERS, NO_LAYERS),
+            communication=REDUCE_BYTES * largest * self.exchange_copies,
+            gathered=max(0.0, gathered),
         )
 
     def _estimate_optimizer_step(self) -> Usage:

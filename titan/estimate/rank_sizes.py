@@ -142,7 +142,7 @@ class RankSizes:
         stages: Mapping[int, StageBlocks],
     ) -> None:
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
-        self.has_copies = device == "cpu"
+        self.exchange_copies = 2 if device == "cpu" else 1
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
@@ -418,13 +418,14 @@ class RankSizes:
         """Return the bytes of FSDP's reduce-scatter input."""
         return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
 
-    def _count_exchange_bytes(self, elements: float) -> float:
-        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it: gloo, on CPUs, makes a copy."""
-        return self._count_reduce_buffer(elements) * (2 if self.has_copies else 1)
+    def _count_exchange_bytes(self, elements: float, has_grads: bool) -> float:
+        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it; gloo, on CPUs, makes a copy.
 
-    def _count_gather_copy(self, gathered: float) -> float:
-        """Return the bytes of gloo's copy of weights while FSDP gathers them; 0 on GPUs."""
-        return gathered if self.has_copies and self.fsdp else 0.0
+        Gradients that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it.
+        """
+        if not self.fsdp or (self.reduces_once and not (has_grads and self.layout.pipeline == 1)):
+            return 0.0
+        return REDUCE_BYTES * elements * self.exchange_copies
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.

@@ -197,10 +197,10 @@ class World:
             dist.destroy_process_group()
 
 
-def _select_device(rank_info: RankInfo, device_type: str) -> torch.device:
+def _select_device(rank_info: RankInfo, layout: Layout, device_type: str) -> torch.device:
     """Return this rank's device; where the launcher makes only one GPU visible to each rank, that one."""
     if device_type != "cuda":
-        heap.keep_freed_memory()
+        heap.keep_freed_memory(gathers=layout.sharded > 1 and not layout.only_replicated)
         return torch.device(device_type)
     if rank_info.local_rank >= torch.cuda.device_count() > 1:
         raise RunError(
@@ -233,7 +233,7 @@ def connect_world(
     Raises:
         RunError: when there is no GPU for this rank.
     """
-    device = _select_device(rank_info, device_type)
+    device = _select_device(rank_info, layout, device_type)
     if rank_info.world_size == 1:
         return World(rank_info, layout, device)
     rendezvous = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": rank_info.init_method}

@@ -159,6 +159,7 @@ class Trainer:
         """Train `steps` steps, or all that are left."""
         last = self.run.training.steps if steps is None else self.step + steps
         previous: InFlightStep | None = None
+        self.heap.begin_steps()
         while self.step < last and not self.requests.stop:
             self.timeouts.allow_step(self.step + 1)
             ended = self.profiler.begin_step(self.step + 1)
