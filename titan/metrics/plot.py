@@ -127,7 +127,7 @@ def _draw_step_axis(frame: Frame, curve: Curve) -> str:
     steps = [s for s in svg.compute_round_values(0, frame.x.high / tokens_per_step, 8) if s and s == int(s)]
     y = frame.y.end - 32
     names = [svg.draw_text(frame.x.at(step * tokens_per_step), y, format_tick(step), "middle") for step in steps]
-    return svg.draw_text(frame.x.start, y, "step", kind="name", shift=-svg.LETTER * 7) + "".join(names)
+    return svg.draw_text(frame.x.start - svg.LETTER * 7, y, "step", kind="name") + "".join(names)
 
 
 def _compute_limits(*curves: Numbers) -> tuple[float, float]:
