@@ -164,9 +164,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = charts.draw_throughput(shown_report.make_two_variants())
+    chart = charts.draw_speed(shown_report.make_two_variants())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert charts.draw_throughput(shown_report.make_comparison(shown_report.make_variant("base", tokens=None))) is None
+    assert charts.draw_speed(shown_report.make_comparison(shown_report.make_variant("base", tokens=None))) is None

@@ -1,9 +1,17 @@
-"""Objects in notebooks: a short line for `repr`, a table for `_repr_html_`."""
+"""Objects in notebooks: a short line for `repr`, a table for `_repr_html_`.
+
+Styles stand in the elements, so that they change nothing else in the notebook; colours are the notebook's, whose theme
+is light or dark.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+
+TABLE = "margin: 0; border-collapse: collapse"
+CELL = "text-align: left; vertical-align: top; white-space: normal; overflow-wrap: anywhere; padding: 0.25em 0.75em"
+"""Notebooks centre tables and align cells right, which is hard to read in sentences."""
 
 
 def format_fields(kind: str, fields: Mapping[str, str]) -> str:
@@ -13,5 +21,8 @@ def format_fields(kind: str, fields: Mapping[str, str]) -> str:
 
 def build_table(fields: Mapping[str, str]) -> str:
     """Return a table of names and values as HTML; all text is escaped."""
-    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in fields.items())
-    return f"<table>{''.join(rows)}</table>"
+    rows = (
+        f'<tr><th scope="row" style="{CELL}">{escape(name)}</th><td style="{CELL}">{escape(value)}</td></tr>'
+        for name, value in fields.items()
+    )
+    return f'<table style="{TABLE}">{"".join(rows)}</table>'

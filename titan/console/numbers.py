@@ -89,6 +89,16 @@ def format_exact(value: float) -> str:
     return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
 
 
+def shorten_float(text: str) -> str:
+    """Return a setting's value for a label: floats of more than six digits are rounded, as 0.3162277 to 0.316228."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    is_long = math.isfinite(value) and "." in text and value != float(f"{value:.6g}")
+    return _shorten_exponent(f"{value:.6g}") if is_long else text
+
+
 def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:
     """Return the bounds of an interval in brackets; empty where it has none."""
     return "" if low is None or high is None else f"[{format_value(low)}, {format_value(high)}]"

@@ -122,6 +122,7 @@ class Frame:
         words = [
             draw_text(self.x.at(value), low + 18, text, "middle")
             for value, text in zip(ticks, format_ticks(ticks, show), strict=True)
+            if text
         ]
         return f'<path class="grid" d="{lines}"/>{"".join(words)}'
 

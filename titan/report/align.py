@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.settings import format_value, to_plain
-from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.console.numbers import format_count, format_plural, format_tokens, shorten_float
 from titan.report.collect import RawRun, format_setting
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
@@ -83,7 +83,8 @@ class RunGroup:
         if not self.settings:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
-        return " ".join(f"{shorten_name(name, self.facts.values)}={value}" for name, value in self.settings.items())
+        names = {name: shorten_name(name, self.facts.values) for name in self.settings}
+        return " ".join(f"{names[name]}={shorten_float(value)}" for name, value in self.settings.items())
 
     @cached_property
     def other_settings(self) -> str:
@@ -215,9 +216,12 @@ def shorten_name(name: str, names: Iterable[str]) -> str:
 
 
 def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
-    """Return the settings that differ, with their values."""
+    """Return the settings that differ, with their values as labels have them."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
-    return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
+    return {
+        name: tuple(dict.fromkeys(shorten_float(g.settings[name]) for g in groups if name in g.settings))
+        for name in names
+    }
 
 
 def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from titan.config.settings import format_value
+from titan.console.numbers import shorten_float
 from titan.errors import ConfigError
 from titan.report.align import LEARNING_RATE, RunGroup, shorten_name
 from titan.report.collect import format_setting
@@ -153,10 +154,13 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
 
 
 def _is_same_value(a: str, b: str) -> bool:
-    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
+    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
+
+    A label's rounded value is equal too: users copy it.
+    """
     text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
     try:
-        return text_a == text_b or float(text_a) == float(text_b)
+        return text_a in (text_b, shorten_float(text_b)) or float(text_a) == float(text_b)
     except ValueError:
         return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
 

@@ -180,7 +180,7 @@ class Bar:
     whisker: tuple[float, float] | None = None
 
 
-def draw_throughput(comparison: Comparison) -> Chart | None:
+def draw_speed(comparison: Comparison) -> Chart | None:
     """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
     for i, variant in enumerate(comparison.variants):
@@ -197,7 +197,7 @@ def draw_throughput(comparison: Comparison) -> Chart | None:
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
-    return draw_bar_chart(bars, "Throughput", caption)
+    return draw_bar_chart(bars, "Speed", caption)
 
 
 def draw_memory_bars(comparison: Comparison) -> Chart | None:

@@ -15,7 +15,7 @@ from titan.console.numbers import format_fixed, format_rounded
 from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render import predicted
-from titan.report.render.charts import Chart, draw_memory_bars, draw_throughput, format_marks
+from titan.report.render.charts import Chart, draw_memory_bars, draw_speed, format_marks
 from titan.report.render.curves import draw_differences, draw_training_loss, draw_validation_loss
 from titan.report.render.pareto import draw_pareto
 from titan.report.render.sentences import (
@@ -43,7 +43,7 @@ CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
     draw_training_loss,
     draw_validation_loss,
     draw_differences,
-    draw_throughput,
+    draw_speed,
     draw_memory_bars,
     draw_pareto,
 )

@@ -12,7 +12,7 @@ from titan.estimate.plan import Plan
 from titan.estimate.step_time import CAUSES, StepTime
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
-from titan.report.render.charts import Chart, ChartSize, LegendEntry, build_chart, format_legend
+from titan.report.render.charts import REST, Chart, ChartSize, LegendEntry, build_chart, format_legend
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import ActionSpan
@@ -140,7 +140,7 @@ def _draw_time_axis(frame: Frame, unit: str) -> str:
 
 def find_cause_colour(cause: str) -> str:
     """Return the colour of a cause."""
-    return next(causes[cause] for causes in CAUSE_COLOURS.values() if cause in causes)
+    return next((causes[cause] for causes in CAUSE_COLOURS.values() if cause in causes), REST)
 
 
 def _draw_part(frame: Frame, size: ChartSize, top: float, cause: str, start: float, end: float, total: float) -> str:

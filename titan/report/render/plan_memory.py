@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
 from titan.report.render import pareto
 from titan.report.render.charts import (
+    REST,
     Chart,
     ChartSize,
     LegendEntry,
@@ -29,7 +30,7 @@ from titan.report.render.charts import (
 )
 from titan.report.render.pareto import ParetoSpot
 from titan.report.render.plan_charts import choose_time_unit
-from titan.report.render.plan_data import PlanOutcome, fits_closely, judge_fit
+from titan.report.render.plan_data import CLOSELY, PlanOutcome, fits_closely
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
@@ -50,11 +51,13 @@ CATEGORIES = {
     "imbalance": ("c13", "rows of experts beyond an even load"),
     "allocator": ("c7", "reserved, not usable"),
 }
-"""The colour of each category and a note on it, in the order of the stack."""
+"""The colour of each category and a note on it, in the order of the stack; see `list_categories`."""
 POINTS = 700
 """Most points of the chart over a step."""
 FAR = 2.5
 """A limit this many times as large as the peak is beyond the scale."""
+NEAR = 1.3
+"""Up to this many times the most memory of a search's results, the limit is on their chart."""
 SMALL = 0.005
 """GiB below which a category is not listed."""
 NAMED = 15.0
@@ -63,6 +66,12 @@ WEIGHT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """The width of an action in a chart that is not to scale."""
 END, HEAD = 0.35, 0.08
 """The width of the end of a step, and the part of a forward pass that is the head's."""
+
+
+def list_categories(usages: Iterable[Mapping[str, float]]) -> dict[str, tuple[str, str]]:
+    """Return the categories of usages in the order of the stack; those that `CATEGORIES` lacks are grey, on top."""
+    names = dict.fromkeys(name for usage in usages for name in usage)
+    return CATEGORIES | {name: (REST, "") for name in names if name not in CATEGORIES}
 
 
 class Moment(NamedTuple):
@@ -106,7 +115,7 @@ def _draw_course(size: ChartSize, plan: Plan, course: MemoryCourse, limit: float
     body = (
         _draw_axes(frame, size, course)
         + "".join(_draw_layers(frame, moments))
-        + _draw_limit(frame, limit, peak)
+        + _draw_limit(frame, size, limit, peak)
         + _draw_interval(frame, peak, ends)
         + _draw_peak(frame, size, peak)
     )
@@ -237,7 +246,7 @@ def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
     """Yield the area of each category, on top of the ones before, and the names of those with room for them."""
     xs, names = [float(x) for x in frame.x([moment.x for moment in moments])], ""
     below = [0.0] * len(moments)
-    for name, (colour, _) in CATEGORIES.items():
+    for name, (colour, _) in list_categories(moment.gib for moment in moments).items():
         above = [low + moment.gib.get(name, 0.0) for low, moment in zip(below, moments, strict=True)]
         if above != below:
             tops, bases = ([float(y) for y in frame.y(heights)] for heights in (above, below))
@@ -266,16 +275,18 @@ def _name_layer(name: str, xs: Sequence[float], tops: Sequence[float], bases: Se
 def _list_legend(moments: Sequence[Moment]) -> list[LegendEntry]:
     """Return the categories of the chart in the order of the stack, from the bottom to the top."""
     used = {name for moment in moments for name, gib in moment.gib.items() if gib >= SMALL}
-    return [LegendEntry(name, (colour,)) for name, (colour, _) in CATEGORIES.items() if name in used]
+    categories = list_categories(moment.gib for moment in moments)
+    return [LegendEntry(name, (colour,)) for name, (colour, _) in categories.items() if name in used]
 
 
-def _draw_limit(frame: Frame, limit: float | None, peak: Moment) -> str:
+def _draw_limit(frame: Frame, size: ChartSize, limit: float | None, peak: Moment) -> str:
     """Return the line of the device's memory, with its label away from the peak's."""
     if limit is None:
         return ""
     at, is_left = frame.y.at(limit), _is_right(frame, peak)
     x, anchor = (frame.x.start + 6, "start") if is_left else (frame.x.end - 4, "end")
-    words = svg.draw_text(x, at - 6, f"memory of a device: {limit:.1f} GiB", anchor, "halo")
+    name = "device" if size.is_narrow else "memory of a device"
+    words = svg.draw_text(x, at - 6, f"{name}: {limit:.1f} GiB", anchor, "halo")
     return f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>{words}'
 
 
@@ -286,7 +297,7 @@ def _is_right(frame: Frame, peak: Moment) -> bool:
 def _draw_interval(frame: Frame, peak: Moment, ends: tuple[float, float]) -> str:
     """Return the line through the peak from the low to the high end of its interval."""
     x, low, high = frame.x.at(peak.x), frame.y.at(ends[0]), frame.y.at(ends[1])
-    return f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
+    return f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
 
 
 def _draw_peak(frame: Frame, size: ChartSize, peak: Moment) -> str:
@@ -303,15 +314,15 @@ def _draw_peak(frame: Frame, size: ChartSize, peak: Moment) -> str:
 
 def draw_at_peak(plan: Plan) -> Chart:
     """Return what is in memory at the peak of the fullest rank: a table with bars."""
-    parts = {name: plan.fullest.parts.get(name, 0.0) / GIB for name in CATEGORIES}
+    parts, categories = list_gib(plan.fullest), list_categories([plan.fullest.parts])
     most, total = max(parts.values()), plan.fullest.gib
     rows = "".join(
         _format_row(
             name,
-            _draw_bar(0, gib / most, CATEGORIES[name][0]),
+            _draw_bar(0, gib / most, categories[name][0]),
             f"{gib:.2f} GiB",
             f"{gib / total:.0%}",
-            CATEGORIES[name][1],
+            categories[name][1],
         )
         for name, gib in sorted(parts.items(), key=lambda part: -part[1])
         if gib >= SMALL
@@ -349,7 +360,7 @@ def list_gib(usage: Usage) -> dict[str, float]:
 
 def _draw_rank_row(rank: int, usage: Usage, most: float, limit: float | None) -> str:
     shapes, start = "", 0.0
-    for name, (colour, _) in CATEGORIES.items():
+    for name, (colour, _) in list_categories([usage.parts]).items():
         end = start + max(0.0, usage.parts.get(name, 0.0)) / GIB / most
         shapes += _draw_bar(start, end, colour) if end > start else ""
         start = end
@@ -389,10 +400,15 @@ def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
     if outcome.search_result is None:
         return None
     layouts = _collect_layouts(outcome)
-    close_note = " Triangles fit closely: the interval of the memory reaches beyond the device."
+    close_note = f" Triangles fit closely: {CLOSELY}."
     caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
     caption += close_note if any("close" in kind for kind in layouts.kinds) else ""
     return build_chart("Speed and memory", caption, lambda size: _draw_layouts(size, layouts, outcome.plan.memory_gib))
+
+
+def _name_plan(outcome: PlanOutcome) -> str:
+    """Return the name of the planned run: the layout as given, unless that is open, and the search decided on it."""
+    return "as given" if outcome.open_run is None else "planned"
 
 
 def _collect_layouts(outcome: PlanOutcome) -> _Layouts:
@@ -407,24 +423,24 @@ def _collect_layouts(outcome: PlanOutcome) -> _Layouts:
     kinds = [
         f"{kind} close" if fits_closely(plan, result) else kind for kind, result in zip(kinds, results, strict=True)
     ]
-    names = [name_line(k) for k in range(len(front))] + [""] * len(best)
-    return _Layouts(
-        spots, [*names, "as given"], [*kinds, f"dot c2{' close' if judge_fit(plan)[1] == 'open' else ''}"], len(front)
-    )
+    kinds.append("dot c2 close" if plan.fit == "fits closely" else "dot c2")
+    names = [name_line(k) for k in range(len(front))] + [""] * len(best) + [_name_plan(outcome)]
+    return _Layouts(spots, names, kinds, len(front))
 
 
 def _draw_layouts(size: ChartSize, layouts: _Layouts, limit: float | None) -> str:
-    frame = pareto.build_padded_frame(size, layouts.spots)
+    highest = max(spot.y for spot in layouts.spots)
+    frame = pareto.build_padded_frame(size, layouts.spots, [limit] if limit and limit < NEAR * highest else [])
     body = frame.draw_axes(
         "tokens/s per device (right is faster)", "memory of the fullest rank, GiB", format_tick, format_tick
     )
-    body += pareto.draw_front(frame, layouts.spots[: layouts.front_size]) + _draw_device_line(frame, limit)
+    body += pareto.draw_front(frame, layouts.spots[: layouts.front_size]) + _draw_device_line(frame, size, limit)
     marks = reversed([*zip(layouts.spots, layouts.kinds, strict=True)])
     body += "".join(_draw_mark(frame, spot, kind) for spot, kind in marks)
     body += _draw_names(frame, layouts.spots, layouts.names)
     entries = [
         LegendEntry("Pareto front, and hollow the other results", ("c1",)),
-        LegendEntry("the plan as given", ("c2",)),
+        LegendEntry("the plan", ("c2",)),
     ]
     return format_legend(entries) + svg.draw_picture(frame, "Speed and memory", body)
 
@@ -433,10 +449,10 @@ def _build_spot(index: int, result: PredictedLayout) -> ParetoSpot:
     return ParetoSpot(index, result.step.tokens_per_second_per_device, result.gib)
 
 
-def _draw_device_line(frame: Frame, limit: float | None) -> str:
+def _draw_device_line(frame: Frame, size: ChartSize, limit: float | None) -> str:
     if limit is None or not frame.y.low < limit < frame.y.high:
         return ""
-    return _draw_limit(frame, limit, Moment(frame.x.high, {}, ""))
+    return _draw_limit(frame, size, limit, Moment(frame.x.high, {}, ""))
 
 
 def _draw_mark(frame: Frame, spot: ParetoSpot, kind: str) -> str:

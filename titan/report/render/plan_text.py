@@ -55,15 +55,16 @@ def format_plan(outcome: PlanOutcome) -> str:
 
 
 def _format_memory(plan: Plan) -> list[str]:
-    lines = [f"memory       {format_memory(plan).format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
+    figure = format_memory(plan)._replace(verdict="")  # on the next line
+    lines = [f"memory       {figure.format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
     verdict, mood = judge_fit(plan)
     lines += [f"  {verdict}"] if mood in ("open", "bad") else []
     lines += _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
-        lines.append(f"  by stage   {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
+        lines.append(f"  by rank    {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
     elif len(rank_gibs) > 1:
-        lines.append(f"  by stage   {', '.join(map(format_rounded, rank_gibs))} GiB")
+        lines.append(f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB")
     return lines
 
 
@@ -119,7 +120,7 @@ def _format_trace(outcome: PlanOutcome) -> list[str]:
     reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
     lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
-        lines.append(f"  by stage   {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
+        lines.append(f"  by rank    {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {format_rounded(traced.step.seconds)} s, of which")
     return lines + _format_bars(traced.step.parts, "s")
 
