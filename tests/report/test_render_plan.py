@@ -116,7 +116,7 @@ def test_a_page_fits_a_phone(name: str) -> None:
     for drawing in list_drawings(text):
         assert not drawing.list_cut_texts() and not drawing.list_overlaps(), drawing.width
     assert name == "grid" or {drawing.width for drawing in list_drawings(text)} == {880.0, 360.0}
-    assert not re.search(r">[^<]*(\d\.\d{7}|\de[-+]0)[^<]*</text>", text)
+    assert not re.findall(r">[^<]*(?:\d\.\d{7}|\de[-+]0)[^<]*</text>", text)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
@@ -196,7 +196,7 @@ def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
     assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
     assert f"peak {format_rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
-    areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
+    areas = re.findall(r'<path class="bar layer \w+" d="M([^"]*)z"', html)
     tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
     assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6
     assert "beyond the scale" in plan_memory.draw_over_step(replace(planned, memory_gib=1e3), rank, steps).caption

@@ -20,9 +20,9 @@ def format_fields(kind: str, fields: Mapping[str, str]) -> str:
 
 
 def build_table(fields: Mapping[str, str]) -> str:
-    """Return a table of names and values as HTML; all text is escaped."""
-    rows = (
+    """Return a table of names and values as HTML, empty without any; all text is escaped."""
+    rows = "".join(
         f'<tr><th scope="row" style="{CELL}">{escape(name)}</th><td style="{CELL}">{escape(value)}</td></tr>'
         for name, value in fields.items()
     )
-    return f'<table style="{TABLE}">{"".join(rows)}</table>'
+    return f'<table style="{TABLE}">{rows}</table>' if rows else ""

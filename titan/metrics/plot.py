@@ -21,7 +21,7 @@ RAW_POINTS = 2000
 WIDTH, HEIGHT = 960.0, 480.0
 STYLE = """
 text { fill: #6b6b6b; font: 12px sans-serif; } text.name { fill: #222; }
-text.label { fill: currentColor; font-weight: 600; }
+text.label { fill: #222; font-weight: 600; }
 .grid { stroke: #e6e6e6; fill: none; } .axis { stroke: #6b6b6b; fill: none; }
 .training { color: #2c6fbb; } .validation { color: #d9571e; } .spikes { color: #b3122b; }
 polyline { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; }

@@ -25,6 +25,8 @@ LETTER = 6.6
 """Width of a letter, roughly: browsers differ."""
 TICK = 72.0
 """Room for a value on a horizontal axis."""
+KEY = 9.0
+"""Length of the piece of a line before its label."""
 DASH = 12.0
 """Length of what stands for a single point."""
 
@@ -184,7 +186,7 @@ def draw_labels(frame: Frame, labels: Iterable[Label], letters: int = 24, max_li
         [label.y for label in ordered], [LINE * len(lines) + 3 for lines in wrapped], frame.y.end, frame.y.start
     )
     return "".join(
-        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 10, top, lines)}</g>"
+        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 6, top, lines)}</g>"
         for label, lines, top in zip(ordered, wrapped, tops, strict=True)
     )
 
@@ -197,7 +199,11 @@ def _break_label(words: str, letters: int, max_lines: int) -> list[str]:
 
 
 def _draw_label_lines(x: float, top: float, lines: Sequence[str]) -> str:
-    return "".join(draw_text(x, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines))
+    """Return the words behind a piece of their line, whose colour the words need not have."""
+    key = f'<polyline points="{x:.1f},{top + 8:.1f} {x + KEY:.1f},{top + 8:.1f}"/>'
+    return key + "".join(
+        draw_text(x + KEY + 4, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines)
+    )
 
 
 def spread_boxes(middles: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:

@@ -67,7 +67,7 @@ class ChartSize:
 
 
 WIDE = ChartSize(880, 400, 70, 30, 210)
-NARROW = ChartSize(360, 320, 50, 16, 26, is_narrow=True)
+NARROW = ChartSize(360, 320, 50, 16, 32, is_narrow=True)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from titan.report.render.plan_data import (
 from titan.report.render.plan_memory import ActionPhases
 from titan.report.render.template import POLICY, content, load_template
 
-RESULT_HEAD = ("", "step", "speed", "memory", "after matmuls", "command line")
+RESULT_HEAD = ("", "step", "speed", "memory", "after matmuls")
 CHANGE_HEAD = ("change", "step", "speed", "memory")
 GRID_HEAD = ("trial", "step", "speed", "MFU", "memory", "device-hours", "run", "cost")
 
@@ -125,7 +125,7 @@ def _format_lead(outcome: PlanOutcome) -> str:
     """Return the most important figures in words."""
     plan = outcome.plan
     step = format_figure("", plan.step_seconds, "s").format_line()
-    words = f"A step takes {step}; after matmuls, {name_largest_loss(plan.step)} takes most of it. "
+    words = f"A step takes {step}; its largest part after matmuls is {name_largest_loss(plan.step)}. "
     if outcome.faster:
         best = outcome.faster[0]
         words += f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
@@ -216,8 +216,14 @@ def _format_trial(label: str, plan: Plan) -> list[FigureText]:
 
 
 def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Chart | None]:
-    steps = [_build_bar(label, plan.step_seconds, "s") for label, plan in zip(labels, plans, strict=True)]
-    sizes = [_build_bar(label, plan.memory_gib_needed, "GiB") for label, plan in zip(labels, plans, strict=True)]
+    steps = [
+        _build_bar(label, plan.step_seconds, format_figure("step", plan.step_seconds, "s"))
+        for label, plan in zip(labels, plans, strict=True)
+    ]
+    sizes = [
+        _build_bar(label, plan.memory_gib_needed, format_memory(plan))
+        for label, plan in zip(labels, plans, strict=True)
+    ]
     return [
         draw_bar_chart(
             steps, "Step time", "Seconds of a step, the fastest first. The line is the interval.", rising=True
@@ -228,8 +234,7 @@ def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Char
     ]
 
 
-def _build_bar(label: str, figure: PredictedValue, unit: str) -> Bar:
-    interval = f"{format_rounded(figure.low)} to {format_rounded(figure.high)}"
-    return Bar(
-        label, 'class="c1"', figure.value, f"{format_rounded(figure.value)} {unit}", interval, (figure.low, figure.high)
-    )
+def _build_bar(label: str, figure: PredictedValue, text: FigureText) -> Bar:
+    """Return a bar with its interval, and whether the memory fits where that is not certain."""
+    note = f"{text.interval}, {text.verdict}" if text.mood in ("open", "bad") else text.interval
+    return Bar(label, 'class="c1"', figure.value, f"{text.value} {text.unit}", note, (figure.low, figure.high))

@@ -117,7 +117,7 @@ def _draw_course(size: ChartSize, plan: Plan, course: MemoryCourse, limit: float
         + "".join(_draw_layers(frame, moments))
         + _draw_limit(frame, size, limit, peak)
         + _draw_interval(frame, peak, ends)
-        + _draw_peak(frame, size, peak)
+        + _draw_peak(frame, size, peak, limit)
     )
     return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
 
@@ -300,12 +300,14 @@ def _draw_interval(frame: Frame, peak: Moment, ends: tuple[float, float]) -> str
     return f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
 
 
-def _draw_peak(frame: Frame, size: ChartSize, peak: Moment) -> str:
-    """Return the mark of the peak, with its phase where there is room."""
+def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None = None) -> str:
+    """Return the mark of the peak, with its phase where there is room, above the device's line where this is near."""
     x, y = frame.x.at(peak.x), frame.y.at(peak.total)
+    line = y if limit is None else frame.y.at(limit)
+    text_y = line - 6 if y - 7 - svg.LINE < line < y else y - 7
     right = _is_right(frame, peak)
     words = f"peak {format_rounded(peak.total)} GiB" + ("" if size.is_narrow else f": {peak.phase}")
-    label = svg.draw_text(x - 10 if right else x + 10, y - 7, words, "end" if right else "start", "halo")
+    label = svg.draw_text(x - 10 if right else x + 10, text_y, words, "end" if right else "start", "halo")
     return f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>{label}'
 
 
