@@ -269,7 +269,7 @@ def test_notebooks_get_short_lines_and_tables() -> None:
     assert repr(run).startswith("Run(name=a<b, model=debug, ") and len(repr(run)) < 250
     assert ">a&lt;b</td>" in run._repr_html_()
     plan = api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic")
-    facts = r"step=.* s \(.*, speed=.*, MFU=.* % .*, memory=.* GiB .* of 80.*, device-hours=.*"
+    facts = r"step=.* s \(.*, speed=.*, MFU=.* % .*, memory=.* GiB .* of 79.0, fits, device-hours=.*"
     assert re.fullmatch(rf"Plan\({facts}\)", repr(plan))
     assert plan._repr_html_().count("<tr>") == 5
     assert dir(api) == sorted(api.__all__)

@@ -422,9 +422,9 @@ class NotebookComparison(Comparison):
 
     def _repr_html_(self) -> str:
         """Return the headline, the answer for each variant, and failures; all text is escaped."""
-        answers = {variant: " ".join(sentences) for variant, sentences in self.list_answers()}
-        failures = {f"{run.label} ({run.directory})": f"{run.state}: {run.reason}" for run in self.failed}
-        return f"<p>{escape(self.headline)}</p>{build_table(answers | failures)}"
+        answers = [(variant, " ".join(sentences)) for variant, sentences in self.list_answers()]
+        failures = [(run.label, f"{run.state}: {run.reason} ({run.directory})") for run in self.failed]
+        return f"<p>{escape(self.headline)}</p>{build_table([*answers, *failures])}"
 
     def list_answers(self) -> list[tuple[str, list[str]]]:
         """Return the label of each variant but the baseline, and the answers for it in sentences."""

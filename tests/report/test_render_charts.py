@@ -69,6 +69,14 @@ def test_gap_is_of_steps_that_both_did() -> None:
     assert tokens[0] > one.curves.tokens[100] and tokens[-1] < one.curves.tokens[200]
 
 
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=600), st.integers(1, 200))
+def test_thinning_keeps_spikes_and_ends(values: list[float], most: int) -> None:
+    y = np.array(values)
+    x, kept = curves.thin_to_extremes((np.arange(float(len(y))), y), most)
+    assert (kept.min(), kept.max(), kept[0], kept[-1]) == (y.min(), y.max(), y[0], y[-1])
+    assert len(kept) <= max(most, 2) + 2 and (np.diff(x) > 0).all() and (y[x.astype(int)] == kept).all()
+
+
 def test_equal_runs_are_named_and_not_drawn() -> None:
     base = shown_report.make_variant("base", baseline=True)
     chart = curves.draw_differences(shown_report.make_comparison(base, replace(base, label="twin", baseline=False)))

@@ -6,11 +6,12 @@ is light or dark.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 
 TABLE = "margin: 0; border-collapse: collapse"
-CELL = "text-align: left; vertical-align: top; white-space: normal; overflow-wrap: anywhere; padding: 0.25em 0.75em"
+NAME = "text-align: left; vertical-align: top; white-space: normal; padding: 0.25em 0.75em"
+VALUE = f"{NAME}; overflow-wrap: anywhere"
 """Notebooks centre tables and align cells right, which is hard to read in sentences."""
 
 
@@ -19,10 +20,10 @@ def format_fields(kind: str, fields: Mapping[str, str]) -> str:
     return f"{kind}({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
-def build_table(fields: Mapping[str, str]) -> str:
+def build_table(fields: Iterable[tuple[str, str]]) -> str:
     """Return a table of names and values as HTML, empty without any; all text is escaped."""
     rows = "".join(
-        f'<tr><th scope="row" style="{CELL}">{escape(name)}</th><td style="{CELL}">{escape(value)}</td></tr>'
-        for name, value in fields.items()
+        f'<tr><th scope="row" style="{NAME}">{escape(name)}</th><td style="{VALUE}">{escape(value)}</td></tr>'
+        for name, value in fields
     )
     return f'<table style="{TABLE}">{rows}</table>' if rows else ""

@@ -95,7 +95,7 @@ class Plan:
         return format_fields("Plan", self.list_facts())
 
     def _repr_html_(self) -> str:
-        return build_table(self.list_facts())
+        return build_table(self.list_facts().items())
 
     @property
     def fit(self) -> Fit:

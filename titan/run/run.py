@@ -83,7 +83,7 @@ class Run(Recipe):
         return format_fields("Run", self.list_facts())
 
     def _repr_html_(self) -> str:
-        return build_table(self.list_facts())
+        return build_table(self.list_facts().items())
 
     def describe(self) -> str:
         """Return the choices that decide how much memory the run needs, for messages."""

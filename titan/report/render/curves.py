@@ -27,8 +27,8 @@ POINTS_IN_ALL = 40_000
 """The most points of a chart: with very many runs each curve gets fewer."""
 WINDOWS = 100
 """Points of a curve of differences, which are noisy: each is the median over a window of steps."""
-NARROW_STRIDE = 3
-"""A narrow chart has one of so many points of a curve."""
+NARROW_POINTS = 120
+"""The most points of a curve in a narrow chart, roughly."""
 FLOOR = 1e-9
 """The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
 
@@ -172,9 +172,9 @@ def _draw_lines(comparison: Comparison, size: ChartSize, frame: Frame, lines: Se
     """Return the lines, grey ones below, and their labels, or letters in a narrow chart, at their ends."""
     above = choose_coloured(comparison)[::-1]
     order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
-    stride = NARROW_STRIDE if size.is_narrow else 1
+    most = min(NARROW_POINTS, _count_points(comparison)) if size.is_narrow else POINTS
     body = "".join(
-        svg.draw_line(frame, *_skip_points(line.points, stride), format_marks(comparison, line.variant), line.title)
+        svg.draw_line(frame, *thin_to_extremes(line.points, most), format_marks(comparison, line.variant), line.title)
         for line in order
     )
     end_labels = []
@@ -188,10 +188,20 @@ def _draw_lines(comparison: Comparison, size: ChartSize, frame: Frame, lines: Se
     )
 
 
-def _skip_points(points: Points, stride: int) -> Points:
-    """Return every so many of the points, and the last one."""
+def thin_to_extremes(points: Points, most: int) -> Points:
+    """Return about `most` of the points, the lowest and the highest of each stretch, so that no spike disappears.
+
+    Args:
+        points: [points] each.
+        most: of them to be kept.
+    """
     x, y = points
-    kept = np.unique(np.r_[0 : len(x) : stride, len(x) - 1])
+    stretch_count = max(1, most // 2)
+    if len(x) <= 2 * stretch_count:
+        return points
+    stretches = np.array_split(np.arange(len(x)), stretch_count)
+    extremes = [stretch[find(y[stretch])] for stretch in stretches for find in (np.argmin, np.argmax)]
+    kept = np.unique([0, *extremes, len(x) - 1])
     return x[kept], y[kept]
 
 

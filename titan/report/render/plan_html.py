@@ -78,11 +78,14 @@ def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str =
     total = format_rounded(sum_device_hours(plans))
     priced = [plan.cost.value for plan in plans if plan.cost is not None]
     cost = f", cost {format_rounded(sum(priced))}" if priced else ""
+    rows = [_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)]
+    columns = [k for k in range(len(GRID_HEAD)) if any(row[k].value for row in rows)]
     return _render_template(
         title=f"Plan of {format_plural(len(plans), 'trial')}",
         question=f"{total} device-hours in all{cost}.",
         lead=_format_grid_lead(labels, plans),
-        trials=[_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
+        grid_head=[GRID_HEAD[k] for k in columns],
+        trials=[[row[k] for k in columns] for row in rows],
         charts=_drop_missing(_draw_grid_charts(labels, plans)),
         intervals="; ".join(dict.fromkeys(plan.intervals for plan in plans)),
         made=footer,
@@ -94,7 +97,7 @@ def _render_template(**parts: Any) -> str:
         "policy": Markup(POLICY),
         "css": Markup(content("page.css") + content("plan.css")),
     }
-    heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD, "grid_head": GRID_HEAD}
+    heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD}
     return load_template("plan.html.jinja").render(**common, **heads, **parts)
 
 

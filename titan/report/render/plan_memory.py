@@ -11,7 +11,7 @@ import numpy as np
 
 from titan.console.numbers import format_rounded, format_tick
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan
+from titan.estimate.plan import Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
@@ -110,13 +110,13 @@ def draw_over_step(plan: Plan, rank: int, steps: ActionPhases) -> Chart:
 def _draw_course(size: ChartSize, plan: Plan, course: MemoryCourse, limit: float | None) -> str:
     moments = course.moments
     peak = max(moments, key=lambda moment: moment.total)
-    ends = (peak.total * (1 - plan.memory_error), peak.total * (1 + plan.memory_error))
-    frame = _build_frame(size, moments, 1.08 * max(ends[1], limit or 0.0))
+    interval = build_interval(peak.total, plan.memory_error)
+    frame = _build_frame(size, moments, 1.08 * max(interval.high, limit or 0.0))
     body = (
         _draw_axes(frame, size, course)
         + "".join(_draw_layers(frame, moments))
         + _draw_limit(frame, size, limit, peak)
-        + _draw_interval(frame, peak, ends)
+        + _draw_interval(frame, peak, interval)
         + _draw_peak(frame, size, peak, limit)
     )
     return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
@@ -260,16 +260,18 @@ def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
 
 
 def _name_layer(name: str, xs: Sequence[float], tops: Sequence[float], bases: Sequence[float]) -> str:
-    """Return the name of a layer where it is thick enough over the whole name; empty where it is nowhere."""
-    half = svg.LETTER * len(name) / 2
-    spots = np.arange(xs[0] + half, xs[-1] - half, 8.0)
-    best_room, best_x, best_y = 0.0, 0.0, 0.0
-    for x in spots:
+    """Return the name of a layer near the middle of where it is thick enough; empty where it is nowhere."""
+    half, spots = svg.LETTER * len(name) / 2, []
+    for x in np.arange(xs[0] + half, xs[-1] - half, 8.0):
         span = np.linspace(x - half, x + half, 9)
         top, base = float(np.interp(span, xs, tops).max()), float(np.interp(span, xs, bases).min())
-        if base - top > best_room:
-            best_room, best_x, best_y = base - top, float(x), (top + base) / 2
-    return svg.draw_text(best_x, best_y + 4, name, "middle", "halo") if best_room >= NAMED else ""
+        spots.append((base - top, float(x), (top + base) / 2))
+    thickest = max((room for room, *_ in spots), default=0.0)
+    if thickest < NAMED:
+        return ""
+    middle = (xs[0] + xs[-1]) / 2
+    _, x, y = min((spot for spot in spots if spot[0] >= max(NAMED, 0.8 * thickest)), key=lambda s: abs(s[1] - middle))
+    return svg.draw_text(x, y + 4, name, "middle", "halo")
 
 
 def _list_legend(moments: Sequence[Moment]) -> list[LegendEntry]:
@@ -294,9 +296,9 @@ def _is_right(frame: Frame, peak: Moment) -> bool:
     return frame.x.at(peak.x) > (frame.x.start + frame.x.end) / 2
 
 
-def _draw_interval(frame: Frame, peak: Moment, ends: tuple[float, float]) -> str:
+def _draw_interval(frame: Frame, peak: Moment, interval: PredictedValue) -> str:
     """Return the line through the peak from the low to the high end of its interval."""
-    x, low, high = frame.x.at(peak.x), frame.y.at(ends[0]), frame.y.at(ends[1])
+    x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
     return f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
 
 
