@@ -129,9 +129,7 @@ def _format_lead(outcome: PlanOutcome) -> str:
     words += f"{name_largest_loss(plan.step)}. "
     if outcome.faster:
         best = outcome.faster[0]
-        words += (
-            f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
-        )
+        words += f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
     else:
         words += f"No single change would make it more than {100 * outcome.least_gain:g} % faster."
     return words
