@@ -68,10 +68,10 @@ COMMAND = Command(
     "titan.plan",
     "Predict memory, speed and cost of a run.",
     {
-        "model=llama8b parallelism=fsdp cluster=h100": "one run on eight H100",
+        "recipe=train_8b cluster.price=2.5": "a run on 64 H100, with its cost",
         "recipe=bench_405b_512 plan.search=true": "a faster layout on the same devices",
         "recipe=bench_8b_8 plan.trace=true": "other figures, from a trace of the step",
-        "-m model=llama1b parallelism=ddp,fsdp cluster=h100": "a sweep, one line per trial",
+        "-m recipe=train_1b parallelism=ddp,fsdp": "a sweep, one line per trial",
         "recipe=train_8b to=[plan.html,plan.json]": "charts as a page, and all figures",
     },
     Settings,

@@ -236,7 +236,7 @@ def fit_experts(published: Sequence[Mapping[str, str]], fitted: Constants) -> Co
     ]
     for row, log in zip(published, logs, strict=True):
         print(f"{math.exp(log):7.2f} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['gpu']}")
-    print(_format_summary("experts, left out", errors))
+    print(_format_summary("experts, left out", [math.expm1(abs(error)) for error in errors]))
     mean, least, most = (math.exp(value) for value in (statistics.fmean(logs), min(logs), max(logs)))
     return dataclasses.replace(
         fitted, experts=mean, experts_least=least, experts_most=most, experts_error=_compute_error_bound(errors)
