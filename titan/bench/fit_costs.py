@@ -3,9 +3,9 @@
 The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
 compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
 out once, to see how well the others predict it. `titan/estimate/unseen.csv` has further runs, which the fit never uses;
-runs that recompute in a way that titan does not have are not among them. `titan/estimate/experts.csv` has runs of models
-with experts: the mean of their measured over predicted times is a constant too. Runs that hide the exchange of rows
-between experts behind computation, which titan does not do, are not among them.
+runs that recompute in a way that titan does not have are not among them. `titan/estimate/experts.csv` has runs of
+models with experts: the mean of their measured over predicted times is a constant too. Runs that hide the exchange of
+rows between experts behind computation, which titan does not do, are not among them.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def fit_experts(published: Sequence[Mapping[str, str]], fitted: Constants) -> Co
     ]
     for row, log in zip(published, logs, strict=True):
         print(f"{math.exp(log):7.2f} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['gpu']}")
-    print(_format_summary("experts, left out", errors))
+    print(_format_summary("experts, left out", [math.expm1(abs(error)) for error in errors]))
     mean, least, most = (math.exp(value) for value in (statistics.fmean(logs), min(logs), max(logs)))
     return dataclasses.replace(
         fitted, experts=mean, experts_least=least, experts_most=most, experts_error=_compute_error_bound(errors)
