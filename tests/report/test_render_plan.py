@@ -110,7 +110,7 @@ def test_each_part_has_a_colour_and_a_name() -> None:
     assert '>new</th><td><svg viewBox="0 0 100 16"' in chart.html and 'class="rest"' in chart.html
 
 
-@pytest.mark.parametrize("name", select_cases(PAGES, ("experts", "few-steps-of-one-row", "grid")))
+@pytest.mark.parametrize("name", select_cases(PAGES, ("experts", "fsdp", "grid")))
 def test_a_page_fits_a_phone(name: str) -> None:
     text = grid() if name == "grid" else page(name)
     for drawing in list_drawings(text):

@@ -233,13 +233,18 @@ def _draw_axes(frame: Frame, size: ChartSize, course: MemoryCourse) -> str:
         return frame.draw_axes(f"time in the step, {course.unit}", "GiB", format_tick, format_tick)
     axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", format_tick)
     words = (
-        svg.draw_text(
-            frame.x.at((start + end) / 2), frame.y.start + (14 + 10 * (k % 2) if size.is_narrow else 18), name, "middle"
-        )
-        for k, (start, end, name) in enumerate(course.bands)
+        _draw_band_name(frame, size, k, (start + end) / 2, name) for k, (start, end, name) in enumerate(course.bands)
     )
     lines = "".join(f"M{frame.x.at(start):.1f} {frame.y.end:.1f}V{frame.y.start:.1f}" for start, _, _ in course.bands)
     return f'{axes}<path class="grid" d="{lines}"/>{"".join(words)}'
+
+
+def _draw_band_name(frame: Frame, size: ChartSize, number: int, middle: float, name: str) -> str:
+    """Return the name of a band, within the drawing."""
+    half = svg.LETTER * len(name) / 2
+    x = min(frame.x.at(middle), size.width - half)
+    y = frame.y.start + (14 + 10 * (number % 2) if size.is_narrow else 18)
+    return svg.draw_text(x, y, name, "middle")
 
 
 def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
