@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -179,14 +179,14 @@ def _draw_total(frame: Frame, size: ChartSize, top: float, figure: tuple[float, 
     value, low, high = figure
     at, left, right = frame.x(figure)
     middle = top + _find_row_end(size) - (ROW - 8) / 2
-    interval = f"({format_rounded(low)} to {format_rounded(high)})"
-    words = f"{format_rounded(value)} {unit}"
-    bar = _draw_bar(size, top, "total", frame.x.start, at - frame.x.start, f"step: {words} {interval}")
+    words, interval = f"{format_rounded(value)} {unit}", f" ({format_rounded(low)} to {format_rounded(high)})"
+    title = f"step: {words}{interval if low < high else ''}"
+    bar = _draw_bar(size, top, "total", frame.x.start, at - frame.x.start, title)
     whisker = (
         f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
         f'M{right:.1f} {middle - 5:.1f}v10"/>'
     )
-    return bar + whisker + _draw_row_text(frame, size, top, right, "step", words)
+    return bar + (whisker if low < high else "") + _draw_row_text(frame, size, top, right, "step", words)
 
 
 # ---- timetable ----
@@ -197,8 +197,8 @@ def draw_timetable(step: StepTime) -> Chart | None:
     if not step.spans:
         return None
     ranks = 1 + max(span.rank for span in step.spans)
-    chart = build_chart("Timetable of the pipeline", "", lambda size: _draw_timetable_picture(size, step))
-    return replace(chart, caption=_describe_timetable(step, ranks, 'class="inside"' in chart.html))
+    caption = _describe_timetable(step, ranks)
+    return build_chart("Timetable of the pipeline", caption, lambda size: _draw_timetable_picture(size, step))
 
 
 def _draw_timetable_picture(size: ChartSize, step: StepTime) -> str:
@@ -213,9 +213,14 @@ def _draw_timetable_picture(size: ChartSize, step: StepTime) -> str:
     for span in step.spans:
         spans_by_rank[span.rank].append(span)
     is_merged = size.is_narrow or len(step.spans) > MANY
-    rows = (_draw_rank_row(frame, rank, height, spans, factor, is_merged) for rank, spans in spans_by_rank.items())
-    body = _draw_time_axis(frame, unit) + "".join(rows)
-    return format_legend(_list_action_kinds(step)) + svg.draw_picture(frame, "Timetable of the pipeline", body)
+    rows = "".join(
+        _draw_rank_row(frame, rank, height, spans, factor, is_merged) for rank, spans in spans_by_rank.items()
+    )
+    body = _draw_time_axis(frame, unit) + rows
+    numbers = [LegendEntry("numbers: micro-batches", ())] if 'class="inside"' in rows else []
+    return format_legend([*_list_action_kinds(step), *numbers]) + svg.draw_picture(
+        frame, "Timetable of the pipeline", body
+    )
 
 
 def _list_action_kinds(step: StepTime) -> list[LegendEntry]:
@@ -224,13 +229,12 @@ def _list_action_kinds(step: StepTime) -> list[LegendEntry]:
     return [*entries, LegendEntry("idle", ("idle",))]
 
 
-def _describe_timetable(step: StepTime, ranks: int, numbered: bool) -> str:
+def _describe_timetable(step: StepTime, ranks: int) -> str:
     busy = sum(span.end - span.start for span in step.spans)
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
-    numbers = " Numbers are those of micro-batches." if numbered else ""
     return (
         f"When each of {format_plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this "
-        f"time. Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"
+        f"time. Gathers of weights, reductions of gradients and the optimizer come on top."
     )
 
 
