@@ -170,9 +170,9 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
     if args.multirun:
-        session.trusted = modules.list_trusted_packages(args.overrides)
+        session.trusted = modules.list_trusted_packages(args.typed)
         with Session(args):
-            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
+            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.typed)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)
