@@ -80,8 +80,8 @@ def compose(folder: Path) -> Callable[..., tuple[int, list[Run]]]:
         (["-m", "cluster=cpu,site"], f"cluster.setup=[{SETUP}]: "),
         (["-m", "training.seed=0,1", "cluster=site"], f"cluster.setup=[{SETUP}]: "),
     ],
-    ids=" ".join,
-)  # fmt: skip
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
 def test_what_is_rejected(
     words: list[str],
     sentence: str,
@@ -139,5 +139,6 @@ def test_what_is_typed_counts_now_and_later(compose: Callable[..., tuple[int, li
 def test_trials_of_a_sweep_take_typed_values(
     compose: Callable[..., tuple[int, list[Run]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ["cluster=cpu,site", "cluster.setup=[]", "cluster.environment.CXX=x", "hydra.launcher.dry_run=true"]
-    assert compose("-m", "hydra/launcher=slurm", *typed, "name=both")[0] == 0, capsys.readouterr().err
+    typed = ["cluster=site", "cluster.setup=[]", "cluster.environment.CXX=x", "training.seed=0,1", "name=both"]
+    assert compose("-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", *typed)[0] == 0
+    assert "2 trials" in capsys.readouterr().out

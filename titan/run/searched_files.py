@@ -24,8 +24,8 @@ from titan.run import hydra_private, trust
 
 VARIABLE = "TITAN_CONF"
 """The environment variable that names the user's own folders of configuration files."""
-TYPED_PROVIDERS = ("hydra.searchpath in command-line", "hydra.searchpath in main", "command-line", "main")
-"""Hydra's names of the folders that a command line can set."""
+SEARCH_PATH = "hydra.searchpath"
+"""What the primary configuration of a folder may name: further folders, and packages that Hydra imports."""
 LONGEST_VALUE = 200
 """Characters of a value in a message."""
 _READING = re.compile(r"\s*oc\.env\s*:\s*['\"]?(\w+)['\"]?\s*(,|$)")
@@ -53,10 +53,11 @@ class FileGuard:
         self.typed = trust.list_typed(overrides)
 
     def check_primary(self, loader: ConfigLoader, name: str) -> None:
-        """Check the primary configuration before Hydra searches, and imports, what its `hydra.searchpath` names."""
+        """Check which folders the primary configuration adds, before Hydra searches them and imports packages."""
         for source in loader.get_sources():
             if source.provider == "main" and source.is_config(name):
-                self.check_file(source.load_config(name), name)
+                result = source.load_config(name)
+                self._check_content(result, name, {SEARCH_PATH: OmegaConf.select(result.config, SEARCH_PATH)})
 
     def check_file(self, result: ConfigResult, name: str) -> None:
         """Raise ConfigError where a file of a folder that is not trusted sets what only the user may set.
@@ -65,27 +66,23 @@ class FileGuard:
             result: the file's content, below the package that it is merged into.
             name: its path in its folder, without its suffix.
         """
-        folder, path = _locate_file(result, name)
-        if self._is_trusted(result.provider, path):
+        self._check_content(result, name, OmegaConf.to_container(result.config, resolve=False))
+
+    def _check_content(self, result: ConfigResult, name: str, content: Any) -> None:
+        scheme, _, folder = result.path.partition("://")
+        path = Path(os.path.normpath(Path(os.path.abspath(folder), f"{name.removesuffix('.yaml')}.yaml")))
+        if self._is_trusted(scheme, name, path):
             return
-        content: Any = OmegaConf.to_container(result.config, resolve=False)
         for key, value in trust.list_leaves("", content):
             risk = explain_file_risk(key, value)
             if risk and key.removeprefix(trust.SWEPT) not in self.typed and not trust.was_typed((key, value)):
-                raise ConfigError(_describe_risk(key, value, risk, path, folder))
+                raise ConfigError(_describe_risk(key, value, risk, path, os.path.abspath(folder)))
 
-    def _is_trusted(self, provider: str, path: Path) -> bool:
-        if path.is_absolute():
+    def _is_trusted(self, scheme: str, name: str, path: Path) -> bool:
+        """Return whether a file is in a trusted folder, or in a package: who names a package runs its code."""
+        if scheme == "file":
             return any(path.is_relative_to(folder) for folder in self.trusted_folders)
-        return provider not in TYPED_PROVIDERS and ".." not in path.parts
-
-
-def _locate_file(result: ConfigResult, name: str) -> tuple[Path, Path]:
-    """Return the folder and the path of a file, absolute; relative ones of what is no file of a folder."""
-    scheme, _, folder = result.path.partition("://")
-    base = Path(os.path.abspath(folder)) if scheme == "file" else Path(folder.replace("/", "."))
-    path = Path(os.path.normpath(base / f"{name.removesuffix('.yaml')}.yaml"))
-    return (base if path.is_relative_to(base) else path.parent), path
+        return not os.path.normpath(name).startswith("..")
 
 
 def explain_file_risk(key: str, value: Any) -> str | None:
@@ -107,10 +104,11 @@ def _reads_secret(text: str) -> bool:
     return False
 
 
-def _describe_risk(key: str, value: Any, risk: str, path: Path, folder: Path) -> str:
+def _describe_risk(key: str, value: Any, risk: str, path: Path, folder: str) -> str:
     text = format_value(value)
     text = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-    key, folders = key.removeprefix(trust.SWEPT), os.pathsep.join([*list_own_folders(), str(folder)])
+    folder = folder if path.is_relative_to(folder) else str(path.parent)
+    key, folders = key.removeprefix(trust.SWEPT), os.pathsep.join([*list_own_folders(), folder])
     return (
         f"{key}={text}: {path} sets this, which {risk}, and only the command line names its folder; if you trust the "
         f"folder, make it one of yours with export {VARIABLE}={folders}, or give {key}=VALUE here."
