@@ -98,7 +98,8 @@ def test_the_options_name_such_folders_too(
     option: str, compose: Callable[..., tuple[int, list[Run]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compose("cluster=site", option=option) == (2, [])
-    assert "hydra.searchpath=[pkg://json.conf]" if "path" in option else "cluster.setup=" in capsys.readouterr().err
+    setting = "hydra.searchpath=[pkg://json.conf]: " if "path" in option else "cluster.setup="
+    assert setting in capsys.readouterr().err
 
 
 def test_a_choice_that_leads_out_of_the_own_folders(
