@@ -30,6 +30,7 @@ FILES = {
     "recipe/sampler.yaml": HEAD + "hydra: {sweeper: {sampler: {_target_: os.system}}}\n",
     "recipe/moved.yaml": HEAD + "defaults: [/recipe/names@cluster.environment: names]\n",
     "recipe/names/names.yaml": "LD_PRELOAD: x\n",
+    "theirs.yaml": "hydra: {searchpath: ['pkg://json.conf']}\n",
     "train.yaml": "defaults: [/train@_here_, _self_]\nhydra: {searchpath: ['pkg://json.conf']}\n",
 }
 
@@ -68,17 +69,19 @@ def compose(folder: Path) -> Callable[..., tuple[int, list[Run]]]:
         (["cluster=site", "cluster.setup=[]", "cluster.environment={CC: x}"], "cluster.environment.CXX=x: "),
         (["recipe=secret"], "dataset.cache=${oc.env:MY_TOKEN}: FOLDER/recipe/secret.yaml sets this"),
         (["recipe=computed"], "reads a secret"),
-        (["recipe=variable"], "reads a secret"),
+        pytest.param(["recipe=variable"], "reads a secret", marks=pytest.mark.full),
         (["recipe=whole"], "cluster=${later}: "),
-        (["recipe=env_set"], "hydra.job.env_set.CXX=x: "),
+        pytest.param(["recipe=env_set"], "hydra.job.env_set.CXX=x: ", marks=pytest.mark.full),
         (["recipe=callback"], "hydra.callbacks.a._target_=titan.files.atomic.write_atomic: "),
-        (["recipe=logging"], "hydra.hydra_logging.handlers.a.class=logging.FileHandler: "),
+        pytest.param(
+            ["recipe=logging"], "hydra.hydra_logging.handlers.a.class=logging.FileHandler: ", marks=pytest.mark.full
+        ),
         (["recipe=overrides"], "hydra.overrides.task="),
         (["recipe=swept"], "cluster.setup=[x]: "),
         (["recipe=sampler"], "hydra.sweeper.sampler._target_=os.system: "),
         (["recipe=moved"], "cluster.environment.LD_PRELOAD=x: FOLDER/recipe/names/names.yaml"),
         (["-m", "cluster=cpu,site"], f"cluster.setup=[{SETUP}]: "),
-        (["-m", "training.seed=0,1", "cluster=site"], f"cluster.setup=[{SETUP}]: "),
+        pytest.param(["-m", "training.seed=0,1", "cluster=site"], f"cluster.setup=[{SETUP}]: ", marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -93,12 +96,15 @@ def test_what_is_rejected(
     assert sentence.replace("FOLDER", str(folder)) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--config-dir conf", "--config-path conf --config-name train"])
+@pytest.mark.parametrize(
+    "option",
+    ["--config-dir conf", "--config-path conf --config-name train", "--config-dir conf --config-name theirs"],
+)
 def test_the_options_name_such_folders_too(
     option: str, compose: Callable[..., tuple[int, list[Run]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compose("cluster=site", option=option) == (2, [])
-    setting = "hydra.searchpath=[pkg://json.conf]: " if "path" in option else "cluster.setup="
+    setting = "hydra.searchpath=[pkg://json.conf]: " if "name" in option else "cluster.setup="
     assert setting in capsys.readouterr().err
 
 

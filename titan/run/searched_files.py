@@ -54,10 +54,12 @@ class FileGuard:
 
     def check_primary(self, loader: ConfigLoader, name: str) -> None:
         """Check which folders the primary configuration adds, before Hydra searches them and imports packages."""
-        for source in loader.get_sources():
-            if source.provider == "main" and source.is_config(name):
-                result = source.load_config(name)
-                self._check_content(result, name, {SEARCH_PATH: OmegaConf.select(result.config, SEARCH_PATH)})
+        source = next((source for source in loader.get_sources() if source.is_config(name)), None)
+        if source is not None:
+            result = source.load_config(name)
+            searched = OmegaConf.select(result.config, SEARCH_PATH)
+            folders = OmegaConf.to_container(searched) if OmegaConf.is_config(searched) else searched
+            self._check_content(result, name, {SEARCH_PATH: folders})
 
     def check_file(self, result: ConfigResult, name: str) -> None:
         """Raise ConfigError where a file of a folder that is not trusted sets what only the user may set.
