@@ -103,7 +103,7 @@ def _find_errors(row: Row, tensor: int) -> Iterator[str]:
     if isinstance(row.core, RecurrentCore):
         yield from _find_state_errors(row, out)
     if tensor > 1 and _differs(out[:, : out.shape[1] // tensor], _attend_with_first_heads(row, tensor)):
-        yield "computes a head by others too; give parallelism.tensor=1"
+        yield "computes other results for some of the heads by themselves; give parallelism.tensor=1"
 
 
 def _find_part_errors(row: Row, out: Tensor) -> Iterator[str]:
