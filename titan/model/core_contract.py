@@ -68,7 +68,7 @@ class Row:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, queries: DocumentTokens, keys: DocumentTokens) -> Any:
-        """Return what the core computes of whole rows."""
+        """Return what the core computes, from the state of no tokens where it has one."""
         inputs = CoreInputs(None, queries, keys)
         if isinstance(self.core, RecurrentCore):
             return self.core.attend(q, k, v, inputs, self.core.init_state(q, k, v))[0]

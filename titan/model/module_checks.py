@@ -106,7 +106,7 @@ def _find_contract_errors(model: Any, schema: Decoder, name: str, tensor: int) -
     for layers in schema.kinds().values():
         for core in iterate_cores(model.layers[str(layers[0])]):
             if error := find_core_error(core, schema.heads, schema.kv_heads, schema.head_size, tensor):
-                yield (f"model={name}: attention {type(core).__qualname__} of layers.{layers[0]} {error} ({GUIDE}).")
+                yield f"model={name}: attention {type(core).__qualname__} of layers.{layers[0]} {error} ({GUIDE})."
 
 
 def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> Iterator[str]:
