@@ -149,7 +149,7 @@ def test_what_is_rejected(core: type[nn.Module], expected: str) -> None:
 
 def test_heads_that_need_others_are_rejected_where_ranks_have_some() -> None:
     check(Mixing)
-    with pytest.raises(ConfigError, match=r"other results for some of the heads by themselves; give parallelism\.tensor=1"):
+    with pytest.raises(ConfigError, match=r"some of the heads by themselves; give parallelism\.tensor=1"):
         check(Mixing, tensor=2)
 
 

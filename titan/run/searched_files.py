@@ -28,6 +28,9 @@ SEARCH_PATH = "hydra.searchpath"
 """What the primary configuration of a folder may name: further folders, and packages that Hydra imports."""
 LONGEST_VALUE = 200
 """Characters of a value in a message."""
+_DECODING = re.compile(r"\s*oc\.(decode|create)\s*:")
+"""Resolvers that read a text as a configuration, with the interpolations in it."""
+_CALL = re.compile(r"\$\{\s*oc\.env\s*:[^${}]*\}")
 _READING = re.compile(r"\s*oc\.env\s*:\s*['\"]?(\w+)['\"]?\s*(,|$)")
 
 
@@ -102,6 +105,8 @@ def _reads_secret(text: str) -> bool:
         if "${" in call.partition(":")[0] or (call.lstrip().startswith("oc.env") and variable is None):
             return True
         if variable is not None and is_secret(variable[1]):
+            return True
+        if (decoding := _DECODING.match(call)) and "$" in _CALL.sub("", call[decoding.end() :]):
             return True
     return False
 
