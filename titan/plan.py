@@ -71,7 +71,7 @@ COMMAND = Command(
         "recipe=train_8b cluster.price=2.5": "a run on 64 H100, with its cost",
         "recipe=bench_405b_512 plan.search=true": "a faster layout on the same devices",
         "recipe=bench_8b_8 plan.trace=true": "other figures, from a trace of the step",
-        "-m recipe=train_1b parallelism=ddp,fsdp": "a sweep, one line per trial",
+        "-m recipe=train_8b memory=selective,full": "a sweep, one line per trial",
         "recipe=train_8b to=[plan.html,plan.json]": "charts as a page, and all figures",
     },
     Settings,

@@ -180,7 +180,9 @@ def test_typed_settings_are_constraints(typed: dict[str, Any], expected: dict[st
 
 @pytest.mark.parametrize("mode", ["every_n", "budget"])
 def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
-    run = compose_test_run([*COMMON, *RUNS["8-devices"], f"memory={mode}"], remote=True)
+    long = ("model.layers=16", "model.vocab=1024", "dataset.vocab=1024", "training.seq_len=8192")  # blocks decide
+    more = ("training.global_batch=65536", f"memory={mode}")
+    run = compose_test_run([*COMMON, *RUNS["8-devices"], *long, *more], remote=True)
     hardware = resolve_hardware(run.cluster, run.machine)
     bound = LowerBounds(run, lambda layout: derive_device_speeds(run, hardware, run.machine, layout), "cuda")
     for option in list(iterate_options(run, 8, run.machine, {"checkpointing": mode}))[::29]:

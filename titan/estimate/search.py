@@ -165,7 +165,8 @@ def _explain_no_layout(recipe: Recipe, devices: int, machine: Machine, typed: Ty
             )
     if not typed or not all(possible.values()):
         return f"plan.search=true: {subject} gives each data-parallel rank a row; give a larger training.global_batch."
-    return f"plan.search=true: {subject} has{_describe_typed(typed).removeprefix(' with')}; leave one of them out."
+    remedy = "leave it out" if len(typed) == 1 else "leave one of them out"
+    return f"plan.search=true: {subject} has{_describe_typed(typed).removeprefix(' with')}; {remedy}."
 
 
 class _Space:

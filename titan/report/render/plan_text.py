@@ -156,7 +156,7 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
 def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:
     words = " ".join(outcome.build_overrides(result)) or "(as given)"
     step, memory = (
-        f"{figure.value:>5} {figure.unit} {f'({figure.interval})':<14}"
+        f"{figure.value:>5} {figure.unit} {f'({figure.interval})':<16}"
         for figure in (format_result_step(outcome, result), format_result_memory(outcome, result))
     )
     mark = "!" if fits_closely(outcome.plan, result) else " "
