@@ -158,6 +158,12 @@ class Parallelism:
     )
     prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one that computes; 0: as torch does", at_least=0)
     sequence_parallel: bool = setting(True, "with tensor: split the sequence too, between matmuls")
+    regather: bool | str = setting(
+        "auto",
+        "with tensor: save a rank's part of what matmuls gather, and gather it again in backward; auto: if blocks are "
+        "not recomputed, with sequence_parallel",
+        words=("auto",),
+    )
     loss_parallel: bool = setting(True, "with tensor: compute the loss from split logits, never from whole ones")
     async_tensor: bool = setting(False, "with tensor: overlap matmuls with communication (CUDA, compile=block)")
     context_method: Literal["allgather", "ulysses", "ring"] = setting(

@@ -15,6 +15,7 @@ from titan.config.warning import warn_once
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
@@ -207,6 +208,8 @@ def _check_tensor(run: Run) -> None:
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             raise ConfigError(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
+    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, run.layout)):
+        raise ConfigError(f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto.")
 
 
 def _check_context(run: Run) -> None:

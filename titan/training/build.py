@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan.compile.backend import compile_stage
 from titan.config.kinds import get_kind
 from titan.errors import ConfigError, RunError
+from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import RecurrentCore, iterate_cores
@@ -160,7 +161,15 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
     mesh, chunk = _find_fsdp_mesh(world), run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
-        model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None, terms=terms
+        model,
+        run.precision,
+        parallelism,
+        world,
+        quantized,
+        chunk=chunk,
+        sharded=mesh is not None,
+        terms=terms,
+        regather=regathers_input(run, run.layout),
     )
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
     if world.context is not None:
@@ -213,6 +222,7 @@ def _apply_precision_and_tensor(
     chunk: int | None = None,
     sharded: bool = False,
     terms: tuple[loss_terms.Term, ...] = (),
+    regather: bool = False,
 ) -> None:
     """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
 
@@ -225,6 +235,7 @@ def _apply_precision_and_tensor(
         chunk: tokens whose logits exist at a time; None: all.
         sharded: whether FSDP gathers weights.
         terms: of the loss, next to cross-entropy.
+        regather: whether regions gather their input again in backward.
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
@@ -234,7 +245,9 @@ def _apply_precision_and_tensor(
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)
         sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
-        tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, chunk=chunk)
+        tensor.apply_tensor_plan(
+            model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, regather=regather, chunk=chunk
+        )
 
 
 def build_for_generation(schema: Decoder, precision: Precision, world: World) -> Any:
@@ -334,6 +347,8 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
         sequence = "with" if parallelism.sequence_parallel else "without"
         logits = "split" if parallelism.loss_parallel or run.training.loss_chunk else "whole"
         note(f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {logits} logits")
+        if regathers_input(run, layout):
+            note("inputs of split matmuls gathered again in backward")
     if layout.context > 1:
         balance = ", balanced" if parallelism.balance else ""
         note(f"context parallel over {layout.context} ranks by {parallelism.context_method}{balance}")
