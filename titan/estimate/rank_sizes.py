@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
 from titan.model.counts import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
@@ -153,6 +154,8 @@ class RankSizes:
             fused=device == "cuda",
             compiled=recipe.compile.scope in ("block", "model"),
             expert=layout.expert,
+            regather=regathers_input(recipe, layout),
+            one_row=rows == 1,
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1

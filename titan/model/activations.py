@@ -22,6 +22,8 @@ class RankBatch:
         fused: whether a norm is one kernel, as on GPUs; else autograd saves two float32 tensors of each.
         compiled: whether a compiler fuses elementwise operations and recomputes them instead of saving their results.
         expert: ranks that share experts; each computes as many rows as it has, if the load is even.
+        regather: whether regions of split matmuls save the rank's part of their input and gather it again in backward.
+        one_row: whether the micro-batch is one row, which ranks gather without copies.
     """
 
     tokens: float
@@ -31,11 +33,27 @@ class RankBatch:
     fused: bool = True
     compiled: bool = False
     expert: int = 1
+    regather: bool = False
+    one_row: bool = False
 
     @property
     def residual_tokens(self) -> float:
         """Tokens of the residual stream on the rank."""
         return self.tokens / self.tensor if self.sequence else self.tokens
+
+    @property
+    def saved_input_tokens(self) -> float:
+        """Tokens of a region's input that autograd saves."""
+        return self.residual_tokens if self.regather else self.tokens
+
+    def count_regather_bytes(self, dim: int, outputs: float) -> float:
+        """Return the bytes of gradients of a region's input and first products, with the input and a copy.
+
+        Args:
+            dim: D.
+            outputs: width of the outputs of its first matmuls together, on this rank.
+        """
+        return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
 
     @property
     def unsplit(self) -> RankBatch:
@@ -231,15 +249,15 @@ class SharedExperts(NamedTuple):
     width: int
     split: bool
 
-    def gathers_input(self, batch: RankBatch) -> bool:
-        """Return whether their input is gathered from tensor ranks."""
-        return self.split and batch.tensor > 1 and batch.sequence
+    def saves_gathered_input(self, batch: RankBatch) -> bool:
+        """Return whether autograd saves their input as it is gathered from tensor ranks."""
+        return self.split and batch.tensor > 1 and batch.sequence and not batch.regather
 
     def count_bytes(self, batch: RankBatch, dim: int) -> LayerActivations:
-        """Return their activation memory, with their input where it is gathered."""
+        """Return their activation memory, with their gathered input where it is saved."""
         activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
         return activations._replace(
-            saved=activations.saved + batch.bytes * dim * batch.tokens * self.gathers_input(batch)
+            saved=activations.saved + batch.bytes * dim * batch.tokens * self.saves_gathered_input(batch)
         )
 
 
@@ -252,7 +270,7 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
     """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
     In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks
-    all-gather.
+    all-gather: the rank's part of it, or all.
 
     Args:
         batch: the part that the rank computes.
@@ -262,14 +280,14 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
     """
     c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
     feed_forward, gradient = count_swiglu_bytes(batch, dim, ffn), c * dim * s
-    norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * n
+    norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * batch.saved_input_tokens
     gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and batch.sequence else 0))
     norm = batch.count_norm_backward_bytes(dim) * s - feed_forward.saved
     return BlockActivations(
         gradient,
         norms + attention.saved + feed_forward.saved,
         gradient + attention.selective + feed_forward.selective,
-        gradient + max(gates, norm, c * dim * n),
+        gradient + max(gates, norm, c * dim * n, batch.count_regather_bytes(dim, 2 * ffn / t) - feed_forward.saved),
         attention.outputs + feed_forward.outputs,
     )
 
@@ -310,9 +328,9 @@ def count_moe_block_bytes(
     c, s, width, inputs = batch.bytes, batch.residual_tokens, experts.width, experts.scale_inputs
     rows, gradient = experts.top_k * s, c * dim * s
     shared_activations = LayerActivations(0.0, 0.0, 0.0, 0) if shared is None else shared.count_bytes(batch, dim)
-    norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.tokens
+    norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
     router = ((c if batch.compiled else 4) * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
-    if c < 4 and not batch.compiled and (inputs or (shared is not None and not shared.gathers_input(batch))):
+    if c < 4 and not batch.compiled and (inputs or (shared is not None and not shared.saves_gathered_input(batch))):
         router += c * dim * s  # the input, not only in float32
     weighted_outputs = 0.0 if inputs else c * dim * rows
     gates = (3 if batch.compiled else 4) * c * width * rows

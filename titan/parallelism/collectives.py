@@ -35,9 +35,13 @@ def start_all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def finish_all_gather(pending: Tensor, dim: int, ranks: int) -> Tensor:
-    """Wait for an all-gather, and concatenate the ranks' tensors along `dim`."""
+    """Wait for an all-gather, and concatenate the ranks' tensors along `dim`; a view where they lie so already."""
     out = wait(pending)
-    return out if dim == 0 else torch.cat(out.chunk(ranks), dim)
+    if dim == 0:
+        return out
+    if dim == 1 and out.shape[0] == ranks:  # one row
+        return out.flatten(0, 1).unsqueeze(0)
+    return torch.cat(out.chunk(ranks), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -47,7 +51,9 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """Start a reduce-scatter in a group given by its name, and return what `wait` takes. No gradient."""
-    if dim != 0:
+    if dim == 1 and x.shape[0] == 1:
+        x = x.squeeze(0).unflatten(0, (ranks, -1))
+    elif dim != 0:
         x = torch.cat(x.chunk(ranks, dim))
     pending: Tensor = _OPS.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
     return pending
