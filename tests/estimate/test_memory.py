@@ -44,7 +44,6 @@ LAYOUTS = {
     "tp": ("parallelism=tp", 0),
     "tp-kept": ("parallelism=tp parallelism.regather=false", 0),
     "tp-regathered": ("parallelism=tp parallelism.regather=true", 0),
-    "tp-one-row": ("parallelism=tp parallelism.microbatches=16", 0),
     "tp-whole-sequence": ("parallelism=tp parallelism.sequence_parallel=false", 0),
     "fsdp-tp": ("parallelism=fsdp_tp", 0),
     "cp": ("parallelism=cp", 0),

@@ -94,6 +94,7 @@ def compute_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ran
     pending_input = collectives.start_all_gather(x, ranks, group)
     x_grad = _sum_input_gradients(grads, weights)
     inputs = collectives.finish_all_gather(pending_input, SEQUENCE_DIM, ranks).flatten(0, -2)
+    del pending_input  # a copy of the input, unless there is one row
     pending_grad = collectives.start_reduce_scatter(x_grad, SEQUENCE_DIM, ranks, group)
     del x_grad
     weight_grads = [grad.flatten(0, -2).t() @ inputs for grad in grads]

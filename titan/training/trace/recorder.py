@@ -28,6 +28,7 @@ COLLECTIVES = {
     "all_to_all_single": "all-to-all", "broadcast": "all-gather",
 }  # fmt: skip
 """The kinds of functional collectives, by the names of their operations."""
+WAIT = "_c10d_functional::wait_tensor"
 NO_KERNEL = ("prim", "profiler")
 """Libraries of operations that compute nothing."""
 
@@ -115,8 +116,17 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "logits"
         return "activations"
 
+    def _move_storage(self, pending: Tensor, result: Tensor) -> None:
+        """Let the result of waiting be the tensor that was waited for, as on a device; fake tensors are two."""
+        storage = result.untyped_storage()
+        entry = self.sizes.pop(pending.untyped_storage()._cdata, None)
+        if entry is None or storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = entry
+        weakref.finalize(storage, self._record_collected, storage._cdata)
+
     def _record_collected(self, cdata: int) -> None:
-        key, size = self.sizes.pop(cdata)
+        key, size = self.sizes.pop(cdata, (-1, 0))  # a pending tensor has none any more
         if size:
             self._record_free(key)
 
@@ -138,9 +148,11 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.owner == NONE and self.region.block == NONE and not view:
             self._record_by_block(name, args, inputs, outputs)
             return out
+        if name == WAIT:
+            self._move_storage(inputs[0], outputs[0])
         for tensor in outputs:
             self.record_allocation(tensor)
-        if name == "_c10d_functional::wait_tensor" or (not view and name not in ALLOCATIONS):
+        if name == WAIT or (not view and name not in ALLOCATIONS):
             self._record_operation(name, args, inputs, outputs)
         return out
 
