@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks: dict[int, int] = {}
         self.categories: dict[int, str] = {}
         self.arrivals: dict[int, int] = {}
+        self.sharers: Counter[int] = Counter()
         self.count = 0
 
     # ---- what is recorded ----
@@ -116,18 +118,21 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "logits"
         return "activations"
 
-    def _move_storage(self, pending: Tensor, result: Tensor) -> None:
-        """Let the result of waiting be the tensor that was waited for, as on a device; fake tensors are two."""
+    def _share_allocation(self, pending: Tensor, result: Tensor) -> None:
+        """Let the result of waiting be in the memory of the pending tensor, as on a device; fake tensors are two."""
         storage = result.untyped_storage()
-        entry = self.sizes.pop(pending.untyped_storage()._cdata, None)
+        entry = self.sizes.get(pending.untyped_storage()._cdata)
         if entry is None or storage._cdata in self.sizes:
             return
         self.sizes[storage._cdata] = entry
+        self.sharers[entry[0]] += 1
         weakref.finalize(storage, self._record_collected, storage._cdata)
 
     def _record_collected(self, cdata: int) -> None:
-        key, size = self.sizes.pop(cdata, (-1, 0))  # a pending tensor has none any more
-        if size:
+        key, size = self.sizes.pop(cdata)
+        if self.sharers[key]:
+            self.sharers[key] -= 1
+        elif size:
             self._record_free(key)
 
     def _record_free(self, key: int) -> None:
@@ -149,7 +154,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_by_block(name, args, inputs, outputs)
             return out
         if name == WAIT:
-            self._move_storage(inputs[0], outputs[0])
+            self._share_allocation(inputs[0], outputs[0])
         for tensor in outputs:
             self.record_allocation(tensor)
         if name == WAIT or (not view and name not in ALLOCATIONS):
