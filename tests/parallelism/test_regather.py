@@ -97,9 +97,7 @@ def compare(rank: int, world: int, config: Decoder, dtype: torch.dtype, backend:
         full("llama", torch.float32, "aot_eager", id="compiled"),
     ],
 )
-def test_gradients_are_bitwise_the_same_and_fewer_bytes_are_saved(
-    name: str, dtype: torch.dtype, backend: str
-) -> None:
+def test_gradients_are_bitwise_the_same_and_fewer_bytes_are_saved(name: str, dtype: torch.dtype, backend: str) -> None:
     for different, kept, gathered in run_ranks(compare, 2, MODELS[name], dtype, backend):
         assert different == []
         assert gathered < kept

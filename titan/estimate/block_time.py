@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
+from titan.estimate.regather import regathers_input
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class RankWork:
         self.compiled = recipe.compile.scope in ("block", "model")
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
+        self.regathers = regathers_input(recipe, layout)
         self._blocks: dict[str, BlockTime] = {}
         self.head_layer, self.quantized = _select_layers(self.model, self.precision, self.tensor)
 
@@ -183,9 +185,7 @@ class BlockTime:
         work["attention"] = self._attention_seconds[1]
         work["experts"] = self._estimate_experts("input") + self._estimate_experts("weight")
         work["memory-bound"] = self._estimate_elementwise("backward")
-        work["tensor parallelism"] = (
-            self._exchange_count * self.rank.estimate_tensor_exchange() + self._estimate_regather()
-        )
+        work["tensor parallelism"] = self._estimate_backward_exchanges()
         work["context parallelism"] = self._estimate_context_exchange("backward")
         work["expert parallelism"] = 2 * self._estimate_row_exchange()
         work["host"] = self._estimate_host(2)
@@ -315,13 +315,24 @@ class BlockTime:
             else 0.0
         )
 
-    def _estimate_regather(self) -> float:
-        """Return the time to gather the inputs of regions again: only a shard of them is saved."""
-        return (
-            self._exchange_count / 2 * self.rank.estimate_tensor_exchange()
-            if self.rank.recipe.parallelism.sequence_parallel
-            else 0.0
-        )
+    def _estimate_backward_exchanges(self) -> float:
+        """Return the exposed time of exchanges between tensor ranks in backward.
+
+        Each region gathers the gradient of its output and reduce-scatters that of its input. Where it saves a shard of
+        its input, it gathers that again: beside the gradient of the input, and the reduce-scatter is beside those of
+        weights. Async tensor parallelism saves shards too; its exposed part is the same for all exchanges.
+        """
+        rank, exchange = self.rank, self.rank.estimate_tensor_exchange()
+        parallelism, regions = rank.recipe.parallelism, self._exchange_count / 2
+        if not rank.regathers or rank.speeds.synchronous:
+            gathers_again = rank.regathers or (parallelism.async_tensor and parallelism.sequence_parallel)
+            return (3 if gathers_again else 2) * regions * exchange
+        hidden = (self._estimate_first_layers(part) for part in ("input", "weight"))
+        return regions * exchange + sum(max(0.0, regions * exchange - seconds) for seconds in hidden)
+
+    def _estimate_first_layers(self, part: str) -> float:
+        """Return the time of the gradients of inputs or weights of the layers that a region begins with."""
+        return sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items() if not layer.rowwise)
 
     def _estimate_context_exchange(self, part: str) -> float:
         """Return the exposed time of keys and values between context ranks, in one block."""

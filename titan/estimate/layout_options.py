@@ -158,6 +158,8 @@ def iterate_schedules(
             yield (parallelism.schedule, "auto", reshard), [n for n in counts if n <= rows][-MICROBATCHES:]
         return
     for schedule in SCHEDULES.values():
+        if schedule.splits_backward and parallelism.regather is True and layout.tensor > 1:
+            continue
         if schedule.name == typed.get("schedule", schedule.name):
             for stages in _list_stages_per_rank(schedule, layout.pipeline, typed):
                 if stages * layout.pipeline <= recipe.model.layers:

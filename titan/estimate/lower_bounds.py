@@ -12,6 +12,7 @@ from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, La
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
 from titan.estimate.step_time import StepModel
+from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.parallelism.schema import Layout
 
@@ -185,9 +186,12 @@ class LowerBounds:
         return self._stages[key]
 
     def _build_key(self, option: LayoutOption) -> tuple[Any, ...]:
-        """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
-        rows = math.ceil(math.ceil(self.recipe.training.rows / option.layout.data_ranks) / option.microbatches)
-        return rows, option.layout.tensor, option.layout.context, option.layout.expert, option.mode
+        """Return what a block depends on: rows of a micro-batch, degrees, checkpointing, and whether backward is split,
+        which excludes `parallelism.regather`."""
+        layout = option.layout
+        rows = math.ceil(math.ceil(self.recipe.training.rows / layout.data_ranks) / option.microbatches)
+        is_split = min(layout.tensor, layout.pipeline) > 1 and SCHEDULES[option.schedule].splits_backward
+        return rows, layout.tensor, layout.context, layout.expert, option.mode, is_split
 
 
 def _summarise_stages(model: Decoder, stages: Sequence[tuple[int, range]], ranks: int) -> StageCounts:

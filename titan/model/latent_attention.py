@@ -75,9 +75,8 @@ class LatentAttention(nn.Module):
     @passes_input_to_project
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
-        first = self.wq if self.wq_a is None else self.wq_a
-        queries, latent = self.project(x, (first, self.wkv_a))  # type: ignore[arg-type]
-        q = self._compute_queries(queries, cos, sin)
+        q, latent = self.project(x, (self.wq if self.wq_a is None else self.wq_a, self.wkv_a))  # type: ignore[arg-type]
+        q = self._compute_queries(q, cos, sin)
         k, v = self._compute_keys_and_values(latent, cos, sin)
         v = F.pad(v, (0, q.shape[-1] - self.v_head_dim))
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)

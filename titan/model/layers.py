@@ -103,11 +103,11 @@ class Linear(nn.Linear):
         return self.product(x, self.get_weight(self.weight, self.operand or x.dtype))
 
 
-Project = Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]
+Project = Callable[[Tensor, Sequence[Linear]], tuple[Any, ...]]
 """Maps one input [..., in] by each of several layers to [..., out]."""
 
 
-def call_layers(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+def call_layers(x: Tensor, layers: Sequence[Linear]) -> tuple[Any, ...]:
     """Return the output of each layer for the same input."""
     return tuple(layer(x) for layer in layers)
 

@@ -45,7 +45,7 @@ def regather_input(module: nn.Module, group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup) -> tuple[Any, ...]:
     """Return each layer's output [B, T, out] for the gathered input, from its shard [B, T / ranks, D].
 
     Layers with hooks (FSDP's where a group has the layer, or those that observe outputs) or with another product are
@@ -109,12 +109,10 @@ def _sum_input_gradients(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
         total = part if total is None else total.add_(part)
     if total is None:
         raise ValueError("no layers")
-    return total.unflatten(0, grads[0].shape[:-1])
+    return total.view(*grads[0].shape[:-1], -1)
 
 
-def _make_fake_gradients(
-    grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str
-) -> list[Tensor]:
+def _make_fake_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format), *(torch.empty_like(w) for w in weights)]
 
 
