@@ -289,6 +289,11 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism=tp parallelism.async_tensor=true compile=off", "async_tensor=true|compile=block and a CUDA device"),
     ("parallelism.async_tensor=true", "async_tensor=true|parallelism.tensor above 1"),
     (
+        "parallelism=tp parallelism.regather=true parallelism.sequence_parallel=false",
+        "regather=true|sequence_parallel=false|give auto",
+    ),
+    ("parallelism=tp parallelism.regather=yes", "regather|true, false or auto"),
+    (
         "parallelism=pp parallelism.pipeline=4 cluster.devices=4 parallelism.microbatches=2",
         "parallelism.microbatches=2|at least as many as stages|give 4 or more",
     ),

@@ -20,14 +20,11 @@ from titan.model.schema_llama4 import Llama4
 from titan.parallelism import tensor
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64}
-LLAMA = Llama(**SHAPE)
-LLAMA4 = Llama4(**SHAPE, experts=4, top_k=1, expert_ffn=16)
 MODELS = {
-    "llama": LLAMA,
-    "llama4": LLAMA4,
+    "llama": Llama(**SHAPE),
+    "llama4": Llama4(**SHAPE, experts=4, top_k=1, expert_ffn=16),
     "latent-queries": DeepseekV3(**GROUPS),
     "plain-queries": DeepseekV3(**LATENT),
-    "forward-of-a-users-own": OwnLlama(**SHAPE, attention="gated"),
 }
 
 

@@ -87,14 +87,13 @@ class LatentAttention(nn.Module):
         """Return the queries [B, T, H, d] from their latent, or before they are rotated where there is none."""
         if self.q_norm is not None and self.wq_b is not None:
             q = self.wq_b(self.q_norm(q))
-        plain, rotated = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
-            (self.qk_nope_head_dim, self.qk_rope_head_dim), -1
-        )
+        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        plain, rotated = torch.split(q.view(*q.shape[:-1], -1, sum(widths)), widths, -1)
         return torch.cat((plain, rotate_neighbours(rotated, cos, sin)), -1)
 
     def _compute_keys_and_values(self, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim] from their latent."""
-        latent, rotated = latent.split((self.kv_norm.weight.shape[0], self.qk_rope_head_dim), -1)
+        latent, rotated = torch.split(latent, [self.kv_norm.weight.shape[0], self.qk_rope_head_dim], -1)
         keys_and_values = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         plain, v = keys_and_values.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         rotated = rotate_neighbours(rotated[..., None, :], cos, sin)

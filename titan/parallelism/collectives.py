@@ -52,7 +52,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """Start a reduce-scatter in a group given by its name, and return what `wait` takes. No gradient."""
     if dim == 1 and x.shape[0] == 1:
-        x = x.squeeze(0).unflatten(0, (ranks, -1))
+        x = x.reshape(ranks, -1, *x.shape[2:])
     elif dim != 0:
         x = torch.cat(x.chunk(ranks, dim))
     pending: Tensor = _OPS.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
