@@ -55,6 +55,8 @@ def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup
         gathered = collectives.all_gather_autograd(x, SEQUENCE_DIM, group)
         return tuple(layer(gathered) for layer in layers)
     weights = [layer.get_weight(layer.weight, layer.operand or x.dtype) for layer in layers]
+    if not torch.is_grad_enabled():  # where Dynamo (torch 2.13) mistakes two weights for a forward without a context
+        return _multiply(x, weights, group)
     outputs: tuple[Tensor, ...] = _ProjectShard.apply(x, group, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -64,13 +66,18 @@ def _is_plain(layer: Linear) -> bool:
     return layer.product is F.linear and not layer._forward_pre_hooks and not layer._forward_hooks
 
 
+def _multiply(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Return the products of the gathered input and each weight."""
+    gathered = collectives.all_gather(x, SEQUENCE_DIM, group)
+    return tuple(F.linear(gathered, weight) for weight in weights)
+
+
 class _ProjectShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group = group
-        gathered = collectives.all_gather(x, SEQUENCE_DIM, group)
-        return tuple(F.linear(gathered, weight) for weight in weights)
+        return _multiply(x, weights, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
