@@ -16,7 +16,7 @@ from titan.config.command import Command, CommandLine
 from titan.console import output
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
-from titan.files.run_directory import RUN
+from titan.files.run_directory import RUN, describe_runs_below
 from titan.metrics.reader import METRICS, read_steps
 from titan.training.replay import show
 from titan.training.replay.job import ReplayJob, read_rank_replays
@@ -74,6 +74,8 @@ def _is_run(against: str | None) -> bool:
         return False
     if (Path(against).expanduser() / RUN).is_file():
         return True
+    if runs := describe_runs_below(against):
+        raise ConfigError(f"against={against}: {runs}.")
     if "=" not in against:
         raise ConfigError(f"against={against}: is no run's directory and no override; give runs/NAME or SETTING=VALUE.")
     return False

@@ -15,6 +15,7 @@ from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.config.settings import format_setting
 from titan.errors import ConfigError
+from titan.files.run_directory import describe_runs_below
 from titan.files.untrusted import describe_value
 
 EXPORT_MARKERS = {"hf": "config.json", "meta": "params.json"}
@@ -192,6 +193,8 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
     )
     if last is None:
         reasons = f" ({'; '.join(notes)})" if notes else ""
+        if not notes and (runs := describe_runs_below(path)):
+            raise ConfigError(f"{label}: {runs}.")
         weight_files = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
         advice = (
             f"use its weights: checkpoint.weights={path}" if weight_files else "give a run's or a checkpoint's folder"

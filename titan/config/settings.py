@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import get_class_path
+from titan.config.libraries import describe_library
 from titan.console.text import escape, is_redacted
-from titan.errors import ConfigError, find_own_code_error
+from titan.errors import ConfigError, UnknownSettingError, find_own_code_error
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -113,9 +114,7 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{path}={format_value(data)}: expected a group of settings; choose one of {path}'s choices instead."
-        )
+        raise ConfigError(f"{path}={format_value(data)}: expected {_describe_group(cls, path)}.")
     data = dict(data)
     has_target = "_target_" in data
     if has_target and hasattr(cls, "build"):
@@ -139,12 +138,7 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
     fields, hints = _list_fields(cls), _read_type_hints(cls)
     for key in data:
         if key not in fields:
-            field_path = _join_path(path, str(key))
-            names = [_join_path(path, name) for name in fields]
-            raise ConfigError(
-                f"{field_path}={format_value(data[key])}: there is no such "
-                f"setting{suggest_nearest(field_path, names)}{_suggest_target(cls)}"
-            )
+            raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields])
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
         field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
@@ -155,6 +149,24 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
         else:
             values[name] = _check_value(value, kind, fields[name], field_path)
     return values
+
+
+def _build_unknown_error(cls: type, path: str, value: Any, names: Iterable[str]) -> UnknownSettingError:
+    """Return the error for a setting that a schema has not; of a single setting in a group, with its whole name."""
+    hint = f"{suggest_nearest(path, names)}{_suggest_target(cls)}"
+    while isinstance(value, Mapping) and len(value) == 1 and "_target_" not in value:
+        ((name, value),) = value.items()
+        path = _join_path(path, str(name))
+    typed = f"{path}={format_value(value)}"
+    return UnknownSettingError(f"{typed}: there is no such setting{hint}", typed, path, hint)
+
+
+def _describe_group(cls: type, path: str) -> str:
+    """Return what a user gives in place of a single value where a schema's settings are expected."""
+    if "." not in path:
+        return f"a group of settings; choose one of {path}'s choices instead"
+    name = "_target_:MODULE.CLASS" if _suggest_target(cls) else f"{next(iter(_list_fields(cls)))}:VALUE"
+    return f"names and values, such as {path}={{{name}}}"
 
 
 def _suggest_target(cls: type) -> str:
@@ -269,11 +281,15 @@ def _join_path(path: str, name: str) -> str:
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError for a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
-    module = name.rpartition(".")[0]
+    module, typed = name.rpartition(".")[0], f"{path}._target_={name}"
+    if library := describe_library(name.partition(".")[0]):
+        raise ConfigError(f"{typed}: {library}; name a dataclass of yours with a method build (docs/extending.md).")
+    if not module:
+        raise ConfigError(f"{typed}: names no module; write MODULE.CLASS, such as mine.module.Class.")
     if not any(module == root or module.startswith(root + ".") for root in roots):
         raise ConfigError(
-            f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
-            f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
+            f"{typed}: only classes under {', '.join(roots)} may be named; "
+            f"if you trust this one, add modules=[{module.partition('.')[0]}]."
         )
 
 

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
 from titan.errors import ConfigError
+from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
@@ -192,13 +193,9 @@ def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
     directory = Path(folder)
     if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
-    is_sweep = folder.strip() and (directory / "multirun.yaml").is_file()
-    hint = (
-        "it holds a sweep: repeat the command of the sweep"
-        if is_sweep
-        else "give the directory of one, such as runs/NAME"
-    )
-    raise ConfigError(f"{word}: there is no run; {hint}.")
+    runs = describe_runs_below(folder) if folder.strip() else None
+    advice = " (the command of the sweep resumes all)" if runs and is_sweep_directory(directory) else ""
+    raise ConfigError(f"{word}: {runs or 'there is no run; give the directory of one, such as runs/NAME'}{advice}.")
 
 
 def quote_value(text: str) -> str:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError
+from titan.run.experiments import describe_experiment_choice
 from titan.run.schema import Recipe
 
 OPTIONAL_GROUPS = ("recipe", "sweep")
@@ -33,15 +34,19 @@ def check_optional(list_choices: Callable[[str], Sequence[str]], cfg: DictConfig
 
 def describe_unknown_choice(axis: str, choice: str, options: Sequence[str]) -> str:
     """Return the error message for an unknown choice, with the known ones."""
+    if experiment := describe_experiment_choice(axis, choice):
+        return f"{axis}={choice}: there is no such choice; {experiment}."
     choices = f" Choices: {', '.join(options)}." if options else " There are none here."
     return f"{axis}={choice}: there is no such choice{suggest_nearest(choice, options)}{choices}"
 
 
 def describe_unknown_hook(name: str) -> str:
     """Return the error message for a hook without a file."""
+    if experiment := describe_experiment_choice("hooks", name):
+        return f"hooks=[{name}]: there is no such choice; {experiment}."
     return (
         f"hooks=[{name}]: there is no such choice; put a file hooks/{name}.yaml into a folder of $TITAN_CONF, or write "
-        f"+hooks.{name}={{_target_:MODULE.CLASS}}."
+        f"+hooks.{name.rpartition('.')[2]}={{_target_:{name if '.' in name else 'MODULE.CLASS'}}}."
     )
 
 

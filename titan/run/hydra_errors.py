@@ -103,8 +103,8 @@ class HydraErrors:
         if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
-        if advice := synonyms.find_advice(key, frozenset(keys)):
-            return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+        if synonym_error := synonyms.build_error(typed, key, frozenset(keys)):
+            return synonym_error
         is_nested = any(name.endswith(f".{key}") for name in keys)
         hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
         hint = suggest_nearest(key, keys) if hint == "." else hint
@@ -121,7 +121,7 @@ class HydraErrors:
         except (HydraException, OmegaConfBaseException):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)
-        names = _list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
+        names = list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
@@ -143,10 +143,11 @@ def _parse_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _list_names(content: dict[Any, Any], path: str = "") -> list[str]:
+def list_names(content: dict[Any, Any], path: str = "") -> list[str]:
+    """Return the dotted names of all settings in a composed configuration."""
     names = []
     for key, value in content.items():
         names.append(path + str(key))
         if isinstance(value, dict):
-            names += _list_names(value, f"{path}{key}.")
+            names += list_names(value, f"{path}{key}.")
     return names

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titan.errors import UnknownSettingError
+from titan.run.experiments import advise_on_experiment
+
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
     "training.tokens": ("max_tokens", "num_tokens", "total_tokens", "train_tokens", "token_budget"),
@@ -45,7 +48,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "metrics": ("logger", "loggers", "log_with", "report_to", "tracker"),
     "metrics.wandb": ("wandb", "use_wandb", "enable_wandb"),
     "metrics.tensorboard": ("tensorboard", "use_tensorboard", "enable_tensorboard"),
-    "recipe": ("experiment", "exp", "preset"),
+    "recipe": ("preset",),
     "name": ("run_name", "experiment_name", "job_name"),
     "hydra.run.dir": ("output_dir", "out_dir", "save_dir", "dump_folder", "default_root_dir"),
     "model.top_k": ("num_experts_per_tok", "moe_router_topk", "experts_per_token"),
@@ -61,19 +64,32 @@ SYNONYMS = {word: name for name, words in _WORDS.items() for word in words}
 """titan's name of each of these."""
 AXES = {"trainer": "training", "train": "training", "data": "dataset", "optim": "optimizer", "parallel": "parallelism"}
 """Other names of axes."""
+EXPERIMENT = ("experiment", "experiments", "exp")
+"""Names of a config group that other projects have."""
 EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_ffn", "top_k")
 """Settings of models with experts."""
 
 
-def find_advice(key: str, known_keys: frozenset[str]) -> str | None:
-    """Return what to write in place of a setting that there is not; None where nothing is known.
+def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSettingError | None:
+    """Return the error that answers a name of other software; None where nothing is known.
 
     Args:
-        key: as typed, without its value.
+        typed: the setting with its value.
+        key: the setting.
         known_keys: every setting of the composed configuration.
     """
+    advice = _find_advice(key, typed.partition("=")[2], known_keys)
+    if advice is None:
+        return None
+    return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+
+
+def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None:
+    """Return what to write in place of a setting that there is not; None where nothing is known."""
     axis, _, rest = key.partition(".")
     word = key.rpartition(".")[2].replace("-", "_").lower()
+    if key in EXPERIMENT:
+        return advise_on_experiment(value)
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
     if axis in AXES and f"{AXES[axis]}.{rest}" in known_keys:
