@@ -30,6 +30,7 @@ from titan.run import compose, identity, trust
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
 from titan.sweep import budget, ledger
+from titan.sweep.labels import format_label
 from titan.sweep.schema import Sweep
 
 AUTO = "auto"
@@ -62,7 +63,7 @@ class Trial:
     @property
     def label(self) -> str:
         """Its name in messages."""
-        return sanitize_line(" ".join(self.varied) or self.run.name)
+        return format_label(self.varied) or sanitize_line(self.run.name)
 
 
 def expand_trials(

@@ -31,6 +31,7 @@ from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
+from titan.sweep.labels import format_label
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
@@ -226,7 +227,7 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
 
 
 def _name_trial(trial: TrialState) -> str:
-    return sanitize_line(" ".join(trial.overrides) or Path(trial.directory).name)
+    return format_label(trial.overrides) or sanitize_line(Path(trial.directory).name)
 
 
 def _fit_cell(cell: str, width: int) -> str:

@@ -167,6 +167,10 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     return checkpoint_manifest
 
 
+LAST_WORDS = ("latest", "last", "auto", "best")
+"""What others write for the last checkpoint of the same run."""
+
+
 def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandidate:
     """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
 
@@ -179,7 +183,10 @@ def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandi
 def _load_local(path: str, setting: str) -> CheckpointCandidate:
     label, folder = format_setting(setting, path), Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{label}: there is no such directory; correct the path.")
+        advice = (
+            "repeat a run's command to resume it, or name a directory" if path in LAST_WORDS else "correct the path"
+        )
+        raise ConfigError(f"{label}: there is no such directory; {advice}.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
         return _load_remote(str(folder), setting)
     try:

@@ -116,7 +116,7 @@ def _check_callback(name: str) -> None:
         return  # Hydra reports it
     if target is not None and not (isinstance(target, type) and issubclass(target, Callback)):
         raise ConfigError(
-            f"hydra.callbacks: names {name}, which is not derived from hydra.experimental.callback.Callback; take it out."
+            f"hydra.callbacks: names {name}, which is no hydra.experimental.callback.Callback; take it out."
         )
 
 

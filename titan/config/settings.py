@@ -17,6 +17,7 @@ import importlib
 import inspect
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -125,7 +126,12 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
-            raise ConfigError(f"{field_path} is missing: {help_text}; give it as {field_path}=VALUE.")
+            way_out = (
+                f"{field_path}=VALUE"
+                if get_value_schema(_read_type_hints(cls)[name]) is None
+                else f"+{path}@{field_path}.NAME=CHOICE"
+            )
+            raise ConfigError(f"{field_path} is missing: {help_text}; give it as {way_out}.")
     return cls(**values)
 
 
@@ -138,7 +144,9 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
     fields, hints = _list_fields(cls), _read_type_hints(cls)
     for key in data:
         if key not in fields:
-            raise _build_unknown_error(cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields])
+            raise _build_unknown_error(
+                cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields]
+            )
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
         field_path, kind = _join_path(path, name.rstrip("_")), hints[name]
@@ -341,13 +349,21 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
     if value is MISSING or value == MISSING:
         return MISSING
     words = field.metadata.get("words", ())
-    converted = _convert_value(value, kind, path, words)
+    try:
+        converted = _convert_value(value, kind, path, words)
+    except ConfigError as error:
+        raise ConfigError(_add_meaning(str(error), field.metadata.get("help", ""))) from None
     typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
         _check_range(number, field.metadata.get("limits", {}), typed, words)
     for scalar in _iterate_scalars(converted):
         _check_scalar(scalar, field.metadata, typed)
     return converted
+
+
+def _add_meaning(sentence: str, help: str) -> str:
+    """Return the sentence on a value of the wrong type with the meaning of the setting, which has its unit."""
+    return f"{sentence.rstrip('.')} ({help})." if help and ": expected " in sentence else sentence
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -410,8 +426,9 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> 
         if _as_typed(value) in arguments:
             return _as_typed(value)
         choices = ", ".join(map(str, arguments))
+        word = "cuda" if value == "gpu" else str(value).lower()
         raise ConfigError(
-            f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(str(value), map(str, arguments))}"
+            f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(word, map(str, arguments))}"
         )
     if origin is tuple:
         return _convert_tuple(value, arguments, path)
@@ -477,7 +494,17 @@ def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str) -> dict[Any,
 
 
 def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
-    raise ConfigError(f"{path}={format_value(value)}: expected {expected}.")
+    advice = ""
+    if isinstance(value, str) and (number := _UNIT.fullmatch(value)):
+        advice = f"; write {number[1]}{_UNITS[number[2].lower()]}"
+    elif isinstance(value, (list, tuple)) and "list" not in expected:
+        advice = "; the values of a sweep (-m) have no brackets"
+    raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
+
+
+_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmbtKMBT])")
+_UNITS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
+"""Units of counts that people write, and what a number has in their place."""
 
 
 def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:

@@ -66,8 +66,12 @@ def format_log_tick(value: float) -> str:
 
 
 def format_exact(value: float) -> str:
-    """Return a float in its shortest exact form, as in 1e9 for 1000000000.0; empty where six digits are not exact."""
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
+    """Return a float in its shortest form, as in 1e9 for 1000000000.0; empty where six digits are not exact.
+
+    Rounding errors of sums and products do not count: 0.0003 for 0.00030000000000000003.
+    """
+    rounded = float(f"{value:.12g}")
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{rounded:g}") if float(f"{rounded:g}") == rounded else ""
 
 
 def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:

@@ -11,6 +11,7 @@ from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import build_table, format_fields
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import load_constants
+from titan.estimate.known_hardware import describe_unmeasured
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
@@ -173,7 +174,8 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         steps=recipe.training.steps,
         checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
-        intervals=MEASURED if cpu else EXPERTS if experts else PUBLISHED,
+        intervals=(MEASURED if cpu else EXPERTS if experts else PUBLISHED)
+        + describe_unmeasured(hardware, machine.device),
     )
 
 

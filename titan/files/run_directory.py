@@ -31,7 +31,9 @@ def check_run_directory(name: str | Path) -> Path:
     """
     directory = check_directory(name)
     if not (directory / RUN).is_file():
-        problem = describe_runs_below(name) or f"holds no run (a run has a {RUN}); give a run's directory, such as runs/NAME"
+        problem = (
+            describe_runs_below(name) or f"holds no run (a run has a {RUN}); give a run's directory, such as runs/NAME"
+        )
         raise ConfigError(f"{name}: {problem}.")
     return directory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from titan.report.run_end import parse_start_time
 from titan.run.identity import SCIENCE
 from titan.run.same_experiment import flatten_config
 from titan.run.schema import Recipe
+from titan.sweep.labels import format_number
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # layout and hardware stand for cluster
@@ -169,7 +171,7 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
     beside it, others only where the variants would have equal labels without them.
     """
-    columns = {name: [format_setting(f.values.get(name)) for f in facts] for name in _list_names(facts)}
+    columns = {name: _format_column([f.values.get(name) for f in facts]) for name in _list_names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if "data" not in differ:
         differ = {name: column for name, column in differ.items() if not PATHS.fullmatch(name)}
@@ -180,6 +182,16 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
         if not _is_determined(differ[name], settings.values()):
             settings[name] = differ[name]
     return [{name: column[index] for name, column in settings.items()} for index in range(len(facts))]
+
+
+def _format_column(values: Sequence[Any]) -> list[str]:
+    """Return a setting's values as text; sampled numbers have few digits where these distinguish them."""
+    texts = [format_setting(value) for value in values]
+    short_texts = [
+        format_number(text) if isinstance(value, float) and math.isfinite(value) else text
+        for value, text in zip(values, texts, strict=True)
+    ]
+    return short_texts if len(set(short_texts)) == len(set(texts)) else texts
 
 
 def _list_names(facts: Sequence[Facts]) -> list[str]:

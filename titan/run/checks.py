@@ -292,7 +292,10 @@ def _check_experts(run: Run) -> None:
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
     if not experts and run.parallelism.expert == "auto":
-        warn_once("parallelism.expert=auto: has no effect, because the model has no experts.")
+        warn_once(
+            "parallelism.expert=auto: has no effect, because the model has no experts; choose parallelism=fsdp, or a "
+            "model with experts such as qwen3_moe_debug."
+        )
     if degree == 1:
         return
     if not experts:

@@ -23,6 +23,7 @@ from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
+from titan.run.synonyms import DRY_RUNS, FILE_ADVICE, PLAN_ADVICE, suggest_setting
 
 RESUME = "resume="
 SHOWING_OPTIONS = {
@@ -97,6 +98,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.multirun:
         _check_duplicates(overrides)
+        _check_ranges(overrides)
 
 
 def parse_search_path(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +130,16 @@ def _parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _reject_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help.")
+    """Raise ConfigError for what argparse rejects: mostly a setting that is written as an option."""
+    if not (unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S*)", message)):
+        raise ConfigError(f"{message}; see --help.")
+    word = unknown[1].partition("=")[0].lstrip("-")
+    advice = f"settings have no dashes: {suggest_setting(word) or 'AXIS.SETTING=VALUE'}"
+    if word.replace("-", "_") in DRY_RUNS:
+        advice = PLAN_ADVICE
+    if word == "config":
+        advice = FILE_ADVICE
+    raise ConfigError(f"{unknown[1]}: there is no such option; {advice}; see --help.")
 
 
 def _find_mode(overrides: Sequence[str]) -> str | None:
@@ -155,6 +166,15 @@ def _check_options(args: argparse.Namespace) -> None:
         key = override.partition("=")[0]
         if key.startswith("~") and not key.startswith("~hydra"):
             raise ConfigError(f"{override}: settings can't be removed; write {key[1:]}=VALUE, or leave it out.")
+
+
+def _check_ranges(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError for a range with one value: its step is 1 unless the user gives another."""
+    for override in overrides:
+        if override.is_range_sweep() and len(list(override.sweep_iterator())) < 2:
+            raise ConfigError(
+                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
+            )
 
 
 def _check_duplicates(overrides: Sequence[Override]) -> None:

@@ -85,15 +85,19 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
     Raises:
         ConfigError: for a choice that does not exist, or has no name.
     """
+    loader = GlobalHydra.instance().config_loader()
+
+    def list_choices(group: str) -> list[str]:
+        return loader.get_group_options(group, ObjectType.CONFIG)
+
     try:
         if mode == RunMode.RUN:
             cfg = compose(name or CONFIG, list(overrides), return_hydra_config=True)
         else:
             cfg = hydra_private.compose_mode(overrides, name or CONFIG, mode)
     except ValueError as error:
-        raise ConfigError(describe_value_error(error, overrides)) from error
-    loader = GlobalHydra.instance().config_loader()
-    check_optional(lambda group: loader.get_group_options(group, ObjectType.CONFIG), cfg)
+        raise ConfigError(describe_value_error(error, overrides, list_choices)) from error
+    check_optional(list_choices, cfg)
     return cfg
 
 
