@@ -96,6 +96,7 @@ class SweepLauncher(Launcher):
         unique_trials = list({trial.id: trial for trial in batch}.values())
         worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
         codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
+        self.session.root = root if self.has_learning_sweeper else None
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         return [

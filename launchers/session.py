@@ -39,6 +39,7 @@ class SweepSession:
         is_dry_run: whether no trial is to start; the launcher sets it.
         codes: the exit codes of the trials; the launcher adds them.
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
+        root: the sweep's directory, where trials ran; the launcher sets it.
     """
 
     trusted: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class SweepSession:
     is_dry_run: bool = False
     codes: list[int] = field(default_factory=list)
     new_folders: list[Path] = field(default_factory=list)
+    root: Path | None = None
 
     def __call__(self, cfg: DictConfig) -> None:
         """Be Hydra's task function, which only a launcher that is not titan's calls."""

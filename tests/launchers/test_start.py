@@ -151,7 +151,7 @@ def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in out + err
 
 
-DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number."
+DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number"
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,20 @@ def check_run_directory(name: str | Path) -> Path:
     """
     directory = check_directory(name)
     if not (directory / RUN).is_file():
-        problem = (
-            describe_runs_below(name) or f"holds no run (a run has a {RUN}); give a run's directory, such as runs/NAME"
-        )
-        raise ConfigError(f"{name}: {problem}.")
+        problem = describe_runs_below(name) or _describe_run_above(name) or f"holds no run (a run has a {RUN})"
+        advice = "" if ";" in problem else "; give a run's directory, such as runs/NAME"
+        raise ConfigError(f"{name}: {problem}{advice}.")
     return directory
+
+
+def _describe_run_above(name: str | Path) -> str | None:
+    """Return what a directory within a run's directory is; None for others.
+
+    Args:
+        name: the directory, as typed.
+    """
+    above = next((folder for folder in Path(name).expanduser().parents[:2] if (folder / RUN).is_file()), None)
+    return None if above is None else f"is a part of a run; give {above}"
 
 
 def describe_runs_below(name: str | Path) -> str | None:

@@ -178,9 +178,8 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     collection = _RunCollection()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(
-                f"{label or directory}: there is no such directory; give the directory of a run or a sweep."
-            )
+            problem = "is a file, not a directory" if directory.is_file() else "there is no such directory"
+            raise ConfigError(f"{label or directory}: {problem}; give the directory of a run or a sweep.")
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
@@ -169,8 +169,13 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _check_ranges(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError for a range with one value: its step is 1 unless the user gives another."""
+    """Raise ConfigError for a range among other values, and for one with a single value: its step is 1 by default."""
     for override in overrides:
+        value = override.value()
+        if isinstance(value, ChoiceSweep) and any(isinstance(choice, Sweep) for choice in value.list):
+            raise ConfigError(
+                f"{override.input_line}: a range is no value of a list; write each value, as in 1e-3,3e-3."
+            )
         if override.is_range_sweep() and len(list(override.sweep_iterator())) < 2:
             raise ConfigError(
                 f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
+from titan.files.run_directory import RUN
 from titan.run import command_line, hydra_choices, hydra_node, synonyms
 from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
@@ -140,6 +142,10 @@ def _advise_on_syntax(word: str) -> str:
     """Return what to write in place of a word that is no override."""
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         return synonyms.FILE_ADVICE
+    if os.path.isfile(os.path.join(word, RUN)):
+        return f"the settings of this run are resume={word}"
+    if os.path.isfile(word):
+        return f"data of a file are dataset=text dataset.path={word}"
     if "=~" in word:
         return "write $HOME in place of ~"
     return "write AXIS=CHOICE or AXIS.SETTING=VALUE, [a,b] for a list, and quote special characters"

@@ -72,7 +72,8 @@ def check_source(name: str, setting: str = "") -> None:
     """
     path = Path(name).expanduser()
     if not os.path.exists(path) and (os.path.isdir(path.parent) or len(path.parts) != 2):
-        raise ConfigError(f"{settings.format_setting(setting, name)}: there is no such directory; correct the path.")
+        advice = "correct the path" if "/" in name else "correct the path, or give OWNER/NAME of the hub"
+        raise ConfigError(f"{settings.format_setting(setting, name)}: there is no such directory; {advice}.")
 
 
 def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> WeightsLocation:
