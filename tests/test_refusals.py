@@ -454,7 +454,7 @@ def sentence(error: str, expected: str) -> None:
     assert len(lines) == 1, error
     assert lines[0].startswith("titan: ")
     assert lines[0].endswith((".", "?", ")"))
-    assert ".." not in lines[0].replace("../", "")
+    assert ".." not in lines[0].replace("../", "").replace("...", "")
     for mark in ("Traceback", "full_key", "object_type", "Error merging", "NoneType"):
         assert mark not in error
     for text in expected.split("|"):
@@ -574,6 +574,14 @@ def test_another_experiment_in_the_directory(overrides: list[str], expected: str
 
 def test_fork_of_nothing() -> None:
     refused(tiny("checkpoint.resume=nope"), "checkpoint.resume=nope|no such directory|correct the path")
+
+
+@pytest.mark.parametrize("overrides", [["checkpoint.resume=nope"], ["checkpoint.weights=./nope"]], ids=str)
+def test_what_a_run_starts_from_is_looked_for_before_its_data_are_prepared(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "prepare_data", lambda *_: pytest.fail("the data were prepared"))
+    refused(tiny(*overrides), f"{overrides[0]}|no such directory|correct the path")
 
 
 def test_fork_of_an_incomplete_checkpoint() -> None:

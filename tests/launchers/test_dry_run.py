@@ -37,6 +37,14 @@ def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.Capture
     )
 
 
+def test_data_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["cluster=h100", "parallelism=fsdp", *RUN, *DRY, "dataset=text", "dataset.path=here.txt"]) == 0
+    sentence = (
+        "titan: warning: dataset.path=here.txt: is not on this machine; the job fails unless its nodes have it.\n"
+    )
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("trials", "hours", "sentence"),
     [
