@@ -30,7 +30,7 @@ def silence_sweeper(cfg: DictConfig) -> None:
     if "optuna" in sweeper:
         import optuna  # its sweeper imports it anyway
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(logging.WARNING)
 
 
 def describe_best(root: Path, objective: str) -> str:

@@ -257,7 +257,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     (
         "parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4 training.global_batch=1024"
         " training.grow=[[4096,1280]] model.layers=4",
-        "training.grow: 1280 tokens make 5 micro-batches of 1 rows|parallelism.microbatches=5",
+        "training.grow: 1280 tokens make 5 micro-batches of 1 row,|parallelism.microbatches=5",
     ),
     ("dataset=prepared dataset.path=x dataset.stream=true dataset.window=5", "dataset.stream=true|remove it"),
     ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|is fixed by|remove it"),

@@ -35,7 +35,7 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
-GAVE_UP = "steps in a row were not finite"
+GAVE_UP = "in a row without finite values"
 """Words of the error that ends a run after `training.bad_steps`."""
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan.console.numbers import format_interval, format_signed
+from titan.console.numbers import format_interval, format_plural, format_signed
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
 from titan.report.estimate import (
@@ -194,7 +194,11 @@ def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], meas
             return f"no run {owner} has a final {measure.name}"
     diverged = sum(m.run.diverged for m in (*variant, *baseline))
     phrase = "the variants have no seed in common, and too few seeds for an unpaired comparison"
-    return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else phrase
+    return (
+        f"{format_plural(diverged, 'run')} diverged, and there are no common seeds to count wins over"
+        if diverged
+        else phrase
+    )
 
 
 def _compare_at_unequal_tokens(

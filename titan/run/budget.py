@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
 from titan.run.prediction import predict
@@ -85,8 +86,8 @@ def _count_steps_in_hours(run: Run) -> int:
     steps = int(hours * HOUR / (seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {seconds:.3g} s on {run.layout.devices} devices takes longer; give "
-            f"at least {seconds * run.layout.devices / HOUR:.2g}."
+            f"training.hours={hours:g}: a step of {seconds:.3g} s on {format_plural(run.layout.devices, 'device')} is "
+            f"longer; give at least {seconds * run.layout.devices / HOUR:.2g}."
         )
     return steps
 

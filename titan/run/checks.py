@@ -12,6 +12,7 @@ from titan.compile.compiler import find_missing_compiler
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
 from titan.config.warning import warn_once
+from titan.console.numbers import format_plural
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -118,7 +119,7 @@ def _check_growth(run: Run, remote: bool) -> None:
         except ConfigError as error:
             raise ConfigError(
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
-                f"{run.microbatch_rows} rows, and then {error}"
+                f"{format_plural(run.microbatch_rows, 'row')}, and then {error}"
             ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
         fit.check_memory(larger, run.layout, run.machine, count, remote)
@@ -323,8 +324,8 @@ def _check_memory(run: Run) -> None:
     memory, schedule, alternative = run.memory, run.staging.schedule, _name_budget_alternative(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
         raise ConfigError(
-            f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be recomputed; "
-            "give fewer."
+            f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
+            "recomputed; give fewer."
         )
     if memory.checkpointing == "budget" and run.debug.detect_anomaly:
         raise ConfigError(

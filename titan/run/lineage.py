@@ -15,6 +15,7 @@ from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import format_value
+from titan.console.numbers import format_plural
 from titan.console.text import redact_nested
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
@@ -169,7 +170,7 @@ def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     rows = permutation.check_state(saved.data, mix.compute_fingerprint)
     if rows != run.training.count_rows_before(saved.step + 1):
         raise ConfigError(
-            f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
-            "steps; give the global_batch and grow of the checkpoint, up to that step."
+            f"training.global_batch={run.training.global_batch}: the checkpoint read {format_plural(rows, 'row')} in "
+            f"{format_plural(saved.step, 'step')}; give the checkpoint's global_batch and grow, up to that step."
         )
     return rows

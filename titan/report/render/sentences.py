@@ -113,14 +113,14 @@ def describe_speed(times: Interval, doubt: str = "") -> str:
 def _describe_reached(reached: TimeToTarget, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
-        return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
+        return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal}, too few for a median."
     hours = (
         ""
         if reached.median_device_hours is None
         else f" and {format_rounded(reached.median_device_hours)} device-hours"
     )
     middle = f"after {format_tokens(reached.median_tokens)} tokens{hours} (median)"
-    return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
+    return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal} {middle}."
 
 
 def _format_sentence(text: str) -> str:
