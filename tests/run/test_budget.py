@@ -85,7 +85,10 @@ def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
         (["training.tokens=5000", "training.hours=2"], "training.hours=2 sets the number of steps too"),
         (["training.tokens=5000", "checkpoint.decay_steps=5"], "checkpoint.decay_steps sets the number of steps too"),
         (["training.hours=1"], "the time of a step is not known"),
-        (["training.hours=1e-9", "training.step_seconds=0.5"], "takes longer; give at least 0.00014"),
+        (
+            ["training.hours=1e-9", "training.step_seconds=0.5"],
+            "training.hours=1e-9: a step of 0.5 s on 1 device is longer; give at least 0.00014",
+        ),
         (["training.tokens=0"], "must be above 0"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

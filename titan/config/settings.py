@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import get_class_path
 from titan.config.libraries import describe_library
+from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError, UnknownSettingError, find_own_code_error
 
@@ -40,6 +41,8 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
 """The limits that a setting may declare, and what each requires of a number."""
 LARGEST_NUMBERS: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
 """The largest absolute values that a setting without a `cap` accepts: those of 64-bit integers and of fp32."""
+LARGE_FLOAT = 1e6
+"""From here on people write a number with an exponent."""
 MAX_TEXT_LENGTH = 4096
 """Most characters of a text: those of a path."""
 
@@ -274,6 +277,8 @@ def format_value(value: Any) -> str:
         return "[" + ",".join(format_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, float) and ("e" in str(value) or abs(value) >= LARGE_FLOAT):
+        return format_exact(value) or shorten_exponent(str(value))
     return str(value)
 
 
@@ -522,4 +527,4 @@ def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[
 def _format_number(value: float) -> str:
     """Return a limit as a user types it."""
     is_whole = isinstance(value, int) or (value == int(value) and value < 1e15)
-    return str(int(value)) if is_whole else f"{value:g}"
+    return str(int(value)) if is_whole else shorten_exponent(f"{value:g}")

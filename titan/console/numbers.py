@@ -71,7 +71,12 @@ def format_exact(value: float) -> str:
     Rounding errors of sums and products do not count: 0.0003 for 0.00030000000000000003.
     """
     rounded = float(f"{value:.12g}")
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{rounded:g}") if float(f"{rounded:g}") == rounded else ""
+    return shorten_exponent(f"{rounded:g}") if float(f"{rounded:g}") == rounded else ""
+
+
+def shorten_exponent(text: str) -> str:
+    """Return the text of a float with a short exponent: 1e-5 for 1e-05, 1e9 for 1e+09."""
+    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
 
 
 def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:

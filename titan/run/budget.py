@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
@@ -29,7 +30,11 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         ConfigError: for more than one of steps, tokens and hours.
     """
     training = recipe.training
-    given = [f"training.{name}={getattr(training, name):g}" for name in ("tokens", "hours") if getattr(training, name)]
+    given = [
+        f"training.{name}={format_value(getattr(training, name))}"
+        for name in ("tokens", "hours")
+        if getattr(training, name)
+    ]
     if given:
         given += [o for o in overrides if o.lstrip("+").startswith("training.steps=")]
         given += ["checkpoint.decay_steps"] if recipe.checkpoint.decay_steps is not None else []
@@ -79,14 +84,14 @@ def _count_steps_in_hours(run: Run) -> int:
     seconds, hours = estimate_step_seconds(run), run.training.hours or 0.0
     if seconds is None:
         raise ConfigError(
-            f"training.hours={hours:g}: the time of a step is not known, because cluster.hardware is not described; "
+            f"training.hours={format_value(hours)}: the time of a step is not known, because cluster.hardware is not described; "
             "give training.step_seconds=SECONDS as measured, choose a cluster that describes it, measure this machine "
             "with python -m titan.calibrate, or give training.steps."
         )
     steps = int(hours * HOUR / (seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {seconds:.3g} s on {format_plural(run.layout.devices, 'device')} is "
+            f"training.hours={format_value(hours)}: a step of {seconds:.3g} s on {format_plural(run.layout.devices, 'device')} is "
             f"longer; give at least {seconds * run.layout.devices / HOUR:.2g}."
         )
     return steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from titan.console.numbers import format_exact
+from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import sanitize_line
 
 _FLOAT = re.compile(r"(?<![^\[,=])-?\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)(?=[\],]|$)")
@@ -27,12 +27,7 @@ def format_label(overrides: Sequence[str]) -> str:
 def format_number(text: str) -> str:
     """Return a float's text; few digits of a long one."""
     digits = re.sub(r"e.*|\D", "", text).strip("0")
-    return clean_exponent(f"{float(text):.{SHOWN_DIGITS}g}") if len(digits) >= LONG else _clean_number(text)
-
-
-def clean_exponent(text: str) -> str:
-    """Return a float's text with a short exponent: 1e-5 for 1e-05."""
-    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
+    return shorten_exponent(f"{float(text):.{SHOWN_DIGITS}g}") if len(digits) >= LONG else _clean_number(text)
 
 
 def _clean_number(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.dataset.loader import Batch
 from titan.dataset.mixture import RowMixture
@@ -90,7 +91,7 @@ class BadSteps:
         return RunError(
             f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {last.step}: "
             f"{last.symptom}: "
-            f"{last.cause}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
+            f"{last.cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
             f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
         )
 
