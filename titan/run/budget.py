@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan.config.settings import format_value
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_plural, shorten_exponent
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
 from titan.run.prediction import predict
@@ -31,7 +30,7 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """
     training = recipe.training
     given = [
-        f"training.{name}={format_value(getattr(training, name))}"
+        f"training.{name}={_format_typed(getattr(training, name))}"
         for name in ("tokens", "hours")
         if getattr(training, name)
     ]
@@ -82,16 +81,17 @@ def _read_steps(run: Run) -> int | None:
 
 def _count_steps_in_hours(run: Run) -> int:
     seconds, hours = estimate_step_seconds(run), run.training.hours or 0.0
+    typed = f"training.hours={_format_typed(hours)}"
     if seconds is None:
         raise ConfigError(
-            f"training.hours={format_value(hours)}: the time of a step is not known, because cluster.hardware is not described; "
+            f"{typed}: the time of a step is not known, because cluster.hardware is not described; "
             "give training.step_seconds=SECONDS as measured, choose a cluster that describes it, measure this machine "
             "with python -m titan.calibrate, or give training.steps."
         )
     steps = int(hours * HOUR / (seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={format_value(hours)}: a step of {seconds:.3g} s on {format_plural(run.layout.devices, 'device')} is "
+            f"{typed}: a step of {seconds:.3g} s on {format_plural(run.layout.devices, 'device')} is "
             f"longer; give at least {seconds * run.layout.devices / HOUR:.2g}."
         )
     return steps
@@ -103,3 +103,8 @@ def estimate_step_seconds(run: Run) -> float | None:
         return run.training.step_seconds
     prediction, _ = predict(run)
     return None if prediction is None else prediction.step_seconds.value
+
+
+def _format_typed(value: float) -> str:
+    """Return a budget as one types it, as in 1e9."""
+    return shorten_exponent(f"{value:g}")

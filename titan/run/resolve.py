@@ -171,6 +171,6 @@ def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> in
 def _check_ranks(cluster: Cluster, ranks: int) -> None:
     if cluster.devices not in ("auto", ranks):
         raise ConfigError(
-            f"cluster.devices={cluster.devices}: torchrun or srun started {format_plural(ranks, 'rank')}; start as many, "
+            f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as many, "
             "or give auto."
         )
