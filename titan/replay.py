@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_replay(command_line: CommandLine[Settings]) -> int:
     settings = command_line.settings
     file = None if settings.to is None else check_output_file(settings.to, (".json",))
+    for word in command_line.overrides:
+        if os.path.isfile(os.path.join(word, RUN)):
+            raise ConfigError(f"{word}: is another run; give against={word} to compare with it.")
     from launchers.scratch import make_scratch_folder
 
     with make_scratch_folder() as folder:

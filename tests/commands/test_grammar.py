@@ -224,6 +224,13 @@ def test_a_sweep_in_place_of_a_run_names_one_of_its_trials(
     assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
 
 
+def test_a_run_and_a_file_in_place_of_a_setting_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_case = next(case for case in CASES if case.name == "titan.plan")
+    assert "or as resume=runs/x" in rejected(plan_case, ["runs/x"], capsys)
+    assert "dataset=text dataset.path=swept/multirun.yaml" not in rejected(plan_case, ["swept/multirun.yaml"], capsys)
+    assert "dataset=text dataset.path=runs/x/env.json" in rejected(plan_case, ["runs/x/env.json"], capsys)
+
+
 FILE_WRITERS = {
     "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.calibrate", "titan.bench",
     "titan.bench.predicted", "titan.bench.fit_costs", "titan.dataset.tokenizers.train",

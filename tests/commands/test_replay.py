@@ -120,7 +120,7 @@ def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path:
 
 REFUSED = {
     "no run": (["nowhere", "step=3"], "nowhere: there is no such directory"),
-    "two runs": (["RUN", "RUN", "step=3"], ": not understood; write AXIS=CHOICE"),
+    "two runs": (["RUN", "RUN", "step=3"], ": is another run; give against="),
     "no step": (["RUN"], "step"),
     "a step behind the last": (["RUN", "step=8"], "step=8: the run in"),
     "no checkpoint before": (["RUN", "step=3"], "no complete checkpoint before this step, the first is of step 3"),

@@ -143,7 +143,7 @@ def _advise_on_syntax(word: str) -> str:
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         return synonyms.FILE_ADVICE
     if os.path.isfile(os.path.join(word, RUN)):
-        return f"the settings of this run are resume={word}"
+        return f"it is a run: give it as the first word of a command for runs, or as resume={word}"
     if os.path.isfile(word):
         return f"data of a file are dataset=text dataset.path={word}"
     if "=~" in word:
