@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 
 from titan.console.requirements import REQUIREMENTS
@@ -16,6 +15,4 @@ def describe_library(package: str) -> str | None:
     """
     if package in sys.stdlib_module_names:
         return f"{package} is a module of Python"
-    if package in REQUIREMENTS:
-        return f"{package} is a library that titan uses"
-    return f"{package} is a name of Python" if hasattr(builtins, package) else None
+    return f"{package} is a library that titan uses" if package in REQUIREMENTS else None

@@ -68,9 +68,11 @@ def check_source(name: str, setting: str = "") -> None:
 
     Args:
         name: the path.
-        setting: the name of the user's setting; empty for a command's first word.
+        setting: the name of the user's setting, whose value may be of the hub; empty for a command's first word.
     """
     path = Path(name).expanduser()
+    if setting and _ON_HUB.fullmatch(name):
+        return
     if not os.path.exists(path) and (os.path.isdir(path.parent) or len(path.parts) != 2):
         advice = "correct the path" if "/" in name else "correct the path, or give OWNER/NAME of the hub"
         raise ConfigError(f"{settings.format_setting(setting, name)}: there is no such directory; {advice}.")
