@@ -99,7 +99,7 @@ def _sort_by_progress(members: Sequence[Member]) -> list[Member]:
 
 def compare_steps(a: Member, b: Member) -> Parity:
     """Compare two runs step by step."""
-    steps_a, steps_b = _select_common_steps(a.history.steps, b.history.steps)
+    steps_a, steps_b = select_common_steps(a.history.steps, b.history.steps)
     unequal = np.flatnonzero(_find_unequal_batches(steps_a, steps_b))
     same_start = len(steps_a) and steps_a.step[0] == a.history.steps.step[0] == b.history.steps.step[0]
     first_steps = slice(0, FIRST if same_start else 0)
@@ -114,7 +114,8 @@ def compare_steps(a: Member, b: Member) -> Parity:
     )
 
 
-def _select_common_steps(a: StepColumns, b: StepColumns) -> tuple[StepColumns, StepColumns]:
+def select_common_steps(a: StepColumns, b: StepColumns) -> tuple[StepColumns, StepColumns]:
+    """Return the lines of the steps that are in both, of each."""
     _, indices_a, indices_b = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     return a.select_lines(indices_a), b.select_lines(indices_b)
 
@@ -200,7 +201,7 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
         b: likewise.
         bounds: largest relative differences of loss and gradient norm that are rounding.
     """
-    a, b = _select_common_steps(a, b)
+    a, b = select_common_steps(a, b)
     unequal = _find_unequal_batches(a, b)
     gaps = {"loss": _compute_relative_gaps(a.loss, b.loss), "gradient norm": _compute_relative_gaps(a.norm, b.norm)}
     differs = unequal | (gaps["loss"] > bounds[0]) | (gaps["gradient norm"] > bounds[1])
@@ -216,11 +217,9 @@ def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, f
 def begins_at_initial_weights(directories: Sequence[Path], step: int) -> bool:
     """Return whether a replay of a step must begin at the initial weights, because a run has no checkpoint before it.
 
-    Args:
-        directories: of the runs.
-        step: above 1; a replay of the first step begins there anyway.
+    A replay of the first step begins there anyway.
     """
-    return any(not any(_read_step(f) < step for f in manifest.list_complete(d)) for d in directories)
+    return step > 1 and any(not any(_read_step(f) < step for f in manifest.list_complete(d)) for d in directories)
 
 
 def _read_step(folder: Path) -> int:
@@ -237,5 +236,5 @@ def build_replay_command(directory: Path, baseline: Path, step: int) -> str:
     """
     paths = [shorten_path(str(path)) for path in (directory, baseline)]
     words = ["python", "-m", "titan.replay", paths[0], f"against={paths[1]}", f"step={step}"]
-    start = ["start=0"] if step > 1 and begins_at_initial_weights((directory, baseline), step) else []
+    start = ["start=0"] if begins_at_initial_weights((directory, baseline), step) else []
     return shlex.join([*words, *start])
