@@ -14,6 +14,7 @@ from titan.checkpoint import manifest
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.console import output
+from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.output_files import check_output_file, write_output_file
 from titan.files.run_directory import RUN
@@ -217,8 +218,9 @@ def _print_verdict(
     limit: float,
 ) -> dict[str, Any]:
     """Print the modules' differences and which is the first, or why they are not compared."""
-    reason = show.explain_unequal_start(*observations, weights, limit)
-    step_differences = [] if reason else compare_replays(*observations)
+    a, b = observations
+    reason = show.explain_unequal_start(a, b, weights, limit)
+    step_differences = [] if reason else compare_replays(a, b)
     print()
     for line in () if reason else (*show.format_modules(step_differences), ""):
         print(line)
@@ -248,7 +250,7 @@ def _advise_earlier(settings: Settings, sides: Sequence[ReplayPlan]) -> list[str
             f"step={settings.step}",
             f"against={shlex.join(changes)}",
         ]
-        lines.append(f"the same step from the weights of {settings.run}: {shlex.join(words)}")
+        lines.append(f"the same step from the weights of {settings.run}: {sanitize_line(shlex.join(words))}")
     return lines
 
 

@@ -105,11 +105,15 @@ def format_weights(step: int, differences: Sequence[WeightDifference], limit: fl
         limit: relative difference that counts as rounding.
     """
     largest = differences[0]
-    size = f"differ by up to {largest.relative:.1e} (relative), in {largest.name}" if largest.relative else "are equal"
+    size = (
+        f"differ by up to {largest.relative:.1e} (relative), in {sanitize_line(largest.name)}"
+        if largest.relative
+        else "are equal"
+    )
     yield f"weights before step {step:,}: {size}"
     drifted = [difference for difference in differences if difference.relative > limit]
     for difference in drifted[:NAMED_WEIGHTS]:
-        yield f"  {difference.name:<48}{difference.relative:>10.1e}"
+        yield f"  {sanitize_line(difference.name):<48}{difference.relative:>10.1e}"
     if len(drifted) > NAMED_WEIGHTS:
         yield f"  and {len(drifted) - NAMED_WEIGHTS:,} more of {len(differences):,} by more than rounding ({limit:g})"
 
@@ -139,7 +143,7 @@ def explain_unequal_start(
         return f"the batches of {step} differ, so its activations are not compared"
     if weights and weights[0].relative > limit:
         return (
-            f"weights have drifted before {step}: {weights[0].name} differs by {weights[0].relative:.1e} (relative), "
+            f"weights have drifted before {step}: {sanitize_line(weights[0].name)} differs by {weights[0].relative:.1e} (relative), "
             "so activations are not compared"
         )
     return None
