@@ -120,6 +120,12 @@ def find_step_time(run: Run) -> StepTime | None:
     return None if prediction is None else StepTime(prediction.step_seconds.value, describe_origin(training))
 
 
+def describe_hours(training: Training) -> str:
+    """Return the device-hours that decide the steps, and where the time of a step is from; empty without them."""
+    hours = training.hours
+    return "" if hours is None else f"{hours:g} device-hours by the time of a step {describe_origin(training)}"
+
+
 def describe_origin(training: Training) -> str:
     """Return where the time of a step is from; see `StepTime`."""
     if training.measured is not None:

@@ -14,10 +14,9 @@ from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
 from titan.run import branch, own_code
-from titan.run.budget import describe_origin
+from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end
 from titan.run.run import Run
-from titan.training.schema import Training
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
@@ -42,7 +41,8 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             f"{_describe_growth(run)}",
             "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
             f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
-            f"{training.seed}{_describe_budget(training)}",
+            f"{training.seed}",
+            **({"budget": hours} if (hours := describe_hours(training)) else {}),
             **_describe_extensions(run),
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
@@ -50,12 +50,6 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "devices": f"{run.machine.describe()}; {memory_per_rank}{_describe_prediction(attempt)}",
         }
     )
-
-
-def _describe_budget(training: Training) -> str:
-    """Return the device-hours that decide the steps, and where the time of a step is from; empty without them."""
-    hours = training.hours
-    return "" if hours is None else f"; {hours:g} device-hours by the time of a step {describe_origin(training)}"
 
 
 def _describe_extensions(run: Run) -> dict[str, str]:

@@ -142,10 +142,8 @@ def explain_unequal_start(
     if a.record["batch_hash"] != b.record["batch_hash"]:
         return f"the batches of {step} differ, so its activations are not compared"
     if weights and weights[0].relative > limit:
-        return (
-            f"weights have drifted before {step}: {sanitize_line(weights[0].name)} differs by {weights[0].relative:.1e} (relative), "
-            "so activations are not compared"
-        )
+        largest = f"{sanitize_line(weights[0].name)} differs by {weights[0].relative:.1e} (relative)"
+        return f"weights have drifted before {step}: {largest}, so activations are not compared"
     return None
 
 
