@@ -24,8 +24,8 @@ FAMILIES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV3,
 }
 OWN_MODELS = (
-    "writing them there takes a Hugging Face name for each weight, from the module's hf_names(), and code that builds the "
-    "model in transformers: docs/weights.md shows it"
+    "writing them there takes a Hugging Face name for each weight, from the module's hf_names(), and code that builds "
+    "the model in transformers: docs/weights.md shows it"
 )
 """What the export of a class that Hugging Face does not have takes."""
 FIELDS = {
