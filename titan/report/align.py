@@ -17,7 +17,7 @@ from titan.report.collect import RawRun, format_setting
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
 from titan.run.identity import SCIENCE
-from titan.run.same_experiment import flatten_config
+from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
 

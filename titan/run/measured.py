@@ -24,8 +24,7 @@ from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_records
 from titan.metrics.schema import WARM
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
-from titan.run.run import as_config
-from titan.run.same_experiment import flatten_config
+from titan.run.run import as_config, flatten_config
 
 if TYPE_CHECKING:
     from titan.run.run import Run
