@@ -25,6 +25,7 @@ from titan.training.replay.request import ReplayPlan, Settings, find_changes, fi
 from titan.training.replay.result import ReplayedStep, choose_tolerance, compare_replays, merge_ranks
 
 if TYPE_CHECKING:
+    from titan.report.parity import StepDifference
     from titan.training.replay.weights import WeightDifference
 
 COMMAND = Command(
@@ -200,7 +201,7 @@ def _print_comparison(
         print(line)
     content: dict[str, Any] = {"against": show.as_json(b, sides[1].recorded)}
     content["weights"] = {difference.name: difference.relative for difference in weights}
-    return content | _print_verdict(settings, sides, observations, weights, limit)
+    return content | _print_verdict(settings, observations, weights, limit)
 
 
 def _compare_starts(sides: Sequence[ReplayPlan], step: int) -> list[WeightDifference]:
@@ -212,7 +213,6 @@ def _compare_starts(sides: Sequence[ReplayPlan], step: int) -> list[WeightDiffer
 
 def _print_verdict(
     settings: Settings,
-    sides: Sequence[ReplayPlan],
     observations: Sequence[ReplayedStep],
     weights: Sequence[WeightDifference],
     limit: float,
@@ -227,31 +227,32 @@ def _print_verdict(
     verdict = reason or show.format_verdict(step_differences, limit)
     print(verdict)
     if reason and weights and weights[0].relative > limit:
-        for line in _advise_earlier(settings, sides):
+        for line in _advise_earlier(settings):
             print(line)
     return {"differences": {"/".join(d.key): d.relative for d in step_differences}, "verdict": verdict}
 
 
-def _advise_earlier(settings: Settings, sides: Sequence[ReplayPlan]) -> list[str]:
+def _advise_earlier(settings: Settings) -> list[str]:
     """Return what to look at where weights have drifted: an earlier step, or this one from the weights of one run."""
-    from titan.report import run_pair
-
-    difference = run_pair.read_pair(settings.run, str(settings.against)).difference
     lines = []
+    difference = _find_difference(settings)
     if difference is not None and difference.step < settings.step:
         lines.append(f"the runs differ since {difference.describe()}: give step={difference.step}")
-    changes = find_changes(settings.run, str(settings.against))
-    if changes:
-        words = [
-            "python",
-            "-m",
-            "titan.replay",
-            settings.run,
-            f"step={settings.step}",
-            f"against={shlex.join(changes)}",
-        ]
-        lines.append(f"the same step from the weights of {settings.run}: {sanitize_line(shlex.join(words))}")
+    if changes := find_changes(settings.run, str(settings.against)):
+        words = [settings.run, f"step={settings.step}", f"against={shlex.join(changes)}"]
+        command = sanitize_line(f"python -m titan.replay {shlex.join(words)}")
+        lines.append(f"the same step from the weights of {settings.run}: {command}")
     return lines
+
+
+def _find_difference(settings: Settings) -> StepDifference | None:
+    """Return the first step at which the metrics of both runs differ; None where they don't, or can't be compared."""
+    from titan.report import run_pair
+
+    try:
+        return run_pair.read_pair(settings.run, str(settings.against)).difference
+    except ConfigError:
+        return None
 
 
 def cli() -> None:

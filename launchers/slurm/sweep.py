@@ -382,12 +382,12 @@ def format_cost(predicted: Sequence[float | None], limits: Sequence[float | None
     """
     if not predicted:
         return "0 trials."
-    known, allowed = [h for h in predicted if h is not None], [h for h in limits if h is not None]
-    steps = f"{format_rounded(sum(known))} device-hours of training steps predicted"
-    unknown = len(predicted) - len(known)
-    parts = [f"{steps} for {len(known)} of them" if unknown else steps] if known else ["device-hours not predicted"]
-    limit = f"at most {format_rounded(sum(allowed))} by cluster.time, if each job is started once"
-    parts.append("no limit without cluster.time" if len(allowed) < len(limits) else limit)
+    predicted_hours, allowed_hours = ([h for h in hours if h is not None] for hours in (predicted, limits))
+    steps = f"{format_rounded(sum(predicted_hours))} device-hours of training steps predicted"
+    steps += f" for {len(predicted_hours)} of them" if len(predicted_hours) < len(predicted) else ""
+    parts = [steps if predicted_hours else "device-hours not predicted"]
+    limit = f"at most {format_rounded(sum(allowed_hours))} by cluster.time, if each job is started once"
+    parts.append("no limit without cluster.time" if len(allowed_hours) < len(limits) else limit)
     longer = sum(h > limit for h, limit in zip(predicted, limits, strict=True) if h is not None and limit is not None)
     subject = "1 trial needs" if longer == 1 else f"{longer:,} trials need"
     note = f" {subject} more than cluster.time allows: raise it, or their jobs are started again." if longer else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,15 +71,21 @@ def measure_step(run: Run) -> float:
     measurements = _read_measurements(source)
     settings = _collect_settings(as_config(run), run)
     fitting = [m.seconds for m in measurements if m.settings == settings]
-    if fitting:
-        return median(fitting)
+    if not fitting:
+        raise _build_mismatch_error(source, measurements, settings)
+    return median(fitting)
+
+
+def _build_mismatch_error(
+    source: str, measurements: Sequence[StepMeasurement], settings: Mapping[str, str]
+) -> ConfigError:
+    """Return the error that names what differs in the run that differs least."""
     nearest = min(measurements, key=lambda m: len(_find_differing(m.settings, settings)))
-    names = _find_differing(nearest.settings, settings)
     differences = ", ".join(
         f"{name} is {nearest.settings.get(name, 'its default')} there and {settings.get(name, 'its default')} here"
-        for name in names[:3]
+        for name in _find_differing(nearest.settings, settings)[:3]
     )
-    raise ConfigError(
+    return ConfigError(
         f"training.measured={source}: none of its {format_plural(len(measurements), 'finished run')} computes as this "
         f"run does ({sanitize_line(f'{Path(nearest.directory).name}: {differences}')}); measure this one with a short "
         "run, or leave training.measured out, for predicted times."

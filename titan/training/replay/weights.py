@@ -12,6 +12,9 @@ from torch import Tensor
 from titan.checkpoint.state import MODEL
 from titan.weights.titan_format import CheckpointTensors
 
+CHUNK = 1 << 24
+"""Elements that are copied at once."""
+
 
 @dataclass(frozen=True)
 class WeightDifference:
@@ -40,8 +43,15 @@ def compare_weights(folder: Path, other_folder: Path) -> list[WeightDifference]:
 
 
 def _compute_distance(a: Tensor, b: Tensor) -> float:
-    size = float(torch.linalg.vector_norm(b.double())) or float(torch.linalg.vector_norm(a.double()))
-    distance = float(torch.linalg.vector_norm(a.double() - b.double()))
+    distance, size = _compute_norm(a, b), _compute_norm(b) or _compute_norm(a)
     if not math.isfinite(distance):
         return 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else math.inf
     return distance / size if size else 0.0
+
+
+def _compute_norm(a: Tensor, b: Tensor | None = None) -> float:
+    """Return the norm of a tensor, or of a difference, in fp64; a large tensor's copy is made part by part."""
+    parts = torch.split(a.flatten(), CHUNK)
+    others = [None] * len(parts) if b is None else torch.split(b.flatten(), CHUNK)
+    differences = (x.double() if y is None else x.double() - y.double() for x, y in zip(parts, others, strict=True))
+    return math.sqrt(math.fsum(float(part.square().sum()) for part in differences))
