@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.machines import make_detector
 from tests.support.runs import TINY
+from tests.support.tiers import select_cases
 from titan.cluster import devices
 from titan.console.numbers import format_count
 from titan.dataset import corpora
@@ -46,7 +47,13 @@ EXTENSIONS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "lines"), [pytest.param(*case, id=name) for name, case in EXTENSIONS.items()])
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    select_cases(
+        [pytest.param(*case, id=name) for name, case in EXTENSIONS.items()],
+        ("none", "titan's own terms", "a hook and a model"),
+    ),
+)
 def test_what_is_not_titans_own_is_listed(
     settings: tuple[str, ...],
     lines: list[str],
