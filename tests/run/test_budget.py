@@ -101,7 +101,10 @@ def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
         (["training.tokens=5000", "checkpoint.decay_steps=5"], "checkpoint.decay_steps sets the number of steps too"),
         (["training.hours=1"], "the time of a step is not known"),
         (["training.hours=1e-9", "training.step_seconds=0.5"], "takes longer; give at least 0.00014"),
+        (["training.hours=1e-9", "training.step_seconds=0.5"], "on 1 device takes"),
         (["training.tokens=0"], "must be above 0"),
+        (["training.tokens=1e18"], "makes 7,812,500,000,000,000 steps, and a run has 1,000,000,000 at most"),
+        (["training.hours=1e9", "training.step_seconds=1e-3"], "training.hours=1e\\+09: makes 3,600,000,000,000,000"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -39,6 +39,27 @@ def test_tokens() -> None:
     assert sum(o.startswith("training.steps") for o in larger.overrides) == 1
 
 
+def test_a_variant_is_composed_again_without_the_budget_of_a_file() -> None:
+    budgeted = [replace(run, training=replace(run.training, tokens=2000.0)) for run in RUNS]
+    larger = budget.equalise_steps(budgeted, VARIED, Sweep(budget="tokens"))[1]
+    assert larger.overrides[-2:] == ("training.tokens=null", f"training.steps={larger.training.steps}")
+
+
+def test_steps_of_a_branch_are_decided_by_its_checkpoint() -> None:
+    branch = replace(RUNS[1], checkpoint=replace(RUNS[1].checkpoint, decay_steps=3))
+    with pytest.raises(ConfigError, match=r"and so does checkpoint\.decay_steps"):
+        budget.equalise_steps([RUNS[0], branch], VARIED[:2], Sweep(budget="flops"))
+
+
+def test_more_steps_than_a_run_may_have_are_rejected() -> None:
+    runs = [
+        set_seconds(replace(RUNS[0], training=replace(RUNS[0].training, steps=10**9)), 1.0),
+        set_seconds(RUNS[2], 0.5),
+    ]
+    with pytest.raises(ConfigError, match=r"sweep\.budget=time: makes 2,000,000,000 steps"):
+        budget.equalise_steps(runs, VARIED[:2], Sweep(budget="time"))
+
+
 def test_flops() -> None:
     first, _, deeper = budget.equalise_steps(RUNS, VARIED, Sweep(budget="flops", baseline={"a": "1"}))
     spent = [run.training.total_tokens * run.model.flops_per_token(run.training.seq_len) for run in (first, deeper)]

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
 from titan.run.measured import measure_step
 from titan.run.prediction import predict
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.training.schema import Training
+from titan.training.schema import MOST_STEPS, Training
 
 HOUR = 3600.0
 
@@ -41,7 +42,7 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         )
     if training.tokens is None:
         return recipe
-    steps = count_steps(training, training.tokens)
+    steps = check_steps(count_steps(training, training.tokens), given[0])
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps))
 
 
@@ -50,6 +51,16 @@ def count_steps(training: Training, tokens: float) -> int:
     rows = max(1, math.ceil(tokens / training.seq_len))
     phase = [phase for phase in training.phases if phase.rows_before < rows][-1]
     return phase.step - 1 + math.ceil((rows - phase.rows_before) / phase.rows)
+
+
+def check_steps(steps: int, setting: str) -> int:
+    """Return the steps of a budget; raise ConfigError, which names its setting, where they are too many for a run."""
+    if steps > MOST_STEPS:
+        raise ConfigError(
+            f"{setting}: makes {steps:,} steps, and a run has {MOST_STEPS:,} at most; give less, or a larger "
+            "training.global_batch."
+        )
+    return steps
 
 
 def apply_hours(compiled: Run, run: Run) -> Run:
@@ -87,10 +98,10 @@ def _count_steps_in_hours(run: Run) -> int:
     steps = int(hours * HOUR / (time.seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on {run.layout.devices} devices takes longer; "
-            f"give at least {time.seconds * run.layout.devices / HOUR:.2g}."
+            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on {format_plural(run.layout.devices, 'device')} "
+            f"takes longer; give at least {time.seconds * run.layout.devices / HOUR:.2g}."
         )
-    return steps
+    return check_steps(steps, f"training.hours={hours:g}")
 
 
 class StepTime(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Literal
 from titan.config.settings import format_value
 from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
-from titan.run.budget import StepTime, count_steps, find_step_time
+from titan.run.budget import StepTime, check_steps, count_steps, find_step_time
 from titan.run.run import Run
 from titan.sweep.schema import Sweep
 
@@ -39,8 +39,12 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     for override in (override for trial in varied for override in trial):
         if override.lstrip("+").startswith(STEP_SETTINGS):
             raise ConfigError(f"sweep.budget={sweep.budget}: decides the steps, and the sweep varies {override}.")
+    if any(run.checkpoint.decay_steps is not None for run in runs):
+        raise ConfigError(
+            f"sweep.budget={sweep.budget}: decides the steps, and so does checkpoint.decay_steps; drop one."
+        )
     baseline = runs[find_baseline(varied, sweep)]
-    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget)) for run in runs]
+    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget), sweep.budget) for run in runs]
 
 
 def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
@@ -114,11 +118,16 @@ def _require_time(run: Run) -> StepTime:
     return time
 
 
-def _set_steps(run: Run, steps: int) -> Run:
-    """Return the run with other steps, and with the overrides that compose it."""
+def _set_steps(run: Run, steps: int, budget: str) -> Run:
+    """Return the run with other steps, and with the overrides that compose it, whatever files set.
+
+    Raises:
+        ConfigError: where no schedule has so many steps.
+    """
     if steps == run.training.steps:
         return run
-    run.schedule.check(steps)
+    run.schedule.check(check_steps(steps, f"sweep.budget={budget}"))
+    undone = [f"training.{name}=null" for name in ("tokens", "hours") if getattr(run.training, name) is not None]
     training = dataclasses.replace(run.training, steps=steps, tokens=None, hours=None)
     others = tuple(o for o in run.overrides if not o.lstrip("+").startswith(STEP_SETTINGS))
-    return dataclasses.replace(run, training=training, overrides=(*others, f"training.steps={steps}"))
+    return dataclasses.replace(run, training=training, overrides=(*others, *undone, f"training.steps={steps}"))
