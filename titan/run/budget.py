@@ -98,8 +98,9 @@ def _count_steps_in_hours(run: Run) -> int:
     steps = int(hours * HOUR / (time.seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on {format_plural(run.layout.devices, 'device')} "
-            f"takes longer; give at least {time.seconds * run.layout.devices / HOUR:.2g}."
+            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on "
+            f"{format_plural(run.layout.devices, 'device')} takes longer; give at least "
+            f"{time.seconds * run.layout.devices / HOUR:.2g}."
         )
     return check_steps(steps, f"training.hours={hours:g}")
 
