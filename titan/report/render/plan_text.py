@@ -25,6 +25,7 @@ from titan.report.render.plan_data import (
     name_largest_loss,
     sum_device_hours,
 )
+from titan.run.budget import describe_hours
 
 WIDTH, LINE = 30, 120
 """Characters of the longest bar, and of a line of words."""
@@ -88,10 +89,12 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
     hours = format_figure("", plan.device_hours, "device-hours")
+    budget = describe_hours(outcome.run.training)
     return [
         f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {format_plural(plan.steps, 'step')}, {tokens} tokens: {format_run_time(plan).format_line()}, "
         f"{hours.format_line()}{cost}",
+        *([f"budget       {budget}"] if budget else []),
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
         *_wrap(f"intervals    (low to high): {plan.intervals}"),
     ]
