@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
-EXPERT_LAUNCHES = {True: 16, False: 34}
+EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add."""
 
 
@@ -257,7 +257,8 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        size += count_routing_bytes(rank.model, element, part, self.layer) / rank.count_sequence_ranks()
+        routing_bytes = count_routing_bytes(rank.model, element, part, self.layer, rank.layout.expert)
+        size += routing_bytes / rank.count_sequence_ranks()
         return rank.eager * size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
@@ -303,8 +304,8 @@ class BlockTime:
         router = operations.estimate_matmul(
             *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
         )
-        router_factor = operations.FP32 if rank.precision.bytes < 4 and not rank.speeds.synchronous else 1.0
-        return matmuls + router_factor * router
+        halves = 2 if rank.precision.bytes < 4 and part != "forward" else 1  # of a float32 gradient
+        return matmuls + halves * router
 
     def _estimate_row_exchange(self) -> float:
         """Return the time of one all-to-all of rows between expert ranks."""
