@@ -15,6 +15,7 @@ from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
+from titan.parallelism.schema import count_token_copies
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -213,9 +214,10 @@ class BlockTime:
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
+        if is_full or self._sends_copies:  # not saved
+            work["expert parallelism"] = 2 * self._estimate_row_exchange()
         if is_full:
             work["attention"] = self._attention_seconds[0]
-            work["expert parallelism"] = 2 * self._estimate_row_exchange()
             work["context parallelism"] = self._estimate_context_exchange("forward")
         work["tensor parallelism"] = (
             self._exchange_count - 1 if is_full else self._exchange_count / 2
@@ -257,11 +259,17 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        routing_bytes = count_routing_bytes(rank.model, element, part, self.layer, rank.layout.expert)
+        exchanging_ranks = 1 if self._sends_copies else rank.layout.expert
+        routing_bytes = count_routing_bytes(rank.model, element, part, self.layer, exchanging_ranks)
         size += routing_bytes / rank.count_sequence_ranks()
         return rank.eager * size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
+
+    @property
+    def _sends_copies(self) -> bool:
+        """Whether ranks send one copy of a token to each other, not a row for each expert."""
+        return self.rank.recipe.parallelism.dispatcher == "deepep"
 
     @cached_property
     def _experts_per_token(self) -> float:
@@ -308,8 +316,10 @@ class BlockTime:
         return matmuls + halves * router
 
     def _estimate_row_exchange(self) -> float:
-        """Return the time of one all-to-all of rows between expert ranks."""
+        """Return the time of one all-to-all between expert ranks, of rows or of one copy of a token for each rank."""
         size = self._expert_rows * self.rank.model.dim * self.rank.precision.bytes
+        if self.experts and self._sends_copies:
+            size *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
         return (
             estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
             if self.experts

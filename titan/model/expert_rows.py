@@ -24,13 +24,13 @@ class RowOrder(NamedTuple):
         choices: of each row, int64 [R]; the choices of all tokens are numbered token by token.
         positions: the row of each choice that has one, int64 [R], token by token.
         starts: the first of each token's `positions`, int64 [N]; None: each token has K.
-        count: K.
+        top_k: K.
     """
 
     choices: Tensor
     positions: Tensor
     starts: Tensor | None
-    count: int
+    top_k: int
 
 
 def sort_choices(experts: Tensor, rows: int | None = None) -> RowOrder:

@@ -39,7 +39,7 @@ class _MultiplyInFloat32(torch.autograd.Function):
         parts = torch.cat([high, (grads[0] - high).to(x.dtype)], 1)
         x_grad = parts @ weight.repeat(2, 1)
         weight_grads: Tensor = torch.ops.titan.float32_product(parts.t(), x)
-        return x_grad, weight_grads.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+        return x_grad, weight_grads.view(2, *weight.shape).sum(0).to(weight.dtype)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

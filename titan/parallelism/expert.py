@@ -29,8 +29,9 @@ from titan.model.expert_rows import (
     sum_rows,
     transpose_segments,
 )
-from titan.model.experts import Compute, ExpertLinear, MixtureOfExperts
+from titan.model.experts import Compute, Dispatcher, ExpertLinear, MixtureOfExperts
 from titan.parallelism import collectives
+from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy
@@ -119,18 +120,25 @@ def _count_exchanged_rows(
     return send_counts, receive_counts
 
 
-def shard_experts(model: Any, mesh: DeviceMesh) -> None:
+def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") -> None:
     """Divide the experts of a model, built on meta, over a mesh of one dimension.
 
     Args:
         model: its blocks may have a `titan.model.experts.MixtureOfExperts`.
         mesh: the ranks that share the experts of a layer.
+        dispatcher: of `titan.parallelism.schema.Parallelism`.
     """
+    dispatch = _build_dispatcher(dispatcher, mesh.get_group())
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.dispatch = ExpertDispatch(mesh.get_group())
+            layer.dispatch = dispatch
             for module in layer.experts.children():
                 _shard_weight(module, mesh)
+
+
+def _build_dispatcher(dispatcher: str, group: dist.ProcessGroup) -> Dispatcher:
+    """Return what all layers send their tokens by."""
+    return AddingDispatch(group, DeepEPTransport(group)) if dispatcher == "deepep" else ExpertDispatch(group)
 
 
 def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:
