@@ -85,7 +85,7 @@ FAULTS = (
         f"{MODEL}::test_gradients_are_those_of_the_definition[fp32]",
     ),
     define_fault(
-        "experts: the weight's half of a gradient is lost",
+        "experts: the lower half of a router's gradient is lost",
         "titan/model/float32_product.py",
         "(grads[0] - high).to(x.dtype)",
         "torch.zeros_like(high)",
@@ -237,6 +237,13 @@ FAULTS = (
         "sent_per_expert = count_experts(flat_experts, count).view(ranks, -1)",
         "sent_per_expert = count_experts(flat_experts.clamp(max=count - 1), count).view(ranks, -1)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[dropped-fp32]",
+    ),
+    define_fault(
+        "expert parallelism: gradients of weights stay on the ranks of the experts",
+        "titan/parallelism/deep_ep.py",
+        "ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)",
+        "(ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)[0], None)",
+        "parallelism/test_deep_ep.py::test_one_copy_for_each_rank_computes_the_same_and_sends_less[outputs]",
     ),
     define_fault(
         "expert parallelism: replicas of experts do not sum their gradients",

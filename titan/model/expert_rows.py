@@ -59,7 +59,7 @@ def invert_permutation(order: Tensor) -> Tensor:
 
 def _sum_rows(rows: Tensor, positions: Tensor, starts: Tensor | None, count: int) -> Tensor:
     """Return the sums [N, D] of each token's rows [R, D], added in float32 and rounded once; see `RowOrder`."""
-    if rows.dtype == torch.float32 or rows.is_cuda:
+    if rows.is_cuda or rows.dtype.itemsize >= 4:
         bags = torch.arange(0, positions.shape[0], count, device=rows.device) if starts is None else starts
         return F.embedding_bag(positions, rows.contiguous(), bags, mode="sum")
     if starts is not None:
