@@ -28,6 +28,8 @@ LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
 EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add."""
+WEIGHT_BYTES = 4
+"""Bytes of the weight of a row, in float32."""
 
 
 class SecondsByCause(dict[str, float]):
@@ -171,7 +173,7 @@ class BlockTime:
         work["memory-bound"] = self._estimate_elementwise("forward")
         work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
         work["context parallelism"] = self._estimate_context_exchange("forward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
 
@@ -188,7 +190,7 @@ class BlockTime:
             self._exchange_count * self.rank.estimate_tensor_exchange() + self._estimate_regather()
         )
         work["context parallelism"] = self._estimate_context_exchange("backward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(2)
         return BlockPass(work, 2 * self._launch_count)
 
@@ -215,7 +217,7 @@ class BlockTime:
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
         if is_full or self._sends_copies:  # not saved
-            work["expert parallelism"] = 2 * self._estimate_row_exchange()
+            work["expert parallelism"] = self._estimate_exchanges()
         if is_full:
             work["attention"] = self._attention_seconds[0]
             work["context parallelism"] = self._estimate_context_exchange("forward")
@@ -315,16 +317,18 @@ class BlockTime:
         halves = 2 if rank.precision.bytes < 4 and part != "forward" else 1  # of a float32 gradient
         return matmuls + halves * router
 
-    def _estimate_row_exchange(self) -> float:
-        """Return the time of one all-to-all between expert ranks, of rows or of one copy of a token for each rank."""
-        size = self._expert_rows * self.rank.model.dim * self.rank.precision.bytes
-        if self.experts and self._sends_copies:
-            size *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
-        return (
-            estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
-            if self.experts
-            else 0.0
-        )
+    def _estimate_exchanges(self) -> float:
+        """Return the time of a pass' exchanges between expert ranks: of rows and results, and of the rows' weights."""
+        if not self.experts:
+            return 0.0
+        rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
+        if self._sends_copies:
+            rows *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
+            return 2 * self._estimate_exchange(rows * row_bytes)
+        return 2 * self._estimate_exchange(rows * row_bytes) + self._estimate_exchange(rows * WEIGHT_BYTES)
+
+    def _estimate_exchange(self, size: float) -> float:
+        return estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
 
     def _estimate_regather(self) -> float:
         """Return the time to gather the inputs of regions again: only a shard of them is saved."""

@@ -62,9 +62,9 @@ def _sum_rows(rows: Tensor, positions: Tensor, starts: Tensor | None, count: int
     if rows.is_cuda or rows.dtype.itemsize >= 4:
         bags = torch.arange(0, positions.shape[0], count, device=rows.device) if starts is None else starts
         return F.embedding_bag(positions, rows.contiguous(), bags, mode="sum")
-    if starts is not None:
+    if starts is not None:  # on the CPU `embedding_bag` rounds halves of low precisions up
         return _sum_rows(rows.float(), positions, starts, count).to(rows.dtype)
-    total = torch.zeros(positions.shape[0] // count, rows.shape[1])  # on the CPU `embedding_bag` rounds otherwise
+    total = rows.new_zeros(positions.shape[0] // count, rows.shape[1], dtype=torch.float32)
     for choice in range(count):
         total += rows.index_select(0, positions[choice::count])
     return total.to(rows.dtype)
