@@ -161,15 +161,12 @@ def transpose_segments(lengths: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         lengths: of the segments, int64 [A, B]; rows lie segment by segment, in row-major order.
         rows: the sum of the lengths.
     """
-    starts = _compute_starts(lengths)
     transposed_starts = _compute_starts(lengths.T).T
-    shift = transposed_starts - starts
+    shifts = (transposed_starts - _compute_starts(lengths)).flatten()
     indices = torch.arange(rows, device=lengths.device)
-
-    def move(shift: Tensor, lengths: Tensor) -> Tensor:
-        return indices + shift.flatten().repeat_interleave(lengths.flatten(), output_size=rows)
-
-    return move(-shift.T, lengths.T), move(shift, lengths)
+    segments = torch.searchsorted(lengths.flatten().cumsum(0), indices, right=True)
+    inverse = indices + shifts.index_select(0, segments)
+    return invert_permutation(inverse), inverse
 
 
 def _compute_starts(lengths: Tensor) -> Tensor:
