@@ -26,6 +26,7 @@ from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, Session, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.run.small_work import warn_of_small_work
 
 
 def run_command(
@@ -69,7 +70,9 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         if cfg is None or args.multirun:
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
         trusted = modules.list_trusted_packages(args.typed)
-        return job(freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched))
+        run = freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched)
+        warn_of_small_work(run, planned=True)
+        return job(run)
 
 
 @contextlib.contextmanager
@@ -140,6 +143,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         trust.remember_typed(_list_typed(run))
+        warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(
         lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG

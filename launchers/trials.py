@@ -26,7 +26,7 @@ from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
-from titan.run import compose, identity, trust
+from titan.run import compose, identity, small_work, trust
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
 from titan.sweep import budget, ledger
@@ -108,6 +108,7 @@ def expand_trials(
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
+        small_work.warn_of_small_work(run)
         composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
     return _name_trials(_equalise_steps(composed, config, fixed_settings is None), root, fixed_settings is None)
 

@@ -7,7 +7,7 @@
     saved = api.open_run(result.directory)
     saved.metrics["loss"], saved.config["optimizer"]["lr"], saved.checkpoints[-1].path
     findings = api.compare(["runs/first", "runs/second"], margin=0.01)
-    api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic").days
+    api.plan("recipe=train_8b").days
 
 Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
 """

@@ -224,8 +224,56 @@ def test_what_fits_up_to_its_interval_says_so() -> None:
     for factor in (1.01, 10.0):
         changed = replace(outcome, plan=replace(outcome.plan, memory_gib=factor * largest))
         page = plan_html.render_page(changed, *searched()[1:], footer="made today")
-        marks[factor] = (" GiB ! " in plan_text.format_plan(changed), "GiB, fits closely" in page)
+        marks[factor] = (re.search(r"\) +! ", plan_text.format_plan(changed)) is not None, ", fits closely" in page)
     assert marks == {1.01: (True, True), 10.0: (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("error", "speed", "words", "faster"),
+    [
+        pytest.param(0.22, 1.037, "1.0x", False, id="hidden"),
+        pytest.param(0.22, 1.37, "1.4x", True, id="one decimal"),
+        pytest.param(0.02, 1.037, "1.04x", True, id="two decimals"),
+        pytest.param(0.02, 1.004, "1.00x", False, id="hidden by two"),
+    ],
+)
+def test_ratios_have_the_decimals_of_times(error: float, speed: float, words: str, faster: bool) -> None:
+    outcome = made("fsdp")[0]
+    (first, *_) = outcome.changes
+    seconds = outcome.plan.step.seconds / speed
+    result = replace(first, step=replace(first.step, parts={"matmuls": seconds}))
+    changed = replace(outcome, plan=replace(outcome.plan, error=error), changes=(result,))
+    assert changed.format_speed(result) == words and bool(changed.faster) is faster
+    text, page = plan_text.format_plan(changed), plan_html.render_page(changed, *made("fsdp")[1:])
+    assert (f"{words}, " in text, f">{words} <" in page) == (faster, faster)
+    assert (f"no single change by more than {0.5 if error < 0.05 else 5:g} %" in text) is not faster
+    assert not re.search(r"\b\d\.\d{3,}x", text + page)
+
+
+def test_results_have_the_intervals_of_the_plan() -> None:
+    outcome = searched()[0]
+    assert outcome.search_result is not None
+    text, read = plan_text.format_plan(outcome), PageReader(page("search")).text
+    data = plan_text.build_plan_data(outcome)["search"]
+    for result, figures in zip(outcome.search_result.best, data["best"], strict=True):
+        for name, value, error in (
+            ("step_seconds", result.step.seconds, outcome.plan.error),
+            ("memory_gib", result.gib, outcome.plan.memory_error),
+        ):
+            low, high = value / (1 + error), value * (1 + error)
+            assert figures[name] == pytest.approx({"value": value, "low": low, "high": high})
+            words = f"{format_rounded(low)} to {format_rounded(high)}"
+            assert f"({words})" in text and words in read
+
+
+def test_a_sweep_marks_what_fits_up_to_its_interval() -> None:
+    planned = made("fsdp")[0].plan
+    plans = [replace(planned, memory_gib=factor * planned.fullest.gib) for factor in (0.9, 1.01, 10.0)]
+    text, page = plan_text.format_grid("abc", plans), plan_html.render_grid_page("abc", plans)
+    lines = text.splitlines()
+    assert " x  " in lines[1] and " ! " in lines[2] and not re.search("[!x]", lines[3][5:])
+    assert "!: fits closely: the interval reaches beyond the device" in lines and "x: does not fit" in lines
+    assert page.count(", fits closely<small>") == 1 and page.count(", does not fit<small>") == 1
 
 
 def test_the_terminal_judges_the_memory_of_the_plan() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import format_plural, format_rounded
-from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue
+from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout, SearchOutcome
 from titan.estimate.single_changes import list_overrides
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
+PRECISE = 0.05
+"""Relative error of step times below which ratios have two decimals, in place of one."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,34 @@ class PlanOutcome:
 
     @property
     def faster(self) -> list[PredictedLayout]:
-        """The single changes that make a step visibly faster."""
-        return [result for result in self.changes if self.compute_gain(result) >= 0.005]
+        """The single changes that make a step visibly faster: by more than the precision of ratios hides."""
+        return [result for result in self.changes if self.compute_speed(result) - 1 >= self.least_gain]
 
-    def compute_gain(self, result: PredictedLayout) -> float:
-        """Return by what fraction a result is faster than the plan."""
-        return self.plan.step.seconds / result.step.seconds - 1
+    @property
+    def least_gain(self) -> float:
+        """Half a unit of the last decimal of ratios."""
+        return 0.5 * 10.0**-self.decimals
+
+    @property
+    def decimals(self) -> int:
+        """The decimals of ratios: the errors of ratios are as large as those of times (docs/plan_accuracy.md)."""
+        return 2 if self.plan.error < PRECISE else 1
+
+    def compute_speed(self, result: PredictedLayout) -> float:
+        """Return the speed of a result as a multiple of the plan's."""
+        return self.plan.step.seconds / result.step.seconds
+
+    def format_speed(self, result: PredictedLayout) -> str:
+        """Return the speed of a result as a multiple of the plan's, with the decimals that it has."""
+        return f"{self.compute_speed(result):.{self.decimals}f}x"
+
+    def build_step_seconds(self, result: PredictedLayout) -> PredictedValue:
+        """Return the step time of a result with its interval."""
+        return build_interval(result.step.seconds, self.plan.error)
+
+    def build_gib(self, result: PredictedLayout) -> PredictedValue:
+        """Return the memory of a result with its interval."""
+        return build_interval(result.gib, self.plan.memory_error)
 
     def build_overrides(self, result: PredictedLayout) -> tuple[str, ...]:
         """Return what changes the planned run into a result."""
@@ -114,9 +138,11 @@ def format_run_time(plan: Plan) -> FigureText:
 
 def format_memory(plan: Plan) -> FigureText:
     """Return the memory of the fullest rank, of what a device has."""
-    return format_figure(
-        "memory", plan.memory_gib_needed, "GiB", "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
-    )
+    return format_figure("memory", plan.memory_gib_needed, "GiB", _format_device(plan))
+
+
+def _format_device(plan: Plan) -> str:
+    return "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
 
 
 def list_figures(plan: Plan) -> list[FigureText]:
@@ -147,9 +173,15 @@ def fits_closely(plan: Plan, result: PredictedLayout) -> bool:
     return plan.memory_gib is not None and result.gib * (1 + plan.memory_error) > plan.memory_gib
 
 
-def format_result_memory(plan: Plan, result: PredictedLayout) -> str:
+def format_result_step(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
+    """Return the step time of a result."""
+    return format_figure("step", outcome.build_step_seconds(result), "s")
+
+
+def format_result_memory(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
     """Return the memory of a result, with whether it fits only up to its interval."""
-    return f"{format_rounded(result.gib)} GiB{', fits closely' if fits_closely(plan, result) else ''}"
+    closely = ", fits closely" if fits_closely(outcome.plan, result) else ""
+    return format_figure("memory", outcome.build_gib(result), "GiB", _format_device(outcome.plan) + closely)
 
 
 def judge_fit(plan: Plan) -> tuple[str, str]:

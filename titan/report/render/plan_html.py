@@ -23,6 +23,7 @@ from titan.report.render.plan_data import (
     format_figure,
     format_memory,
     format_result_memory,
+    format_result_step,
     format_run_time,
     judge_fit,
     list_figures,
@@ -128,11 +129,9 @@ def _format_lead(outcome: PlanOutcome) -> str:
     words += f"{name_largest_loss(plan.step)}. "
     if outcome.faster:
         best = outcome.faster[0]
-        words += (
-            f"{' '.join(outcome.build_overrides(best))} would make it {1 + outcome.compute_gain(best):.2f}x as fast."
-        )
+        words += f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
     else:
-        words += "No single change would make it faster."
+        words += f"No single change would make it more than {100 * outcome.least_gain:g} % faster."
     return words
 
 
@@ -141,16 +140,16 @@ def _list_cards(plan: Plan) -> list[tuple[FigureText, str, str]]:
     return [(figure, *(judge_fit(plan) if figure.name == "memory" else ("", ""))) for figure in list_figures(plan)]
 
 
-def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[str]:
+def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[FigureText]:
     return [
-        " ".join(outcome.build_overrides(result)),
-        f"{format_rounded(result.step.seconds)} s",
-        f"{1 + outcome.compute_gain(result):.2f}x",
-        format_result_memory(outcome.plan, result),
+        FigureText("change", " ".join(outcome.build_overrides(result))),
+        format_result_step(outcome, result),
+        FigureText("speed", outcome.format_speed(result)),
+        format_result_memory(outcome, result),
     ]
 
 
-def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[str]]]]:
+def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[FigureText]]]]:
     """Return the tables of a search: heading, caption and rows."""
     search_result = outcome.search_result
     if search_result is None:
@@ -178,14 +177,14 @@ def _format_traced_results(outcome: PlanOutcome) -> str:
     return f" Traced, {'; '.join(figures)}." if figures else ""
 
 
-def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[str]:
+def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[FigureText]:
     return [
-        name,
-        f"{format_rounded(result.step.seconds)} s",
-        f"{1 + outcome.compute_gain(result):.2f}x",
-        format_result_memory(outcome.plan, result),
-        name_largest_loss(result.step),
-        outcome.format_command(result),
+        FigureText("", name),
+        format_result_step(outcome, result),
+        FigureText("speed", outcome.format_speed(result)),
+        format_result_memory(outcome, result),
+        FigureText("largest loss", name_largest_loss(result.step)),
+        FigureText("command line", outcome.format_command(result)),
     ]
 
 
@@ -217,11 +216,17 @@ def _format_trial(label: str, plan: Plan) -> list[FigureText]:
         format_figure("step", plan.step_seconds, "s"),
         format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
         mfu,
-        format_memory(plan),
+        _format_trial_memory(plan),
         format_figure("device-hours", plan.device_hours),
         format_run_time(plan),
         cost,
     ]
+
+
+def _format_trial_memory(plan: Plan) -> FigureText:
+    """Return the memory of a trial, with its verdict where it does not fit for certain."""
+    figure, (verdict, mood) = format_memory(plan), judge_fit(plan)
+    return figure._replace(note=f"{figure.note}, {verdict.partition(':')[0]}") if mood in ("open", "bad") else figure
 
 
 def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Chart | None]:
