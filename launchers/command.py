@@ -19,7 +19,7 @@ from titan.config import modules
 from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import command_line, hydra_node, hydra_private, trust
+from titan.run import command_line, hydra_node, hydra_private, searched_files, trust
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
@@ -173,10 +173,12 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     if args.multirun and names:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
+    with Session(args) as loader:
+        searched_files.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
     if args.multirun:
-        session.trusted = modules.list_trusted_packages(args.overrides)
+        session.trusted = modules.list_trusted_packages(args.typed)
         with Session(args):
-            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
+            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.typed)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)

@@ -126,7 +126,10 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
-    runs = budget.equalise_steps([c.run for c in composed], [c.varied for c in composed], sweep)
+    varied = [c.varied for c in composed]
+    runs = budget.equalise_steps([c.run for c in composed], varied, sweep)
+    for line in budget.describe_times(runs, varied, sweep):
+        print(sanitize_line(line), flush=True)
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 

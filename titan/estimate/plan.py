@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import build_table, format_fields
+from titan.console.numbers import format_rounded
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import Constants, load_constants
 from titan.estimate.memory import Usage
@@ -31,6 +32,8 @@ PUBLISHED = "ranges cover 90 % of published runs not used in the fit"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
 OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
 """What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `describe_experts` on GPUs with experts."""
+Fit = Literal["", "fits", "fits closely", "does not fit"]
+"""Whether memory suffices."""
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
 
 
@@ -78,15 +81,30 @@ class Plan:
 
     def list_facts(self) -> dict[str, str]:
         """Return the predictions that a reader wants to know first, by name, for notebooks."""
-        facts = {"step": self.step_seconds, "GiB": self.memory_gib_needed, "device-hours": self.device_hours}
-        facts |= {} if self.mfu is None else {"MFU in %": self.mfu.scale(100)}
-        return {name: f"{f.value:.3g} [{f.low:.3g}, {f.high:.3g}]" for name, f in facts.items()}
+        device = "" if self.memory_gib is None else f" of {self.memory_gib:.1f}"
+        fit = f", {self.fit}" if self.fit else ""
+        return {
+            "step": _format_predicted(self.step_seconds, "s"),
+            "speed": _format_predicted(self.tokens_per_second_per_device, "tokens/s per device"),
+            **({} if self.mfu is None else {"MFU": _format_predicted(self.mfu.scale(100), "%")}),
+            "memory": f"{_format_predicted(self.memory_gib_needed, 'GiB')}{device}{fit}",
+            "device-hours": _format_predicted(self.device_hours),
+        }
 
     def __repr__(self) -> str:
         return format_fields("Plan", self.list_facts())
 
     def _repr_html_(self) -> str:
-        return build_table(self.list_facts())
+        return build_table(self.list_facts().items())
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the memory suffices: with its interval, up to it, or not; empty where that of a device is unknown."""
+        if self.memory_gib is None:
+            return ""
+        if self.memory_gib_needed.high <= self.memory_gib:
+            return "fits"
+        return "fits closely" if self.fullest.gib <= self.memory_gib else "does not fit"
 
     @property
     def fullest(self) -> Usage:
@@ -134,6 +152,11 @@ class Plan:
     def cost(self) -> PredictedValue | None:
         """The cost of the whole run; None without a price."""
         return None if self.price is None else self.device_hours.scale(self.price)
+
+
+def _format_predicted(figure: PredictedValue, unit: str = "") -> str:
+    low, high = format_rounded(figure.low), format_rounded(figure.high)
+    return f"{format_rounded(figure.value)} {unit}".rstrip() + f" ({low} to {high})"
 
 
 def build_interval(value: float, error: float) -> PredictedValue:

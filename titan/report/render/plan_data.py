@@ -17,11 +17,15 @@ from titan.estimate.step_time import StepTime
 if TYPE_CHECKING:
     from titan.estimate.refine import Refinement
     from titan.estimate.traced.result import TracedStep
+    from titan.report.render.table_data import Mood
     from titan.run.run import Run
 
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
+MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
+"""The mood of each verdict on memory."""
+CLOSELY = "the interval reaches beyond the device"
 PRECISE = 0.05
 """Relative error of step times below which ratios have two decimals, in place of one."""
 
@@ -108,18 +112,25 @@ class PlanOutcome:
 
 
 class FigureText(NamedTuple):
-    """A figure as text: its name, its value, the unit, its interval, and what it is compared with."""
+    """A figure as text: its name, its value, the unit, its interval, what it is compared with, and whether it fits."""
 
     name: str
     value: str
     unit: str = ""
     interval: str = ""
     note: str = ""
+    verdict: str = ""
+
+    @property
+    def mood(self) -> Mood:
+        """Whether the verdict is good or bad."""
+        return MOODS[self.verdict]
 
     def format_line(self) -> str:
         """Return the figure in one line, without its name."""
         interval = f"({self.interval})" if self.interval else ""
-        return " ".join(filter(None, (self.value, self.unit, interval, self.note)))
+        verdict = f", {self.verdict}" if self.mood in ("open", "bad") else ""
+        return " ".join(filter(None, (self.value, self.unit, interval, self.note))) + verdict
 
 
 def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
@@ -137,8 +148,8 @@ def format_run_time(plan: Plan) -> FigureText:
 
 
 def format_memory(plan: Plan) -> FigureText:
-    """Return the memory of the fullest rank, of what a device has."""
-    return format_figure("memory", plan.memory_gib_needed, "GiB", _format_device(plan))
+    """Return the memory of the fullest rank, of what a device has, and whether it fits."""
+    return format_figure("memory", plan.memory_gib_needed, "GiB", _format_device(plan))._replace(verdict=plan.fit)
 
 
 def _format_device(plan: Plan) -> str:
@@ -152,7 +163,7 @@ def list_figures(plan: Plan) -> list[FigureText]:
     cost = [] if plan.cost is None else [format_figure("cost", plan.cost)]
     return [
         format_figure("step", plan.step_seconds, "s"),
-        format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
         use,
         format_memory(plan),
         format_run_time(plan),
@@ -180,19 +191,13 @@ def format_result_step(outcome: PlanOutcome, result: PredictedLayout) -> FigureT
 
 def format_result_memory(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
     """Return the memory of a result, with whether it fits only up to its interval."""
-    closely = ", fits closely" if fits_closely(outcome.plan, result) else ""
-    return format_figure("memory", outcome.build_gib(result), "GiB", _format_device(outcome.plan) + closely)
+    figure = format_figure("memory", outcome.build_gib(result), "GiB", _format_device(outcome.plan))
+    return figure._replace(verdict="fits closely" if fits_closely(outcome.plan, result) else "")
 
 
-def judge_fit(plan: Plan) -> tuple[str, str]:
+def judge_fit(plan: Plan) -> tuple[str, Mood]:
     """Return whether the memory suffices, in words, and its mood on the page."""
-    if plan.memory_gib is None:
-        return "", ""
-    if plan.memory_gib_needed.high <= plan.memory_gib:
-        return "fits", "good"
-    if plan.fullest.gib <= plan.memory_gib:
-        return "fits closely: the interval reaches beyond the device", "open"
-    return "does not fit", "bad"
+    return f"{plan.fit}: {CLOSELY}" if plan.fit == "fits closely" else plan.fit, MOODS[plan.fit]
 
 
 def sum_device_hours(plans: Sequence[Plan]) -> float:
