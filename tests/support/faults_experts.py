@@ -213,8 +213,8 @@ FAULTS = (
     define_fault(
         "expert parallelism: dropped choices are sent",
         EXCHANGE,
-        "sent_per_expert = count_experts(flat_experts, count).view(ranks, -1)",
-        "sent_per_expert = count_experts(flat_experts.clamp(max=count - 1), count).view(ranks, -1)",
+        "sent_per_expert = count_experts(experts, count).view(self.group.size(), -1)",
+        "sent_per_expert = count_experts(experts.clamp(max=count - 1), count).view(self.group.size(), -1)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[dropped-fp32]",
     ),
     define_fault(

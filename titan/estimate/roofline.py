@@ -204,8 +204,19 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0)
     experts = model.expert_parameters(layer) / expert_size
     active_experts = model.active_expert_parameters(layer) / expert_size
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
-    rows, gate = (5, 3) if part == "forward" else (8, 5)
-    return active_experts * element * (rows * model.dim + gate * width) + SORTING_BYTES * experts
+    gate = 3 if part == "forward" else 5
+    rows = count_row_bytes(model, element, part, layer)
+    return rows + active_experts * element * gate * width + SORTING_BYTES * experts
+
+
+def count_row_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> float:
+    """Return what `count_routing_bytes` counts of the rows that experts get and return, which no part's graph has."""
+    matmuls = model.expert_matmuls(layer)
+    if not matmuls:
+        return 0.0
+    expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    active_experts = model.active_expert_parameters(layer) / expert_size
+    return active_experts * element * (5 if part == "forward" else 8) * model.dim
 
 
 def count_update_bytes(recipe: Recipe) -> float:

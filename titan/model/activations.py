@@ -341,7 +341,10 @@ def count_moe_block_bytes(
     )
     freed_bytes = gradient * (shared is not None) - shared_activations.saved
     sum_bytes = (0 if c == 4 else 4) * dim * s
-    row_bytes = (c * dim if batch.compiled or inputs else 8 * dim) * rows
+    if batch.compiled and batch.expert > 1:  # compiled in parts, each recomputed from its inputs
+        selective += gradient + index_bytes
+    fuses_sum = batch.compiled and batch.expert == 1
+    row_bytes = (c * dim if fuses_sum or inputs else 8 * dim) * rows
     shared_bytes = 0.0 if shared is None else c * 2 * shared.width * s
     routing = max(gradient + sum_bytes + row_bytes + freed_bytes, gradient + shared_bytes)
     backward = gradient + c * (2 * width + dim) * rows - weighted_outputs + freed_bytes
