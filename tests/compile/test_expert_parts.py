@@ -63,7 +63,7 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
 def test_every_part_is_one_graph_and_computes_the_same(
     model: str, memory: str, layout: str, graphs: dict[str, int], tmp_path: Path
 ) -> None:
-    common = ("model.heads=4", *MODELS[model], *LAYOUTS[layout], f"memory={memory}", "checkpoint=off")
+    common = ("model.heads=4", "model.kv_heads=2", *MODELS[model], *LAYOUTS[layout], f"memory={memory}", "checkpoint=off")
     how = ("compile=block", "compile.backend=aot_eager")
     runs = [compose_tiny_run(tmp_path / name, *common, *s) for name, s in (("a", ("compile=off",)), ("b", how))]
     for eager, compiled in run_ranks(gradients, 2, runs):
