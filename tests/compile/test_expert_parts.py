@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from tests.support.matrix_experts import LAYOUTS, MODELS
+from tests.support.matrix_experts import LAYOUTS, MODELS, skew_routers
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, compute_difference
 from tests.support.tiers import full
@@ -36,6 +36,8 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
         torch._dynamo.reset()
         world = mesh.build_world(RankInfo(rank, size, rank), run.layout, torch.device("cpu"))
         train_step = build_train_step(run, world)
+        if run.model.top_k == 1:
+            skew_routers(SimpleNamespace(train_step=train_step))  # type: ignore[arg-type]
         watch = GraphWatch(train_step.graph_labels)
         shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
         generator = torch.Generator().manual_seed(rank)
@@ -58,12 +60,15 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
         full("llama4", "selective", "ep", {"": 1, **ROUTED, "feed_forward.shared": 1}, id="llama4-selective"),
         full("qwen3_moe", "full", "ep_in_tp", ROUTED, id="experts-in-tensor-ranks"),
         full("qwen3_moe", "full", "fsdp", {"": 1}, id="whole-blocks"),
+        full("qwen3_moe", "full", "one-expert", ROUTED, id="rank-without-rows"),
     ],
 )
 def test_every_part_is_one_graph_and_computes_the_same(
     model: str, memory: str, layout: str, graphs: dict[str, int], tmp_path: Path
 ) -> None:
-    common = ("model.heads=4", "model.kv_heads=2", *MODELS[model], *LAYOUTS[layout], f"memory={memory}", "checkpoint=off")
+    layouts = LAYOUTS | {"one-expert": (*LAYOUTS["ep"], "model.top_k=1", "model.bias_rate=0")}
+    heads = ("model.heads=4", "model.kv_heads=2")
+    common = (*heads, *MODELS[model], *layouts[layout], f"memory={memory}", "checkpoint=off")
     how = ("compile=block", "compile.backend=aot_eager")
     runs = [compose_tiny_run(tmp_path / name, *common, *s) for name, s in (("a", ("compile=off",)), ("b", how))]
     for eager, compiled in run_ranks(gradients, 2, runs):

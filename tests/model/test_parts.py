@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan.model.experts import MixtureOfExperts
+from titan.model.experts import MixtureOfExperts, MoeBlock
 from titan.model.parts import Part, is_one_part, list_parts
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_moe import Qwen3Moe
@@ -18,6 +18,13 @@ def block_of(schema: Any, layer: int = 0) -> nn.Module:
     with torch.device("meta"):
         model: Any = schema.build()
     return model.blocks()[layer]  # type: ignore[no-any-return]
+
+
+class OtherBlock(MoeBlock):
+    """A block that computes attention in another way than `attend`."""
+
+    def forward(self, x: Any, cos: Any, sin: Any, mask: Any = None, valid: Any = None) -> Any:
+        return self.feed_forward(self.attention(self.attention_norm(x), cos, sin, mask), valid)[0]
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -36,6 +43,13 @@ EXPERTS = ["attention", "feed_forward.router", "feed_forward.experts"]
         pytest.param(block_of(QWEN), is_mixture, "", EXPERTS, id="experts"),
         pytest.param(block_of(DEEPSEEK, 1), is_mixture, "", [*EXPERTS, "feed_forward.shared"], id="shared-experts"),
         pytest.param(block_of(DEEPSEEK), is_mixture, "", [""], id="dense-block"),
+        pytest.param(
+            OtherBlock(QWEN),
+            is_mixture,
+            "",
+            ["attention_norm", "attention", "ffn_norm", *EXPERTS[1:]],
+            id="another-forward",
+        ),
         pytest.param(
             block_of(DEEPSEEK), is_mixture, "feed_forward", ["attention", "feed_forward"], id="hooks-of-feed-forward"
         ),

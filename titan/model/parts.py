@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from titan.model.experts import MoeBlock
 from titan.model.layers import Block
 
 ModuleTest = Callable[[nn.Module], bool]
@@ -79,5 +80,6 @@ def _fits_graph(module: nn.Module, breaks: ModuleTest, has_hooks: ModuleTest) ->
 
 
 def _list_attention_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of `Block.attend`; none of another module."""
-    return [module.attention_norm, module.attention, module.ffn_norm] if isinstance(module, Block) else []
+    """Return the modules of `Block.attend`; none of a module whose forward pass is not known to call it."""
+    calls_attend = type(module).forward in (Block.forward, MoeBlock.forward)
+    return [module.attention_norm, module.attention, module.ffn_norm] if calls_attend else []  # type: ignore[list-item]
