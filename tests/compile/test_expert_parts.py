@@ -36,14 +36,15 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
         torch._dynamo.reset()
         world = mesh.build_world(RankInfo(rank, size, rank), run.layout, torch.device("cpu"))
         train_step = build_train_step(run, world)
-        if run.model.top_k == 1:
+        if getattr(run.model, "top_k", 0) == 1:
             skew_routers(SimpleNamespace(train_step=train_step))  # type: ignore[arg-type]
         watch = GraphWatch(train_step.graph_labels)
         shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
         generator = torch.Generator().manual_seed(rank)
         tokens, targets = (torch.randint(0, 64, shape, generator=generator) for _ in range(2))
         loss = train_step.backward(Microbatches(tokens, targets), 1.0)
-        named = {n: p.grad.full_tensor() for n, p in train_step.named_parameters() if p.grad is not None}
+        grads: dict[str, Any] = {name: parameter.grad for name, parameter in train_step.named_parameters()}
+        named = {name: grad.full_tensor() for name, grad in grads.items()}
         graphs = {label.part: count for label, count in watch.count_graphs().items() if label.kind != "head"}
         results.append(({"loss": loss.detach(), **named}, graphs))
     return results

@@ -76,6 +76,6 @@ def test_the_parts_of_a_block(block: nn.Module, breaks: Any, hooked: str, names:
 
 
 def test_a_method_is_replaced() -> None:
-    block = block_of(QWEN)
+    block: Any = block_of(QWEN)
     Part(block, "attend").replace(lambda attend: lambda *args: (attend, args))
     assert block.attend(1, 2)[1] == (1, 2)

@@ -137,8 +137,9 @@ def test_a_parameter_has_the_ranks_and_dimension_of_the_innermost_group(meshes: 
         {FEED_FORWARD: outer, PROJECTION: Sharding(Columns(match=(PROJECTION,)), meshes[0])},
     )
     choose = units.build_placement_options(unit, model)["shard_placement_fn"]
-    feed_forward = model.layers["0"].feed_forward
-    assert choose(model.layers["0"].attention.wq.weight).dim == 0
+    block: Any = model.layers["0"]
+    feed_forward = block.feed_forward
+    assert choose(block.attention.wq.weight).dim == 0
     assert choose(feed_forward.w1.weight).dim == 1
     results = [choose(weight) for weight in (feed_forward.w2.weight, feed_forward.w3.weight)]
     assert [(result.placement.dim, result.mesh_info.mesh) for result in results] == [(0, meshes[1])] * 2

@@ -70,7 +70,8 @@ def _name_part(params: Any) -> str:
 
 def count_gathers(run: Run, has_mesh_per_parameter: bool = True) -> tuple[PassCounts, PassCounts]:
     """Return what a forward and a backward pass of the first rank do, in another process."""
-    return run_ranks(_count, 1, run, has_mesh_per_parameter, joined=False)[0]
+    counts: tuple[PassCounts, PassCounts] = run_ranks(_count, 1, run, has_mesh_per_parameter, joined=False)[0]
+    return counts
 
 
 def _count(_: int, __: int, run: Run, has_mesh_per_parameter: bool) -> tuple[PassCounts, PassCounts]:
@@ -92,8 +93,9 @@ def _count(_: int, __: int, run: Run, has_mesh_per_parameter: bool) -> tuple[Pas
 
 
 def _record(recorder: _Recorder) -> Any:
-    group = _fsdp_param_group.FSDPParamGroup
-    gather, wait, count = _fsdp_param_group.foreach_all_gather, group.wait_for_unshard, expert._count_exchanged_rows
+    fsdp: Any = _fsdp_param_group
+    group = fsdp.FSDPParamGroup
+    gather, wait, count = fsdp.foreach_all_gather, group.wait_for_unshard, expert._count_exchanged_rows
 
     def gather_noted(params: Any, *args: Any) -> Any:
         recorder.note_gather(params)
@@ -109,7 +111,7 @@ def _record(recorder: _Recorder) -> Any:
         return count(*args)
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather_noted))
+    stack.enter_context(mock.patch.object(fsdp, "foreach_all_gather", gather_noted))
     stack.enter_context(mock.patch.object(group, "wait_for_unshard", wait_noted))
     stack.enter_context(mock.patch.object(expert, "_count_exchanged_rows", count_noted))
     return stack
