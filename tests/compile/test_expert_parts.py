@@ -46,6 +46,7 @@ def gradients(rank: int, size: int, runs: Sequence[Run]) -> list[tuple[dict[str,
         grads: dict[str, Any] = {name: parameter.grad for name, parameter in train_step.named_parameters()}
         named = {name: grad.full_tensor() for name, grad in grads.items()}
         graphs = {label.part: count for label, count in watch.count_graphs().items() if label.kind != "head"}
+        train_step.evaluate(Microbatches(tokens, targets))  # further graphs of the same code
         results.append(({"loss": loss.detach(), **named}, graphs))
     return results
 

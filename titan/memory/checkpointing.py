@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -96,7 +97,7 @@ def _checkpoint_parts(parts: Sequence[Part]) -> None:
     counts = [_count_matmuls(part.list_modules()) for part in parts]
     for number, part in enumerate(parts):
         contexts = _build_contexts(sum(counts), sum(counts[:number]))
-        part.replace(partial(_with_contexts, contexts=contexts))
+        part.replace(partial(_with_contexts, contexts=contexts, name=part.name))
 
 
 def _count_matmuls(modules: Iterable[nn.Module]) -> int:
@@ -122,13 +123,26 @@ def _with_recompute(forward: Callable[..., Any], keeps: bool = False) -> Callabl
     return run_checkpointed
 
 
-def _with_contexts(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    """As `_with_recompute`, in contexts of the forward pass and of the recomputation."""
+def _with_contexts(forward: Callable[..., Any], contexts: Callable[[], Any], name: str = "") -> Callable[..., Any]:
+    """As `_with_recompute`, in contexts of the forward pass and of the recomputation.
+
+    Args:
+        forward: of a block or a part of one.
+        contexts: makes both contexts.
+        name: of the part. Parts have different code, because torch compiles eight graphs of the same code at most.
+    """
 
     def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
+    if name:
+        run_checkpointed.__code__ = _copy_code(run_checkpointed.__code__, f"run_{name}")
     return run_checkpointed
+
+
+@cache
+def _copy_code(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_name=name)
 
 
 @cache
