@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -17,15 +18,23 @@ from launchers.trials import Trial
 from titan.errors import ConfigError
 from titan.sweep import ledger
 
-Describe = Callable[[Sequence[Trial]], str]
-"""Returns what a dry run prints about trials beside their scripts."""
+
+class TrialPlans(NamedTuple):
+    """What a dry run prints about trials beside their scripts, and the predicted device-hours of each, if known."""
+
+    text: str
+    device_hours: tuple[float | None, ...]
+
+
+Describe = Callable[[Sequence[Trial]], TrialPlans]
+"""Returns the plans of trials, for a dry run."""
 Planner = Callable[[Sequence[Trial]], list[int]]
 """Takes the trials of a sweep in place of a launch; returns their exit codes."""
 
 
-def describe_nothing(trials: Sequence[Trial]) -> str:
+def describe_nothing(trials: Sequence[Trial]) -> TrialPlans:
     """Return no text: what a dry run prints beside scripts where the command has nothing to add."""
-    return ""
+    return TrialPlans("", (None,) * len(trials))
 
 
 @dataclass

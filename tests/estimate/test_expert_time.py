@@ -9,8 +9,10 @@ import pytest
 from tests.estimate.test_step_time import speeds
 from tests.support.composing import compose_test_run
 from tests.support.two_kinds import with_two_kinds
+from titan.bench import fit_costs
 from titan.estimate import operations
 from titan.estimate import plan as planning
+from titan.estimate.constants import load_constants
 from titan.estimate.operations import estimate_collective
 from titan.estimate.step_time import CAUSES, StepTime, estimate_step
 from titan.parallelism.pipeline.stage_plan import assign_layers
@@ -81,7 +83,25 @@ def test_stages_have_equal_cost_where_blocks_differ() -> None:
     assert len(placed[0][1]) < 8 and max(flops) < 1.5 * sum(flops) / 4
 
 
-def test_a_plan_states_that_experts_are_not_fitted() -> None:
-    one = run()
-    plan = planning.build_plan(one, one.layout, one.microbatches, one.machine)
-    assert plan.error == planning.EXPERTS_ERROR and "experts" in plan.intervals
+def test_published_runs_move_the_time_of_models_with_experts_and_the_plan_states_their_ratios() -> None:
+    moe, constants = run(), load_constants()
+    dense = compose_test_run([*BASE[1:], "model=llama1b", "dataset.vocab=128256", "parallelism=fsdp"], remote=True)
+    plans = [planning.build_plan(r, r.layout, r.microbatches, r.machine) for r in (moe, dense)]
+    for planned, one, ratio in zip(plans, (moe, dense), (constants.experts, 1.0), strict=True):
+        hardware = planning.resolve_hardware(one.cluster, one.machine)
+        device = planning.derive_device_speeds(one, hardware, one.machine, one.layout)
+        fit = estimate_step(one, one.layout, one.microbatches, dataclasses.replace(device, slowdown=1.0))
+        assert planned.step.seconds == pytest.approx(ratio * fit.seconds)
+    assert [p.error for p in plans] == [constants.experts_error, constants.error]
+    words = f"take {constants.experts_least:.1f} to {constants.experts_most:.1f} times"
+    assert [words in p.intervals for p in plans] == [True, False]
+
+
+@pytest.mark.full
+def test_the_stored_ratios_are_those_of_the_published_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    constants = load_constants()
+    unfitted = dataclasses.replace(constants, experts=1.0, experts_least=1.0, experts_most=1.0, experts_error=1.0)
+    fitted = fit_costs.fit_experts(fit_costs.read_runs(fit_costs.EXPERTS), unfitted)
+    assert dataclasses.astuple(fitted) == pytest.approx(dataclasses.astuple(constants))
+    assert fitted.experts_most / fitted.experts <= 1 + fitted.experts_error >= fitted.experts / fitted.experts_least
+    assert "experts, left out" in capsys.readouterr().out

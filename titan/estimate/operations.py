@@ -79,6 +79,7 @@ class Speeds:
         turns: ranks that take turns on a core, at least 1; an idle rank leaves its turn to another.
         short_rows: length of rows at which attention reaches half of its speed, forward and backward.
         head_power: power of the head size that attention's speed follows below 128.
+        slowdown: measured over predicted step time of published models with experts; 1 for other models.
     """
 
     matmul: float
@@ -109,6 +110,7 @@ class Speeds:
     turns: float = 1.0
     short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
     head_power: float = HEAD_POWER
+    slowdown: float = 1.0
 
 
 def derive_speeds(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from titan.config.settings import format_value
 from titan.estimate.fit import compute_available_gib
 from titan.estimate.layout_options import (
     MODES,
@@ -135,10 +136,10 @@ def list_overrides(
         if degree != degrees[name]
     ]
     base_parallelism, parallelism = base.parallelism, candidate.recipe.parallelism
-    for name in ("schedule", "stages", "reshard", "async_tensor"):
+    for name in ("schedule", "stages", "starts", "reshard", "async_tensor"):
         value = getattr(parallelism, name)
-        if value != getattr(base_parallelism, name) and not (name == "stages" and candidate.layout.pipeline == 1):
-            overrides.append(f"parallelism.{name}={str(value).lower() if isinstance(value, bool) else value}")
+        if value != getattr(base_parallelism, name):
+            overrides.append(f"parallelism.{name}={format_value(value)}")
     if candidate.microbatches != microbatches:
         overrides.append(f"parallelism.microbatches={candidate.microbatches}")
     if candidate.recipe.memory.checkpointing != base.memory.checkpointing:

@@ -87,9 +87,9 @@ def estimate_step(recipe: Recipe, layout: Layout, microbatches: int, speeds: Spe
 def scale_to_nodes(
     parts: SecondsByCause, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[ActionSpan, ...] = ()
 ) -> StepTime:
-    """Return the time of a step with what each doubling of nodes loses."""
+    """Return the time of a step with what each doubling of nodes loses, and what published models with experts do."""
     nodes = max(1, layout.devices // speeds.per_node)
-    slowdown = 1 + speeds.per_doubling * math.log2(nodes)
+    slowdown = speeds.slowdown * (1 + speeds.per_doubling * math.log2(nodes))
     slowed_parts = {cause: slowdown * parts[cause] for cause in CAUSES if parts[cause]}
     slowed_spans = tuple(
         ActionSpan(span.rank, span.action, slowdown * span.start, slowdown * span.end) for span in spans
@@ -242,7 +242,7 @@ class StepModel(RankWork):
         if placed[-1][0] == self.layout.pipeline - 1:  # not a V
             fill_seconds = min(stages) * (self.layout.pipeline - 1) / 2
             largest = max(largest, busy[self.layout.pipeline - 1] + fill_seconds)
-        return largest + self.estimate_update()
+        return self.speeds.slowdown * (largest + self.estimate_update())
 
     def _sum_block_seconds(self, layers: range) -> float:
         """Return the time of a micro-batch in blocks, forward and backward."""

@@ -22,7 +22,7 @@ from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
-from titan.weights.hf_config import FAMILIES
+from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -94,7 +94,8 @@ def _check_checkpoint(run: Run) -> None:
         )
     if checkpoint.export == "hf" and type(run.model) not in FAMILIES.values():
         raise ConfigError(
-            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null."
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null "
+            f"({OWN_MODELS})."
         )
 
 

@@ -118,7 +118,7 @@ class HydraErrors:
         try:
             with Session():
                 cfg = compose_config(choices)
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, ConfigError):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)
         names = _list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
