@@ -9,7 +9,7 @@ from tests.support.fault import define_fault
 
 MODEL, LOAD, LAYOUTS = "model/test_experts.py", "training/test_expert_load.py", "parallelism/test_experts.py"
 GRADIENTS = f"{LAYOUTS}::test_gradients_of_each_expert_are_those_of_one_device"
-EXPERTS, BALANCE = "titan/model/experts.py", "titan/model/balance.py"
+EXPERTS, ROWS, BALANCE = "titan/model/experts.py", "titan/model/expert_rows.py", "titan/model/balance.py"
 NEIGHBOURS = "test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage"
 EXCHANGE, COUNTS = "titan/parallelism/expert.py", "titan/training/expert_load.py"
 
@@ -51,16 +51,16 @@ FAULTS = (
     ),
     define_fault(
         "experts: results go back in the order of experts",
-        EXPERTS,
-        "compute_offsets(experts.flatten(), count)), invert_permutation(order)",
-        "compute_offsets(experts.flatten(), count)), order",
+        ROWS,
+        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, positions, starts, count)",
+        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, choices, starts, count)",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(
         "experts: a token's rows are another token's",
-        EXPERTS,
-        "return x[order[:rows] // ctx.copies]",
-        "return x[order[:rows] % x.shape[0]]",
+        ROWS,
+        "return x.index_select(0, choices // count)",
+        "return x.index_select(0, choices % x.shape[0])",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(
@@ -69,6 +69,27 @@ FAULTS = (
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 0)",
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 1)",
         f"{MODEL}::test_products_and_gradients[padded-bf16]",
+    ),
+    define_fault(
+        "experts: rows that are padding count as exact",
+        EXPERTS,
+        "exact or self.balance.capacity is None",
+        "True",
+        f"{MODEL}::test_dropped_choices_add_nothing",
+    ),
+    define_fault(
+        "experts: a row's weight has no gradient",
+        EXPERTS,
+        "return a_grad, _scale_rows(b_grad, weights), weights_grad",
+        "return a_grad, _scale_rows(b_grad, weights), None",
+        f"{MODEL}::test_gradients_are_those_of_the_definition[fp32]",
+    ),
+    define_fault(
+        "experts: the lower half of a router's gradient is lost",
+        "titan/model/float32_product.py",
+        "(grads[0] - high).to(x.dtype)",
+        "torch.zeros_like(high)",
+        f"{MODEL}::test_gradients_of_float32_products_are_exact_to_16_bits",
     ),
     define_fault(
         "experts: the gradient of a weight is another expert's",
@@ -205,9 +226,9 @@ FAULTS = (
     ),
     define_fault(
         "expert parallelism: received rows are sorted by rank",
-        EXCHANGE,
-        "return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]",
-        "return torch.searchsorted(ends, row_indices, right=True) // received_per_expert.shape[1]",
+        ROWS,
+        "transposed_starts = _compute_starts(lengths.T).T",
+        "transposed_starts = _compute_starts(lengths)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
     ),
     define_fault(
@@ -267,6 +288,13 @@ FAULTS = (
         "if calls > self.earlier_calls[key]",
         "if calls",
         "compile/test_expert_parts.py::test_graphs_are_counted_where_they_run",
+    ),
+    define_fault(
+        "expert parallelism: gradients of weights stay on the ranks of the experts",
+        "titan/parallelism/deep_ep.py",
+        "ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)",
+        "(ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)[0], None)",
+        "parallelism/test_deep_ep.py::test_one_copy_for_each_rank_computes_the_same_and_sends_less[outputs]",
     ),
     define_fault(
         "expert parallelism: replicas of experts do not sum their gradients",

@@ -15,6 +15,7 @@ from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
 from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
+from titan.parallelism.schema import count_token_copies
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
-EXPERT_LAUNCHES = {True: 16, False: 34}
+EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
+WEIGHT_BYTES = 4
+"""Bytes of the weight of a row, in float32."""
 
 
 class SecondsByCause(dict[str, float]):
@@ -171,7 +174,7 @@ class BlockTime:
         work["memory-bound"] = self._estimate_elementwise("forward")
         work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
         work["context parallelism"] = self._estimate_context_exchange("forward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
 
@@ -188,7 +191,7 @@ class BlockTime:
             self._exchange_count * self.rank.estimate_tensor_exchange() + self._estimate_regather()
         )
         work["context parallelism"] = self._estimate_context_exchange("backward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(2)
         return BlockPass(work, 2 * self._launch_count)
 
@@ -214,9 +217,10 @@ class BlockTime:
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
+        if is_full or self._sends_copies:  # not saved
+            work["expert parallelism"] = self._estimate_exchanges()
         if is_full:
             work["attention"] = self._attention_seconds[0]
-            work["expert parallelism"] = 2 * self._estimate_row_exchange()
             work["context parallelism"] = self._estimate_context_exchange("forward")
         work["tensor parallelism"] = (
             self._exchange_count - 1 if is_full else self._exchange_count / 2
@@ -259,14 +263,19 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        size += count_routing_bytes(rank.model, element, part, self.layer) / rank.count_sequence_ranks()
+        exchange = rank.model, element, part, self.layer, 1 if self._sends_copies else rank.layout.expert
+        size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
         size *= rank.eager
         if rank.compiled and not rank.compiles_routing:
-            rows = count_row_bytes(rank.model, element, part, self.layer) / rank.count_sequence_ranks()
-            size += (rank.speeds.eager - 1) * rows
+            size += (rank.speeds.eager - 1) * count_row_bytes(*exchange) / rank.count_sequence_ranks()
         return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
+
+    @property
+    def _sends_copies(self) -> bool:
+        """Whether ranks send one copy of a token to each other, not a row for each expert."""
+        return self.rank.recipe.parallelism.dispatcher == "deepep"
 
     @cached_property
     def _experts_per_token(self) -> float:
@@ -309,17 +318,21 @@ class BlockTime:
         router = operations.estimate_matmul(
             *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
         )
-        router_factor = operations.FP32 if rank.precision.bytes < 4 and not rank.speeds.synchronous else 1.0
-        return matmuls + router_factor * router
+        halves = 2 if rank.precision.bytes < 4 and part != "forward" else 1  # of a float32 gradient
+        return matmuls + halves * router
 
-    def _estimate_row_exchange(self) -> float:
-        """Return the time of one all-to-all of rows between expert ranks."""
-        size = self._expert_rows * self.rank.model.dim * self.rank.precision.bytes
-        return (
-            estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
-            if self.experts
-            else 0.0
-        )
+    def _estimate_exchanges(self) -> float:
+        """Return the time of a pass' exchanges between expert ranks: of rows and results, and of the rows' weights."""
+        if not self.experts:
+            return 0.0
+        rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
+        if self._sends_copies:
+            rows *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
+            return 2 * self._estimate_exchange(rows * row_bytes)
+        return 2 * self._estimate_exchange(rows * row_bytes) + self._estimate_exchange(rows * WEIGHT_BYTES)
+
+    def _estimate_exchange(self, size: float) -> float:
+        return estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
 
     def _estimate_regather(self) -> float:
         """Return the time to gather the inputs of regions again: only a shard of them is saved."""

@@ -26,7 +26,7 @@ from titan.model.parts import Part, is_one_part
 MATMULS = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-) | {"titan::grouped_product", "titan::low_grouped_product"}
+) | {"titan::float32_product", "titan::grouped_product", "titan::low_grouped_product"}
 """Matmuls: selective checkpointing saves the results of every other one. A product of all experts is one."""
 
 

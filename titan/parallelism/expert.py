@@ -24,17 +24,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan.memory.kept_values import keep
 from titan.model.balance import count_experts
-from titan.model.experts import (
-    Compute,
-    ExpertLinear,
-    MixtureOfExperts,
-    dispatch,
+from titan.model.expert_rows import (
     expand_tokens,
-    invert_permutation,
-    pad_rows,
     permute_rows,
+    select_weights,
+    sort_choices,
+    sum_rows,
+    transpose_segments,
 )
+from titan.model.experts import Compute, Dispatcher, ExpertLinear, MixtureOfExperts, dispatch
 from titan.parallelism import collectives
+from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
 from titan.parallelism.strategy import Strategy
 from titan.parallelism.tensor import local_shard
@@ -83,19 +83,21 @@ class ExpertDispatch:
         self.group = group
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute) -> Tensor:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
-        flat_experts = experts.flatten()
-        order = flat_experts.argsort(stable=True)
-        received_per_expert, send_counts, receive_counts = keep(lambda: self._exchange_counts(flat_experts, count))
-        rows = expand_tokens(x, order, sum(send_counts))
-        rows = collectives.exchange_rows(rows, send_counts, receive_counts, self.group)
-        by_expert = _find_local_experts(received_per_expert, sum(receive_counts)).argsort(stable=True)
-        out = compute(permute_rows(rows, by_expert), received_per_expert.sum(0).cumsum(0).to(torch.int32))
-        out = collectives.exchange_rows(
-            permute_rows(out, invert_permutation(by_expert)), receive_counts, send_counts, self.group
-        )
-        return permute_rows(pad_rows(out, len(flat_experts)), invert_permutation(order))
+        received_per_expert, send_counts, receive_counts = keep(lambda: self._exchange_counts(experts.flatten(), count))
+        order = sort_choices(experts, sum(send_counts))
+        by_expert, by_rank = transpose_segments(received_per_expert, sum(receive_counts))
+
+        def receive(sent: Tensor) -> Tensor:
+            received = collectives.exchange_rows(sent, send_counts, receive_counts, self.group)
+            return permute_rows(received, by_expert, by_rank)
+
+        rows = receive(expand_tokens(x, order))
+        row_weights = None if weights is None else receive(select_weights(weights, order))
+        out = compute(rows, row_weights, received_per_expert.sum(0).cumsum(0).to(torch.int32), exact=True)
+        out = permute_rows(out, by_rank, by_expert)
+        return sum_rows(collectives.exchange_rows(out, receive_counts, send_counts, self.group), order)
 
     def _exchange_counts(self, experts: Tensor, count: int) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows of each rank and local expert that come here, and the rows to and from each rank.
@@ -123,35 +125,30 @@ def _count_exchanged_rows(
     return send_counts, receive_counts
 
 
-def _find_local_experts(received_per_expert: Tensor, rows: int) -> Tensor:
-    """Return the local expert of each received row, int64 [rows]: they come rank by rank, sorted by expert.
-
-    Args:
-        received_per_expert: the rows of each rank and expert, int64 [ranks, experts].
-        rows: their sum.
-    """
-    ends = received_per_expert.flatten().cumsum(0)
-    row_indices = torch.arange(rows, device=received_per_expert.device)
-    return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]
-
-
 def exchanges_tokens(module: nn.Module) -> bool:
     """Return whether a module's tokens travel to other ranks' experts, or are dispatched by another library."""
     return isinstance(module, MixtureOfExperts) and module.dispatch is not dispatch
 
 
-def shard_experts(model: Any, mesh: DeviceMesh) -> None:
+def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") -> None:
     """Divide the experts of a model, built on meta, over a mesh of one dimension.
 
     Args:
         model: its blocks may have a `titan.model.experts.MixtureOfExperts`.
         mesh: the ranks that share the experts of a layer.
+        dispatcher: of `titan.parallelism.schema.Parallelism`.
     """
+    exchange = _build_dispatcher(dispatcher, mesh.get_group())
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.dispatch = ExpertDispatch(mesh.get_group())
+            layer.dispatch = exchange
             for module in layer.experts.children():
                 _shard_weight(module, mesh)
+
+
+def _build_dispatcher(dispatcher: str, group: dist.ProcessGroup) -> Dispatcher:
+    """Return what all layers send their tokens by."""
+    return AddingDispatch(group, DeepEPTransport(group)) if dispatcher == "deepep" else ExpertDispatch(group)
 
 
 def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -138,6 +138,11 @@ class Parallelism:
         words=("auto",),
         at_least=-1,
     )
+    dispatcher: Literal["alltoall", "deepep"] = setting(
+        "alltoall",
+        "with expert: how tokens reach experts: alltoall: a row for each of their experts; deepep: one copy for each "
+        "rank, which adds its experts' results (CUDA, bf16, the package deep_ep)",
+    )
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",
@@ -223,6 +228,11 @@ class Parallelism:
         """Return the number that the length of a row must be a multiple of."""
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
+
+
+def count_token_copies(top_k: float, ranks: int) -> float:
+    """Return the ranks that have an expert of a token, on average, if each of its experts is on any of the ranks."""
+    return float(ranks * (1 - (1 - 1 / ranks) ** top_k))
 
 
 def count_key_repeats(heads: int, size: int) -> int:

@@ -25,7 +25,12 @@ from titan.run.compile_scope import keeps_scales
 from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from titan.run.run import Run
+
+DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
+"""What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
 
 
 def check(run: Run, started: bool = False, remote: bool = False) -> None:
@@ -44,6 +49,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
     _check_growth(run, remote)
     _check_precision(run, remote)
+    _check_dispatcher(run, remote)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
     ):  # fmt: skip
@@ -314,6 +320,31 @@ def _check_experts(run: Run) -> None:
             f"parallelism.groups.{next(iter(matched_groups.values()))}: matches experts, which {expert_setting} "
             "divides over ranks already; give 1, or match other modules."
         )
+
+
+def _check_dispatcher(run: Run, remote: bool) -> None:
+    """Reject DeepEP where it can't run; one rank that has all experts exchanges nothing."""
+    if run.parallelism.dispatcher != "deepep":
+        return
+    if run.layout.expert == 1:
+        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
+    elif (lacking := next(_list_lacking_for_deep_ep(run, remote), None)) is not None:
+        raise ConfigError(f"parallelism.dispatcher=deepep: {lacking}, or parallelism.dispatcher=alltoall.")
+
+
+def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
+    """Yield what DeepEP lacks of a run and its machine, and what to change."""
+    machine, model = run.machine, run.model
+    if machine.device != "cuda" or (machine.capability or DEEP_EP_CAPABILITY) < DEEP_EP_CAPABILITY:
+        yield f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
+    if run.precision.compute != "bf16":
+        yield f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16"
+    if model.dim % DEEP_EP_MULTIPLE:
+        yield f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it"
+    if getattr(model, "top_k", 0) > DEEP_EP_TOP_K:
+        yield f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={getattr(model, 'top_k', 0)}; change it"
+    if not remote and importlib.util.find_spec("deep_ep") is None:
+        yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
 
 
 def _check_memory(run: Run) -> None:

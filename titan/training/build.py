@@ -246,7 +246,7 @@ def _apply_precision_and_tensor(
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
     if world.experts is not None:
-        expert.shard_experts(model, world.experts["expert"])
+        expert.shard_experts(model, world.experts["expert"], parallelism.dispatcher)
     if (mesh := world.get_submesh("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)

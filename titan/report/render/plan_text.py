@@ -145,7 +145,9 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
         f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
     ]
     lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
-    lines += [f"  largest part of the fastest one's step after matmuls: {name_largest_loss(search_result.best[0].step)}"]
+    lines += [
+        f"  largest part of the fastest one's step after matmuls: {name_largest_loss(search_result.best[0].step)}"
+    ]
     if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
         lines += ["  !: fits closely, the interval of the memory reaches beyond the device"]
     lines += [
