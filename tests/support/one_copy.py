@@ -23,7 +23,8 @@ class OneCopyTransport:
         ranks, local = self.group.size(), count // self.group.size()
         goes_to = torch.stack([(experts // local == rank).any(1) for rank in range(ranks)])
         tokens, sent = goes_to.nonzero()[:, 1], goes_to.sum(1)
-        received = collectives.all_to_all(sent, self.group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
         handle = (tokens, sent.tolist(), received.tolist(), len(x))
         local_experts = self.send_again(experts, handle) - self.group.rank() * local
         is_local = (local_experts >= 0) & (local_experts < local)

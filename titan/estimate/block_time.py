@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
-from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
+from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
 from titan.parallelism.schema import count_token_copies
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
 EXPERT_LAUNCHES = {True: 16, False: 27}
-"""Kernel launches that a router and the sorting of tokens by expert add."""
+"""Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a row, in float32."""
 
@@ -67,6 +67,7 @@ class RankWork:
         self.tokens = self.rows * recipe.training.seq_len / layout.context
         self.merged = merged
         self.compiled = recipe.compile.scope in ("block", "model")
+        self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
         self._blocks: dict[str, BlockTime] = {}
@@ -229,7 +230,8 @@ class BlockTime:
 
     @property
     def _launch_count(self) -> int:
-        return LAUNCHES[self.rank.compiled] + (EXPERT_LAUNCHES[self.rank.compiled] if self.experts else 0)
+        routing = EXPERT_LAUNCHES[self.rank.compiles_routing] if self.experts else 0
+        return LAUNCHES[self.rank.compiled] + routing
 
     @property
     def _exchange_count(self) -> int:
@@ -261,10 +263,12 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        exchanging_ranks = 1 if self._sends_copies else rank.layout.expert
-        routing_bytes = count_routing_bytes(rank.model, element, part, self.layer, exchanging_ranks)
-        size += routing_bytes / rank.count_sequence_ranks()
-        return rank.eager * size * rank.tokens / rank.speeds.memory
+        exchange = rank.model, element, part, self.layer, 1 if self._sends_copies else rank.layout.expert
+        size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
+        size *= rank.eager
+        if rank.compiled and not rank.compiles_routing:
+            size += (rank.speeds.eager - 1) * count_row_bytes(*exchange) / rank.count_sequence_ranks()
+        return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
 

@@ -212,9 +212,20 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0,
     experts = model.expert_parameters(layer) / expert_size
     active_experts = model.active_expert_parameters(layer) / expert_size
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
-    rows, gate = (3, 3) if part == "forward" else (6, 5)
-    rows += 4 * (expert > 1)
-    return active_experts * element * (rows * model.dim + gate * width) + SORTING_BYTES * experts
+    gate = 3 if part == "forward" else 5
+    rows = count_row_bytes(model, element, part, layer, expert)
+    return rows + active_experts * element * gate * width + SORTING_BYTES * experts
+
+
+def count_row_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:
+    """Return what `count_routing_bytes` counts of the rows that experts get and return, which no part's graph has."""
+    matmuls = model.expert_matmuls(layer)
+    if not matmuls:
+        return 0.0
+    expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    active_experts = model.active_expert_parameters(layer) / expert_size
+    rows = (3 if part == "forward" else 6) + 4 * (expert > 1)
+    return active_experts * element * rows * model.dim
 
 
 def count_update_bytes(recipe: Recipe) -> float:

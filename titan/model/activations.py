@@ -327,6 +327,8 @@ def count_moe_block_bytes(
         + shared_activations.selective
     )
     freed_bytes = gradient * (shared is not None) - shared_activations.saved
+    if batch.compiled and batch.expert > 1:  # compiled in parts, each recomputed from its inputs
+        selective += gradient + index_bytes
     shared_bytes = 0.0 if shared is None else c * 2 * shared.width * s
     routing = max(gradient + c * dim * rows + freed_bytes, gradient + shared_bytes)
     backward = gradient + c * (2 * width + dim) * rows + freed_bytes

@@ -315,6 +315,6 @@ class MoeBlock(Block):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None, valid: Tensor | None = None) -> Any:
         """See `titan.model.layers.Block.forward`; with `valid` also `MixtureOfExperts.forward`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        out, values, counts = self.feed_forward(self.ffn_norm(x), valid)
+        x, normed = self.attend(x, cos, sin, mask)
+        out, values, counts = self.feed_forward(normed, valid)
         return x + out if counts is None else (x + out, values, counts)

@@ -161,7 +161,13 @@ class Parallelism:
         "gradient accumulation (FSDP): sharded: reduce after each micro-batch, keep shards; whole: reduce once per "
         "step, keep the stage's gradients unsharded in fp32; auto: sharded, with a pipeline whole",
     )
-    prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one that computes; 0: as torch does", at_least=0)
+    prefetch: int | str = setting(
+        "auto",
+        "blocks that FSDP gathers ahead of the one that computes; 0: as torch does; auto: 1 where ranks share experts, "
+        "else 0",
+        words=("auto",),
+        at_least=0,
+    )
     sequence_parallel: bool = setting(True, "with tensor: split the sequence too, between matmuls")
     loss_parallel: bool = setting(True, "with tensor: compute the loss from split logits, never from whole ones")
     async_tensor: bool = setting(False, "with tensor: overlap matmuls with communication (CUDA, compile=block)")
@@ -205,6 +211,14 @@ class Parallelism:
         if self.reshard == "auto":
             return layout.pipeline == 1
         return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
+
+    def resolve_prefetch(self, layout: Layout) -> int:
+        """Return the number of blocks that are gathered ahead; 0: as torch does.
+
+        torch gathers the next block when the host reaches it. Where ranks share experts the host waits for the device
+        in each block, so that it comes there too late.
+        """
+        return int(layout.expert > 1) if self.prefetch == "auto" else int(self.prefetch)
 
     def accumulates_whole(self, layout: Layout) -> bool:
         """Whether gradients stay unsharded from micro-batch to micro-batch."""

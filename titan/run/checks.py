@@ -261,10 +261,10 @@ def _check_attention(run: Run) -> None:
 def _check_sharding(run: Run) -> None:
     """Reject FSDP settings that this layout does not support."""
     parallelism, layout = run.parallelism, run.layout
-    for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
-        if (value := getattr(parallelism, name)) != idle and (layout.sharded == 1 or layout.only_replicated):
+    for name in ("reshard", "accumulate", "prefetch"):
+        if (value := getattr(parallelism, name)) not in ("auto", 0) and (layout.sharded == 1 or layout.only_replicated):
             raise ConfigError(
-                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
+                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto."
             )
     if parallelism.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
         raise ConfigError(
