@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from launchers import plugin
+from launchers import foreign_sweeper, plugin
 from launchers.session import Describe, Planner, SweepSession, describe_nothing
 from titan.config import help as help_text
 from titan.config import modules
@@ -178,7 +178,9 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     if args.multirun:
         session.trusted = modules.list_trusted_packages(args.typed)
         with Session(args):
-            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.typed)
+            cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
+        modules.check_hydra(cfg, args.typed)
+        foreign_sweeper.silence_sweeper(cfg)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)
@@ -190,6 +192,8 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
         session.remove_unused()
+    if session.root is not None:
+        print(foreign_sweeper.describe_best(session.root, str(cfg.sweep.objective)), end="", flush=True)
     return session.find_exit_code() if args.multirun else 0
 
 

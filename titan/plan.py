@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
+from launchers.session import TrialPlans
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
@@ -247,17 +248,21 @@ def _build_fit_key(run: Run) -> tuple[str, ...]:
     return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
 
 
-def describe_trials(trials: Sequence[Trial]) -> str:
+def describe_trials(trials: Sequence[Trial]) -> TrialPlans:
     """Return the plan of a trial, or one line per trial of a sweep; else a line that says what is missing."""
     planned: list[tuple[Trial, estimate.Plan]] = []
+    device_hours: list[float | None] = []
     missing = dict[str, None]()
     for trial in trials:
         try:
             run = trial.run
             planned.append((trial, estimate.build_plan(run, run.layout, run.microbatches, run.machine)))
+            device_hours.append(planned[-1][1].device_hours.value)
         except ConfigError as error:
             missing[f"no plan: {error}"] = None
-    return "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
+            device_hours.append(None)
+    text = "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
+    return TrialPlans(text, tuple(device_hours))
 
 
 def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bool) -> str:

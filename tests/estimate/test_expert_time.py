@@ -16,6 +16,7 @@ from titan.estimate.constants import load_constants
 from titan.estimate.operations import estimate_collective
 from titan.estimate.step_time import CAUSES, StepTime, estimate_step
 from titan.parallelism.pipeline.stage_plan import assign_layers
+from titan.parallelism.schema import count_token_copies
 from titan.run.run import Run
 
 BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "checkpoint=off", "cluster=h100",
@@ -44,10 +45,19 @@ def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
 def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
     one = run("parallelism.expert=8", "parallelism.microbatches=1")
-    size = one.model.top_k * one.training.global_batch / 8 * one.model.dim * 2
-    exchanges = 4 * one.model.layers * estimate_collective("all-to-all", size, 8, 1, speeds())
-    assert divided.parts["expert parallelism"] == pytest.approx(exchanges)
+    rows = one.model.top_k * one.training.global_batch / 8
+    sent, weights = (estimate_collective("all-to-all", rows * n, 8, 1, speeds()) for n in (one.model.dim * 2, 4))
+    assert divided.parts["expert parallelism"] == pytest.approx(one.model.layers * (4 * sent + 2 * weights))
     assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]
+
+
+def test_one_copy_of_a_token_for_each_rank_takes_less_time_than_its_rows() -> None:
+    settings = ("parallelism.expert=8", "parallelism.microbatches=1", "precision=bf16")
+    rows, copies = (predicted(run(*settings, f"parallelism.dispatcher={n}")) for n in ("alltoall", "deepep"))
+    share = copies.parts["expert parallelism"] / rows.parts["expert parallelism"]
+    assert share == pytest.approx(count_token_copies(8, 8) / 8, rel=0.02)
+    again = predicted(run(*settings, "parallelism.dispatcher=deepep", "memory=selective"))
+    assert again.parts["recomputation"] > copies.parts["expert parallelism"] / 2
 
 
 def test_checkpointing_exchanges_rows_again() -> None:

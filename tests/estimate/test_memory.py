@@ -120,6 +120,20 @@ def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("parallelism.microbatches=16", "model.layers=2", "parallelism.tensor=8"), id="one-row"),
+        full(("parallelism.tensor=8",), id="narrow-outputs"),
+        full(("parallelism.tensor=8", "model=llama4_debug"), id="shared-experts"),
+        full(("parallelism.tensor=8", "model=deepseek_v3_debug"), id="latent-attention"),
+    ],
+)
+def test_regions_that_gather_their_input_again(more: tuple[str, ...]) -> None:
+    estimated, found = both(run("blocks", "tp", "memory=none", "model.kv_heads=8", *more), 0, "cuda")
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
+
+
 CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
 
 

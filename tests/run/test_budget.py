@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from tests.support.runs import TINY, begin_run
 from titan.errors import ConfigError
 from titan.run import identity
 from titan.run.branch import build_continuation
-from titan.run.budget import count_steps
+from titan.run.budget import count_steps, describe_hours
 from titan.training.schema import Training
 
 STEPLESS = [o for o in TINY if not o.startswith("training.steps")]
@@ -69,6 +70,20 @@ def test_an_unfinished_run_keeps_the_steps_of_its_hours(tmp_path: Path) -> None:
     again = compose_test_run([*line, "training.step_seconds=50", "parallelism=fsdp"])
     assert again.training.steps == run.training.steps == 36
     assert compose_test_run([*line, "training.hours=2", "training.step_seconds=50"]).training.steps == 144
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, ""),
+        ({"hours": 8.0}, "8 device-hours by the time of a step as predicted"),
+        ({"hours": 8.0, "step_seconds": 0.5}, "8 device-hours by the time of a step as given"),
+        ({"hours": 8.0, "measured": "runs/a"}, "8 device-hours by the time of a step measured in runs/a"),
+    ],
+    ids=["none", "predicted", "given", "measured"],
+)
+def test_where_the_time_of_a_step_is_from_is_said(settings: dict[str, Any], sentence: str) -> None:
+    assert describe_hours(Training(**settings)) == sentence
 
 
 def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:

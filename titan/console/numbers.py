@@ -85,8 +85,17 @@ def align_decimals(texts: Sequence[str]) -> list[str]:
 
 
 def format_exact(value: float) -> str:
-    """Return a float in its shortest exact form, as in 1e9 for 1000000000.0; empty where six digits are not exact."""
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
+    """Return a float in its shortest form, as in 1e9 for 1000000000.0; empty where six digits are not exact.
+
+    Rounding errors of sums and products do not count: 0.0003 for 0.00030000000000000003.
+    """
+    rounded = float(f"{value:.12g}")
+    return shorten_exponent(f"{rounded:g}") if float(f"{rounded:g}") == rounded else ""
+
+
+def shorten_exponent(text: str) -> str:
+    """Return the text of a float with a short exponent: 1e-5 for 1e-05, 1e9 for 1e+09."""
+    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
 
 
 def shorten_float(text: str) -> str:

@@ -156,7 +156,7 @@ class LowerBounds:
     def _estimate_update(self, option: LayoutOption) -> float:
         """Return the time of the optimizer's update."""
         layout = option.layout
-        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert == 1)
+        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert)
         if key not in self._updates:
             self._updates[key] = self._build_step_model(option).estimate_update()
         return self._updates[key]

@@ -25,8 +25,6 @@ ROWWISE = 1.26
 7a04053 (2025-01) Llama 3 8B on eight H100 has 6,424 instead of 7,186 tokens/s."""
 GROUPED = 1.15
 """The time of a grouped kernel's tiles relative to a matmul's: an assumption. Smaller tiles per expert come on top."""
-FP32 = 15.0
-"""The time of a float32 matmul relative to bf16's: data sheets of the H100, 989 against 67 TFLOP/s."""
 ATTENTION: dict[str, tuple[float, float]] = {
     "cudnn": (560.0, 450.0), "flash": (360.0, 290.0), "efficient": (250.0, 180.0), "flex": (400.0, 300.0),
     "math": (60.0, 60.0),

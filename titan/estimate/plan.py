@@ -13,6 +13,7 @@ from titan.console.notebook import build_table, format_fields
 from titan.console.numbers import format_rounded
 from titan.estimate import memory, operations, overhead
 from titan.estimate.constants import Constants, load_constants
+from titan.estimate.known_hardware import describe_unmeasured
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
@@ -196,7 +197,8 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         steps=recipe.training.steps,
         checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
-        intervals=MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED,
+        intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
+        + describe_unmeasured(hardware, machine.device),
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
+from titan.estimate.matrix_update import estimate_matrix_update
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
@@ -318,12 +319,13 @@ class StepModel(RankWork):
     # ---- optimizer ----
 
     def estimate_update(self) -> float:
-        """Return the time of gradient norm, clipping and update of the rank's shard."""
+        """Return the time of gradient norm, clipping and update of the rank's shard, and of whole matrices."""
         layout, model = self.layout, self.model
         per_rank = layout.tensor * layout.pipeline * (layout.sharded if self.fsdp else 1)
         experts = model.sum_over_blocks(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
         replicas = 1 + experts * (layout.tensor - 1)  # tensor ranks have the same experts
-        return self.speeds.update * replicas * count_update_bytes(self.recipe) / per_rank / self.speeds.memory
+        elementwise = self.speeds.update * replicas * count_update_bytes(self.recipe) / per_rank / self.speeds.memory
+        return elementwise + estimate_matrix_update(self)
 
 
 def _add_parts(total: SecondsByCause, parts: Mapping[str, float], times: float) -> None:

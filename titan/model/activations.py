@@ -315,8 +315,7 @@ def count_moe_block_bytes(
 
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
     input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
-    sorted row, what SwiGLU saves, and the output, which the gradient of its weight needs; the gradient of a score that
-    scales inputs needs these instead. Backward computes shared experts first.
+    sorted row, its weight, the projections and the gate. Backward computes shared experts first.
 
     Args:
         batch: the part that the rank computes.
@@ -325,27 +324,15 @@ def count_moe_block_bytes(
         experts: those of some tokens.
         shared: those of every token.
     """
-    c, s, width, inputs = batch.bytes, batch.residual_tokens, experts.width, experts.scale_inputs
+    c, s, width = batch.bytes, batch.residual_tokens, experts.width
     rows, gradient = experts.top_k * s, c * dim * s
     shared_activations = LayerActivations(0.0, 0.0, 0.0, 0) if shared is None else shared.count_bytes(batch, dim)
     norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
-    router = ((c if batch.compiled else 4) * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
-    if c < 4 and not batch.compiled and (inputs or (shared is not None and not shared.saves_gathered_input(batch))):
-        router += c * dim * s  # the input, not only in float32
-    weighted_outputs = 0.0 if inputs else c * dim * rows
-    gates = (3 if batch.compiled else 4) * c * width * rows
+    router = (c * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
+    gates = 3 * c * width * rows
     index_bytes = (2 if batch.expert == 1 else 4) * INDEX_BYTES * rows
-    saved = (
-        norms
-        + attention.saved
-        + router
-        + index_bytes
-        + c * dim * rows
-        + gates
-        + weighted_outputs
-        + shared_activations.saved
-    )
-    exchanged_bytes = 2 * c * dim * rows if batch.expert > 1 else 0.0
+    saved = norms + attention.saved + router + index_bytes + c * dim * rows + gates + shared_activations.saved
+    exchanged_bytes = (2 * c * dim + 4) * rows if batch.expert > 1 else 0.0
     scores = 4 * experts.total * s
     # every other matmul, of the router, w1, w3, w2 and the shared experts in this order
     saved_matmul = scores if attention.matmuls % 2 == 0 else c * dim * rows if shared is not None else 0.0
@@ -358,14 +345,14 @@ def count_moe_block_bytes(
         + shared_activations.selective
     )
     freed_bytes = gradient * (shared is not None) - shared_activations.saved
-    sum_bytes = (0 if c == 4 else 4) * dim * s
-    row_bytes = (c * dim if batch.compiled or inputs else 8 * dim) * rows
+    if batch.compiled and batch.expert > 1:  # compiled in parts, each recomputed from its inputs
+        selective += gradient + index_bytes
     shared_bytes = 0.0 if shared is None else c * 2 * shared.width * s
-    routing = max(gradient + sum_bytes + row_bytes + freed_bytes, gradient + shared_bytes)
-    backward = gradient + c * (2 * width + dim) * rows - weighted_outputs + freed_bytes
+    routing = max(gradient + c * dim * rows + freed_bytes, gradient + shared_bytes)
+    backward = gradient + c * (2 * width + dim) * rows + freed_bytes
     outputs = attention.outputs + c * (2 * width + dim) * rows + scores + shared_activations.outputs
     received = c * dim * rows + gates
-    routed = received + index_bytes + weighted_outputs + shared_activations.saved
+    routed = received + index_bytes + shared_activations.saved
     return BlockActivations(gradient, saved, selective, backward, outputs, routing, received + exchanged_bytes, routed)
 
 

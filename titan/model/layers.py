@@ -375,6 +375,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; mask: the core's, None: causal."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        x, normed = self.attend(x, cos, sin, mask)
+        out: Tensor = x + self.feed_forward(normed)
         return out
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the feed-forward layer's input, both [B, T, D]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x, self.ffn_norm(x)

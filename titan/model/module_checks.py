@@ -6,6 +6,7 @@ would be skipped, and the layout would train another model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         _find_value_errors(model, name),
         _find_contract_errors(model, schema, name, tensor),
         _find_expert_errors(model, schema, name, expert),
+        _find_compute_errors(model, name),
         _find_count_errors(model, schema, name),
     ):
         if (error := next(errors, None)) is not None:
@@ -121,6 +123,21 @@ def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> 
                 f"parallelism.expert={degree}: the experts of layers.{layer} of the model {name} are in no "
                 "titan.model.experts.MixtureOfExperts, which sends tokens to them; derive from it, or give "
                 "parallelism.expert=1."
+            )
+
+
+def _find_compute_errors(model: Any, name: str) -> Iterator[str]:
+    """Yield which experts can't be called with rows of several experts and their weights."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, MixtureOfExperts):
+            continue
+        try:
+            inspect.signature(module.experts.forward).bind("x", "offsets", "weights", True)
+        except TypeError as error:
+            yield (
+                f"model={name}: {module_name}.experts, a {type(module.experts).__name__}, does not take the rows of "
+                f"experts, their ends, their weights and whether there is no padding ({error}); derive it from "
+                "titan.model.experts.Experts."
             )
 
 

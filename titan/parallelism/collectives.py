@@ -69,12 +69,6 @@ def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return wait(_OPS.all_reduce(x.contiguous(), op, group))
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return row i of this rank's [ranks, ...] from each rank i's tensor; no gradient."""
-    split_sizes = [1] * group.size()
-    return wait(_OPS.all_to_all_single(x.contiguous(), split_sizes, split_sizes, group.group_name))
-
-
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(

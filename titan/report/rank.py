@@ -147,10 +147,11 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
     """Return the values of a setting in a group, by its full or short name."""
     facts = group.facts
     if name in facts.choices:
-        return [facts.choices[name]]
+        return [facts.choices[name], *([facts.resolved[name]] if name in facts.resolved else [])]
     full = [n for n in facts.values if shorten_name(n, facts.values) == name]
+    resolved = [facts.resolved[n] for n in (full or [name]) if n in facts.resolved]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed + resolved
 
 
 def _is_same_value(a: str, b: str) -> bool:

@@ -84,6 +84,10 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
         ConfigError: for a choice that does not exist, or has no name, and for a file that sets what only the user may.
     """
     loader = GlobalHydra.instance().config_loader()
+
+    def list_choices(group: str) -> list[str]:
+        return loader.get_group_options(group, ObjectType.CONFIG)
+
     searched_files.guard_loader(loader, CONF, name or CONFIG, overrides)
     try:
         if mode == RunMode.RUN:
@@ -91,8 +95,8 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
         else:
             cfg = hydra_private.compose_mode(overrides, name or CONFIG, mode)
     except ValueError as error:
-        raise ConfigError(describe_value_error(error, overrides)) from error
-    check_optional(lambda group: loader.get_group_options(group, ObjectType.CONFIG), cfg)
+        raise ConfigError(describe_value_error(error, overrides, list_choices)) from error
+    check_optional(list_choices, cfg)
     return cfg
 
 

@@ -98,6 +98,14 @@ def as_config(run: Recipe) -> dict[str, Any]:
     return config | ({"hooks": _describe_hooks(run.hooks)} if run.hooks else {})
 
 
+def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a nested configuration by dotted names."""
+    flattened: dict[str, Any] = {}
+    for key, value in config.items():
+        flattened |= flatten_config(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flattened
+
+
 def _describe_hooks(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
     return {name: {"_target_": get_kind(type(hook)), **redact_nested(to_plain(hook))} for name, hook in hooks.items()}

@@ -75,6 +75,15 @@ class Training:
         later=True,
     )
 
+    measured: str | None = setting(
+        None,
+        "with hours or sweep.budget=time: a finished run, or a sweep of such, whose measured steps give the time of a "
+        "step; null: as predicted",
+        science=False,
+        in_ids=False,
+        later=True,
+    )
+
     @property
     def rows(self) -> int:
         """Rows of the first global batch, which is the smallest."""

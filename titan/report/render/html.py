@@ -23,6 +23,7 @@ from titan.report.render.sentences import (
     format_lead,
     format_missing_heading,
     format_notes,
+    list_commands,
 )
 from titan.report.render.sweep_chart import draw_settings
 from titan.report.render.table_data import (
@@ -54,12 +55,13 @@ RUN_HEAD = ("run", "directory", "state", "steps", "seed", "devices", "loss", "va
 
 @dataclass(frozen=True)
 class AnswerItem:
-    """The answer for a variant: attributes of its element, its label, the answer, and the sentences."""
+    """The answer for a variant: attributes of its element, its label, the answer, the sentences, and a command."""
 
     marks: Markup
     label: str
     cell: Cell
     text: str
+    command: str
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,14 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
 
 def _build_answers(comparison: Comparison) -> list[AnswerItem]:
     indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
+    commands = dict(list_commands(comparison))
     return [
         AnswerItem(
             Markup(format_marks(comparison, indices[id(variant)])),
             variant.label,
             format_answer(variant),
             " ".join(sentences),
+            commands.get(variant.label, ""),
         )
         for variant, sentences in format_answers(comparison)
     ]

@@ -25,6 +25,7 @@ from titan.report.render.plan_data import (
     name_largest_loss,
     sum_device_hours,
 )
+from titan.run.budget import describe_hours
 
 WIDTH, LINE = 30, 120
 """Characters of the longest bar, and of a line of words."""
@@ -88,10 +89,12 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
     hours = format_figure("", plan.device_hours, "device-hours")
+    budget = describe_hours(outcome.run.training)
     return [
         f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {format_plural(plan.steps, 'step')}, {tokens} tokens: {format_run_time(plan).format_line()}, "
         f"{hours.format_line()}{cost}",
+        *([f"budget       {budget}"] if budget else []),
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
         *_wrap(f"intervals    (low to high): {plan.intervals}"),
     ]
@@ -142,7 +145,9 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
         f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
     ]
     lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
-    lines += [f"  after matmuls, {name_largest_loss(search_result.best[0].step)} takes most of the step of the fastest"]
+    lines += [
+        f"  largest part of the fastest one's step after matmuls: {name_largest_loss(search_result.best[0].step)}"
+    ]
     if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
         lines += ["  !: fits closely, the interval of the memory reaches beyond the device"]
     lines += [

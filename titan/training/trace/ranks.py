@@ -58,7 +58,8 @@ def _blocks_repeat(run: Run) -> bool:
     for one after another, and where some blocks are sharded in another way.
     """
     alike = len(run.model.kinds()) == 1 and blocks_are_alike(run.model.parameter_names(), run.parallelism.groups or {})
-    differ = run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
+    prefetch = run.parallelism.resolve_prefetch(run.layout)
+    differ = prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
     return alike and not differ
 
 

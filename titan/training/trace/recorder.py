@@ -20,7 +20,8 @@ OUTSIDE = Region("S", 0, -1, NONE)
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 """Operations that allocate memory and compute nothing."""
-MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
+MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0,
+           "titan::float32_product": 0}  # fmt: skip
 """Matmuls, with the position of their first factor."""
 GROUPED = ("titan::grouped_product", "titan::low_grouped_product", "titan::grouped_weight_grad")
 """Products of rows with the weights of their experts, and the gradients of these."""
