@@ -12,20 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from launchers import plugin
+from launchers import foreign_sweeper, plugin
 from launchers.session import Describe, Planner, SweepSession, describe_nothing
 from titan.config import help as help_text
 from titan.config import modules
 from titan.config.command import describe_train_option, describe_version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import command_line, hydra_node, hydra_private, trust
+from titan.run import command_line, hydra_node, hydra_private, searched_files, trust
 from titan.run.compose import freeze_run, register_configs
 from titan.run.hydra_choices import describe_value_error
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, Session, compose_config
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.run.small_work import warn_of_small_work
 
 
 def run_command(
@@ -69,7 +70,9 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], sweep_job: Plan
         if cfg is None or args.multirun:
             return _hand_to_hydra(args, SweepSession(planner=sweep_job))
         trusted = modules.list_trusted_packages(args.typed)
-        return job(freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched))
+        run = freeze_run(cfg, remote=True, trusted=trusted, is_searched=is_searched)
+        warn_of_small_work(run, planned=True)
+        return job(run)
 
 
 @contextlib.contextmanager
@@ -140,6 +143,7 @@ def _execute_command(arguments: list[str], job: Callable[[Run], int], ranks: int
         trusted = modules.list_trusted_packages(args.typed)
         run = freeze_run(cfg, ranks=ranks, remote=launcher is not None, trusted=trusted)
         trust.remember_typed(_list_typed(run))
+        warn_of_small_work(run)
         callbacks = hydra_node.HydraCallbacks(cfg, remote=launcher is not None)
     return callbacks.around_run(
         lambda: plugin.launch_single(launcher, run, cfg, describe) if launcher else job(run), CONFIG
@@ -169,10 +173,14 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
     if args.multirun and names:
         command_line.check_sweep_name(names[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{names[-1]}")
+    with Session(args) as loader:
+        searched_files.guard_loader(loader, CONF, args.config_name or CONFIG, args.overrides)
     if args.multirun:
-        session.trusted = modules.list_trusted_packages(args.overrides)
+        session.trusted = modules.list_trusted_packages(args.typed)
         with Session(args):
-            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
+            cfg = compose_config(args.overrides, args.config_name, RunMode.MULTIRUN)
+        modules.check_hydra(cfg, args.typed)
+        foreign_sweeper.silence_sweeper(cfg)
     try:
         with _redact_output() if args.cfg or args.info else contextlib.nullcontext():
             hydra_private.hand_over(args, session, str(CONF), args.config_name or CONFIG)
@@ -184,6 +192,8 @@ def _hand_to_hydra(args: argparse.Namespace, session: SweepSession) -> int:
         raise ConfigError(describe_value_error(error, args.overrides)) from error
     finally:
         session.remove_unused()
+    if session.root is not None:
+        print(foreign_sweeper.describe_best(session.root, str(cfg.sweep.objective)), end="", flush=True)
     return session.find_exit_code() if args.multirun else 0
 
 

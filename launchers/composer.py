@@ -18,7 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titan.run import searched_files
 from titan.run.hydra_private import ConfigLoaderImpl, get_overrides_dirname
+from titan.run.hydra_session import CONF
 
 
 class Composer:
@@ -32,6 +34,8 @@ class Composer:
         self.groups: dict[str, bool] = {}
         self.options: dict[str, list[str]] = {}
         self.bases: dict[tuple[str, ...], DictConfig] = {}
+        typed = [*self.hydra_overrides, *OmegaConf.to_container(config.hydra.overrides.task)]  # type: ignore[misc]
+        searched_files.guard_loader(loader, CONF, self.config_name, typed)
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed configuration of one trial."""

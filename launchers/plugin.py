@@ -26,12 +26,16 @@ from launchers.session import Describe, SweepSession
 from launchers.slurm import sweep as slurm_sweep
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
+from titan.config.warning import warn_once
 from titan.errors import ConfigError
+from titan.files.run_directory import RUN
 from titan.run import hydra_node, hydra_private
 from titan.run.completion import is_done
+from titan.run.input_paths import find_missing_input
 from titan.run.paths import check_length
 from titan.run.run import Run
 from titan.sweep import ledger, objective
+from titan.sweep.labels import clean_override
 from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
@@ -83,7 +87,7 @@ class SweepLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        overrides = [list(trial_overrides) for trial_overrides in job_overrides]
+        overrides = [[clean_override(override) for override in trial_overrides] for trial_overrides in job_overrides]
         planner, remote = self.session.planner, self.remote or self.session.planner is not None
         self.session.is_dry_run = planner is not None or getattr(self.settings, "dry_run", False)
         batch = trials.expand_trials(
@@ -92,6 +96,7 @@ class SweepLauncher(Launcher):
         unique_trials = list({trial.id: trial for trial in batch}.values())
         worst = self._check_feedback(unique_trials) if self.has_learning_sweeper else None
         codes = planner(unique_trials) if planner else self._launch(root, unique_trials)
+        self.session.root = root if self.has_learning_sweeper else None
         self.session.codes += codes
         codes_by_id = dict(zip([trial.id for trial in unique_trials], codes, strict=True))
         return [
@@ -140,11 +145,27 @@ class SweepLauncher(Launcher):
 
     def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
         """Launch checked trials; return their exit codes."""
+        _check_inputs(batch)
         return local_sweep.LocalSweep(root, batch, self.settings, spec, self._run_trial).launch()
 
     def _run_trial(self, trial: Trial, body: Callable[[], int]) -> int:
         """Run one trial in this process, with its callbacks; return its exit code."""
         return body() if trial.config is None else self.callbacks.around_job(body, trial.config)
+
+
+def _check_inputs(batch: Sequence[Trial]) -> None:
+    """Raise ConfigError where a trial that has not begun reads what is not there, before any trial starts."""
+    for number, trial in enumerate(batch, 1):
+        if (missing := _find_missing_input(trial)) is not None:
+            raise ConfigError(
+                f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
+                f"{trial.label}; nothing was started)."
+            )
+
+
+def _find_missing_input(trial: Trial) -> str | None:
+    """Return the input that a trial lacks; None where it has begun, and needs it no longer or reports it."""
+    return None if (Path(trial.run.directory) / RUN).exists() else find_missing_input(trial.run)
 
 
 def _check_sweep_folder(config: DictConfig) -> None:
@@ -171,6 +192,9 @@ class SlurmLauncher(SweepLauncher):
 
     def launch_trials(self, root: Path, batch: Sequence[Trial], spec: SweepSpec, describe: Describe) -> list[int]:
         """Launch checked trials; return their exit codes."""
+        for trial in batch:
+            if (missing := _find_missing_input(trial)) is not None:
+                warn_once(f"{missing}: is not on this machine; the job fails unless its nodes have it.")
         return slurm_sweep.SlurmSweep(root, batch, self.settings, spec, describe).launch()
 
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -17,15 +18,23 @@ from launchers.trials import Trial
 from titan.errors import ConfigError
 from titan.sweep import ledger
 
-Describe = Callable[[Sequence[Trial]], str]
-"""Returns what a dry run prints about trials beside their scripts."""
+
+class TrialPlans(NamedTuple):
+    """What a dry run prints about trials beside their scripts, and the predicted device-hours of each, if known."""
+
+    text: str
+    device_hours: tuple[float | None, ...]
+
+
+Describe = Callable[[Sequence[Trial]], TrialPlans]
+"""Returns the plans of trials, for a dry run."""
 Planner = Callable[[Sequence[Trial]], list[int]]
 """Takes the trials of a sweep in place of a launch; returns their exit codes."""
 
 
-def describe_nothing(trials: Sequence[Trial]) -> str:
+def describe_nothing(trials: Sequence[Trial]) -> TrialPlans:
     """Return no text: what a dry run prints beside scripts where the command has nothing to add."""
-    return ""
+    return TrialPlans("", (None,) * len(trials))
 
 
 @dataclass
@@ -39,6 +48,7 @@ class SweepSession:
         is_dry_run: whether no trial is to start; the launcher sets it.
         codes: the exit codes of the trials; the launcher adds them.
         new_folders: folders that the sweep creates, innermost first; the launcher sets them.
+        root: the sweep's directory, where trials ran; the launcher sets it.
     """
 
     trusted: tuple[str, ...] = ()
@@ -47,6 +57,7 @@ class SweepSession:
     is_dry_run: bool = False
     codes: list[int] = field(default_factory=list)
     new_folders: list[Path] = field(default_factory=list)
+    root: Path | None = None
 
     def __call__(self, cfg: DictConfig) -> None:
         """Be Hydra's task function, which only a launcher that is not titan's calls."""

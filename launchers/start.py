@@ -21,6 +21,7 @@ from titan.debug.verdict import HangError
 from titan.errors import ConfigError, ReasonReceiver, RunError, describe_machine_error, ignore_reason
 from titan.run import attempts, summary
 from titan.run.directory import read_attempts
+from titan.run.lineage import check_start
 from titan.run.lock import lock_directory
 from titan.run.prepared_data import prepare_data
 from titan.run.run import Run
@@ -69,10 +70,12 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
 def _begin_attempt(run: Run) -> attempts.Attempt | attempts.FinishedRun:
     """Prepare the data, then decide what the directory means.
 
-    Preparing may take hours: what differs from the directory's experiment without them is rejected before it.
+    Preparing may take hours: what can be rejected without them is rejected before it.
     """
     if earlier := read_attempts(Path(run.directory)):
         check_same_without_data(run, earlier[-1])
+    elif run.checkpoint.path is None:  # copies there may be of this run, whose parent may be gone
+        check_start(run)
     with progress_line() as show:
         data = prepare_data(run, show)
     return attempts.begin_attempt(run, data)

@@ -26,10 +26,11 @@ from titan.console.numbers import format_plural
 from titan.console.progress import progress_line
 from titan.console.text import redact, sanitize_line
 from titan.errors import ConfigError
-from titan.run import compose, identity, trust
+from titan.run import compose, identity, small_work, trust
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
 from titan.sweep import budget, ledger
+from titan.sweep.labels import format_label
 from titan.sweep.schema import Sweep
 
 AUTO = "auto"
@@ -62,7 +63,7 @@ class Trial:
     @property
     def label(self) -> str:
         """Its name in messages."""
-        return sanitize_line(" ".join(self.varied) or self.run.name)
+        return format_label(self.varied) or sanitize_line(self.run.name)
 
 
 def expand_trials(
@@ -108,6 +109,7 @@ def expand_trials(
             directory = str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
             run = compose.freeze_run(cfg, directory, remote=remote, find_machine=find_machine, trusted=trusted)
         trust.remember_typed([*run.options, *run.overrides])
+        small_work.warn_of_small_work(run)
         composed.append(ComposedTrial(varied, run, cfg if config.hydra.callbacks else None))
     return _name_trials(_equalise_steps(composed, config, fixed_settings is None), root, fixed_settings is None)
 
@@ -125,7 +127,10 @@ def _equalise_steps(composed: Sequence[ComposedTrial], config: DictConfig, is_gr
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(config.sweep), "sweep")
     if sweep.budget != "steps" and not is_grid:
         raise ConfigError(f"sweep.budget={sweep.budget}: needs all trials at once; leave hydra/sweeper out.")
-    runs = budget.equalise_steps([c.run for c in composed], [c.varied for c in composed], sweep)
+    varied = [c.varied for c in composed]
+    runs = budget.equalise_steps([c.run for c in composed], varied, sweep)
+    for line in budget.describe_times(runs, varied, sweep):
+        print(sanitize_line(line), flush=True)
     return [c._replace(run=run) for c, run in zip(composed, runs, strict=True)]
 
 

@@ -267,8 +267,9 @@ def test_a_plan_is_that_of_the_command(
 def test_notebooks_get_short_lines_and_tables() -> None:
     run = replace(api.compose("model=debug", "name=a"), name="a<b")
     assert repr(run).startswith("Run(name=a<b, model=debug, ") and len(repr(run)) < 250
-    assert "<td>a&lt;b</td>" in run._repr_html_()
+    assert ">a&lt;b</td>" in run._repr_html_()
     plan = api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic")
-    assert re.fullmatch(r"Plan\(step=.*, GiB=.*, device-hours=.*, MFU in %=.*\)", repr(plan))
-    assert plan._repr_html_().count("<tr>") == 4
+    facts = r"step=.* s \(.*, speed=.*, MFU=.* % .*, memory=.* GiB .* of 79.0, fits, device-hours=.*"
+    assert re.fullmatch(rf"Plan\({facts}\)", repr(plan))
+    assert plan._repr_html_().count("<tr>") == 5
     assert dir(api) == sorted(api.__all__)

@@ -7,7 +7,7 @@
     saved = api.open_run(result.directory)
     saved.metrics["loss"], saved.config["optimizer"]["lr"], saved.checkpoints[-1].path
     findings = api.compare(["runs/first", "runs/second"], margin=0.01)
-    api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic").days
+    api.plan("recipe=train_8b").days
 
 Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
 """
@@ -410,7 +410,7 @@ def compare(
 
 
 class NotebookComparison(Comparison):
-    """A comparison that notebooks show as its page does."""
+    """A comparison that notebooks show as its headline and answers."""
 
     @property
     def headline(self) -> str:
@@ -421,8 +421,10 @@ class NotebookComparison(Comparison):
         return f"Comparison({self.title}: {self.headline})"
 
     def _repr_html_(self) -> str:
-        """Return the headline and the answer for each variant; all text is escaped."""
-        return f"<p>{escape(self.headline)}</p>{build_table({v: ' '.join(parts) for v, parts in self.list_answers()})}"
+        """Return the headline, the answer for each variant, and failures; all text is escaped."""
+        answers = [(variant, " ".join(sentences)) for variant, sentences in self.list_answers()]
+        failures = [(run.label, f"{run.state}: {run.reason} ({run.directory})") for run in self.failed]
+        return f"<p>{escape(self.headline)}</p>{build_table([*answers, *failures])}"
 
     def list_answers(self) -> list[tuple[str, list[str]]]:
         """Return the label of each variant but the baseline, and the answers for it in sentences."""

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
 
+import titan
+from titan.bench.measured_parts import Figures, MeasuredParts
 from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
@@ -43,7 +49,7 @@ COMMAND = Command(
     notes="""\
 Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
 also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
-an option of the cluster axis.""",
+an option of the cluster axis. If it fails, the same command continues with what is not measured yet.""",
 )
 
 
@@ -61,11 +67,22 @@ def _run_calibration(command_line: CommandLine[Settings]) -> int:
     print(f"measuring {machine.describe()}", flush=True)
     if busy := count_busy_cores():
         print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
-    text = format_cluster(machine, _measure_figures(machine, ranks), ranks)
+    parts = _open_parts(file, machine, ranks)
+    text = format_cluster(machine, _measure_figures(machine, ranks, parts), ranks)
     print(text, end="", flush=True)  # before the file, which may fail
     write_output_file(file, text, makes_folder=True)
+    parts.remove()
     print(f"written: {file}")
     return 0
+
+
+def _open_parts(file: Path, machine: devices.Machine, ranks: int) -> MeasuredParts:
+    """Return what an earlier calibration into a file has measured on this machine, and print what that is."""
+    subject = {"host": platform.node(), "machine": machine.describe(), "cores": machine.cores, "ranks": ranks}
+    parts = MeasuredParts(file, {**subject, "torch": metadata.version("torch"), "titan": titan.__version__})
+    if parts.parts:
+        print(f"measured before: {', '.join(parts.parts)}; delete {parts.file} to measure all again", flush=True)
+    return parts
 
 
 def count_busy_cores() -> float:
@@ -90,20 +107,48 @@ def choose_ranks(ranks_setting: int | str, machine: devices.Machine) -> int:
     return int(ranks_setting)
 
 
-def _measure_figures(machine: devices.Machine, ranks: int) -> dict[str, float]:
-    """Return the figures by their names in `Hardware`."""
+def _measure_figures(machine: devices.Machine, ranks: int, parts: MeasuredParts) -> Figures:
+    """Return the figures by their names in `Hardware`; those of `parts` are not measured again."""
     import torch  # only now: --help and rejected command lines need not wait for it
+
+    torch.set_num_threads(machine.cores)
+    figures: Figures = {}
+    try:
+        for name, measure in _list_parts(machine, ranks).items():
+            if name not in parts.parts:
+                print(f"measuring {name}", flush=True)
+                parts.add(name, measure(figures))
+            figures |= parts.parts[name]
+    except BaseException:
+        if parts.parts:
+            print(f"kept: {', '.join(parts.parts)}; the same command measures the rest", flush=True)
+        raise
+    return figures
+
+
+def _list_parts(machine: devices.Machine, ranks: int) -> dict[str, Callable[[Figures], Figures]]:
+    """Return the parts of the measurement in their order; each takes the figures of those before it."""
+    import torch
 
     from titan.bench import calibration, step_figures
 
-    torch.set_num_threads(machine.cores)
-    figures = calibration.measure(torch.device(machine.device), machine.bf16_fast)
+    device, single_ranks = torch.device(machine.device), min(ranks, machine.cores)
+    parts: dict[str, Callable[[Figures], Figures]] = {
+        "matmuls, attention and memory": lambda _: calibration.measure(device, machine.bf16_fast)
+    }
     if ranks > 1:
-        figures |= calibration.measure_links(ranks, machine.device)
+        parts["communication"] = lambda _: calibration.measure_links(ranks, machine.device)
     if machine.device == "cpu":
-        figures |= step_figures.measure_step_figures(figures, machine.cores, min(ranks, machine.cores))
-        figures |= step_figures.measure_layout_figures(figures) if ranks > 1 else {}
-    return figures
+        parts["steps on one device"] = lambda figures: step_figures.measure_step_figures(
+            figures, machine.cores, single_ranks
+        )
+    if machine.device == "cpu" and ranks > 1:
+        parts["memory of a process"] = lambda _: step_figures.measure_process_memory()
+        parts |= {
+            f"steps with {layout}": partial(step_figures.measure_layout_figures, layout)
+            for layout in step_figures.DIMENSIONS
+        }
+    return parts
 
 
 def format_cluster(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:

@@ -86,7 +86,8 @@ def _check_directories(directories: Sequence[str]) -> None:
     """Raise ConfigError for a directory that does not exist, before any work."""
     for name in directories:
         if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-            raise ConfigError(f"{name}: there is no such directory; correct the path.")
+            problem = "is a file, not a directory" if os.path.exists(name) else "there is no such directory"
+            raise ConfigError(f"{name}: {problem}; correct the path.")
 
 
 def _uses_colours() -> bool:

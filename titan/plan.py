@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
+from launchers.session import TrialPlans
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
@@ -28,8 +29,9 @@ from titan.estimate.single_changes import find_best_changes
 from titan.files.output_files import check_output_files, write_output_file
 from titan.report.render import plan_text
 from titan.report.render.plan_data import PlanOutcome
-from titan.run.open_layout import list_typed_degrees
+from titan.run.open_layout import list_typed_settings
 from titan.run.resolve import resolve
+from titan.run.small_work import warn_of_small_work
 
 if TYPE_CHECKING:
     from launchers.trials import Trial
@@ -46,7 +48,7 @@ TRACED_RESULTS = 3
 class PlanSettings:
     """The settings of `python -m titan.plan` that begin with `plan.`."""
 
-    search: bool = setting(False, "search all layouts of the devices for the fastest; typed degrees stay")
+    search: bool = setting(False, "search all layouts of the devices for the fastest; typed settings stay")
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
     trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
     whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
@@ -67,10 +69,10 @@ COMMAND = Command(
     "titan.plan",
     "Predict memory, speed and cost of a run.",
     {
-        "model=llama8b parallelism=fsdp cluster=h100": "one run on eight H100",
+        "recipe=train_8b cluster.price=2.5": "a run on 64 H100, with its cost",
         "recipe=bench_405b_512 plan.search=true": "a faster layout on the same devices",
         "recipe=bench_8b_8 plan.trace=true": "other figures, from a trace of the step",
-        "-m model=llama1b parallelism=ddp,fsdp cluster=h100": "a sweep, one line per trial",
+        "-m recipe=train_8b memory=selective,full": "a sweep, one line per trial",
         "recipe=train_8b to=[plan.html,plan.json]": "charts as a page, and all figures",
     },
     Settings,
@@ -135,16 +137,17 @@ def _plan_run(
         choices = {axis: choice for axis, choice in run.choices.items() if axis != "parallelism"}  # it was searched
         planned_run = replace(planned_run, choices=choices)
     planned = estimate.build_plan(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine)
+    traced = _trace_step(planned_run, settings) if settings.trace else None
     outcome = PlanOutcome(
         planned_run,
         refinement.refine_plan(planned) if refinement else planned,
         _find_changes(planned_run, factors),
         search_result,
         overrides,
-        _trace_step(planned_run, settings) if settings.trace else None,
+        traced,
         refinement,
         run if run.is_layout_open else None,
-        _trace_results(run, search_result, settings) if settings.trace and search_result is not None else (),
+        _trace_results(planned_run, traced, search_result, settings) if traced and search_result else (),
     )
     print(plan_text.format_plan(outcome), end="")
     _write_files(
@@ -154,7 +157,7 @@ def _plan_run(
 
 
 def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors) -> search.SearchOutcome:
-    """Return the fastest layouts that have the degrees which are typed, with progress on a terminal."""
+    """Return the fastest layouts that have the settings which are typed, with progress on a terminal."""
     with progress_line() as show:
         return search.search_layouts(
             run,
@@ -163,7 +166,7 @@ def _search_layouts(run: Run, settings: PlanSettings, factors: CorrectionFactors
             keep=settings.keep,
             accepts=lambda candidate: _is_accepted(run, candidate),
             factors=factors,
-            degrees=list_typed_degrees(run.parallelism, run.overrides),
+            typed=list_typed_settings(run, run.overrides),
             show=show if sys.stderr.isatty() else lambda line: None,
         )
 
@@ -180,10 +183,20 @@ def _find_changes(run: Run, factors: CorrectionFactors) -> tuple[search.Predicte
     )
 
 
-def _trace_results(run: Run, search_result: search.SearchOutcome, settings: PlanSettings) -> tuple[TracedStep, ...]:
-    """Return a traced step of each of the fastest results of a search."""
-    fastest = search_result.best[:TRACED_RESULTS]
-    return tuple(_trace_step(_resolve_candidate(run, result.candidate), settings) for result in fastest)
+def _trace_results(
+    planned_run: Run, traced: TracedStep, search_result: search.SearchOutcome, settings: PlanSettings
+) -> tuple[TracedStep, ...]:
+    """Return a traced step of each of the fastest results of a search; that of the plan is `traced`."""
+    fastest = [_resolve_candidate(planned_run, result.candidate) for result in search_result.best[:TRACED_RESULTS]]
+    return tuple(traced if _has_equal_step(run, planned_run) else _trace_step(run, settings) for run in fastest)
+
+
+def _has_equal_step(run: Run, other_run: Run) -> bool:
+    """Return whether two runs of one command line have the same layout with the same settings."""
+    return all(
+        getattr(run, name) == getattr(other_run, name)
+        for name in ("layout", "microbatches", "parallelism", "memory", "compile")
+    )
 
 
 def _fit_runs(run: Run, source: str) -> Refinement:
@@ -204,6 +217,8 @@ def _plan_trials(trials: Sequence[Trial], settings: PlanSettings, files: Sequenc
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
+    for trial in trials:
+        warn_of_small_work(trial.run, planned=True)
     plans = [estimate.build_plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     if settings.fit is not None:
         plans = _refine_plans(trials, plans, settings.fit)
@@ -233,17 +248,21 @@ def _build_fit_key(run: Run) -> tuple[str, ...]:
     return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
 
 
-def describe_trials(trials: Sequence[Trial]) -> str:
+def describe_trials(trials: Sequence[Trial]) -> TrialPlans:
     """Return the plan of a trial, or one line per trial of a sweep; else a line that says what is missing."""
     planned: list[tuple[Trial, estimate.Plan]] = []
+    device_hours: list[float | None] = []
     missing = dict[str, None]()
     for trial in trials:
         try:
             run = trial.run
             planned.append((trial, estimate.build_plan(run, run.layout, run.microbatches, run.machine)))
+            device_hours.append(planned[-1][1].device_hours.value)
         except ConfigError as error:
             missing[f"no plan: {error}"] = None
-    return "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
+            device_hours.append(None)
+    text = "\n".join([_format_trials(planned, is_single=len(trials) == 1), *missing]).strip() + "\n"
+    return TrialPlans(text, tuple(device_hours))
 
 
 def _format_trials(planned: Sequence[tuple[Trial, estimate.Plan]], is_single: bool) -> str:

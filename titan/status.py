@@ -25,12 +25,13 @@ from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line
 from titan.debug.verdict import read_hang_sentence
 from titan.errors import ConfigError
-from titan.files.run_directory import RUN, check_directory
+from titan.files.run_directory import RUN, check_directory, describe_runs_below
 from titan.metrics.reader import METRICS, read_last_steps
 from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
+from titan.sweep.labels import format_label
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
@@ -78,9 +79,8 @@ def _show_status(directory: Path, settings: Status) -> int:
     while True:
         sweep = read_state(directory) or read_single_run(directory)
         if sweep is None:
-            raise ConfigError(
-                f"{directory}: holds neither a run nor a sweep; give the directory of one, such as runs/NAME."
-            )
+            problem = "holds neither a run nor a sweep; give the directory of one, such as runs/NAME"
+            raise ConfigError(f"{directory}: {describe_runs_below(directory) or problem}.")
         text = "\n".join(format_table(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
         if not watch or all(trial.state in ENDED_STATES for trial in sweep.trials):
@@ -226,7 +226,7 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
 
 
 def _name_trial(trial: TrialState) -> str:
-    return sanitize_line(" ".join(trial.overrides) or Path(trial.directory).name)
+    return format_label(trial.overrides) or sanitize_line(Path(trial.directory).name)
 
 
 def _fit_cell(cell: str, width: int) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from launchers.command import run_command
+from launchers.session import TrialPlans
 from launchers.trials import Trial
 from titan.cluster import rank_info
 from titan.cluster.environment import prepare_environment
@@ -35,7 +36,7 @@ def _launch_run(run: Run) -> int:
     return api.launch(run)
 
 
-def _describe_plan(trials: Sequence[Trial]) -> str:
+def _describe_plan(trials: Sequence[Trial]) -> TrialPlans:
     from titan import plan  # only now: it is needed by a dry run alone
 
     return plan.describe_trials(trials)

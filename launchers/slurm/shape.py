@@ -36,9 +36,9 @@ class JobShape:
         return self.nodes * self.ranks
 
     def compute_device_hours(self) -> float | None:
-        """Return the device-hours that a job may use, by its time limit; None where it has none."""
+        """Return the device-hours that a trial's jobs may use, by their time limit; None where they have none."""
         limit = parse_minutes(self.cluster.time)
-        return None if limit is None else self.devices * limit / 60
+        return None if limit is None else max(1, self.cluster.chain) * self.devices * limit / 60
 
     def __str__(self) -> str:
         kind = "GPU" if self.gpus else "rank"

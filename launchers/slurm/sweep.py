@@ -27,7 +27,7 @@ from launchers.slurm.shape import JobShape, derive_job_shape
 from launchers.slurm.state import adopt_jobs, assign_jobs, read_state
 from launchers.trials import Trial
 from titan.config.settings import format_setting, format_value
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_plural, format_rounded
 from titan.console.text import sanitize_line, sanitize_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
@@ -351,39 +351,47 @@ class SlurmSweep:
 
     def _show_plan(self) -> list[int]:
         """Print the scripts that would be submitted now, the trials' plan, and the device-hours that they may use."""
-        hours: float | None = 0.0
         todo = self._select_todo()
         lanes = Lanes(self.settings.at_once, self._read_trials().values()) if self.settings.at_once else None
         for chunk in self._group_trials(todo, lanes):
-            job_shape = self.shapes[chunk[0].id]
-            lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
-            print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
-            print(
-                sanitize_lines(
-                    script.build_script(
-                        job_shape, self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
-                    )
-                )
-            )
-            if lanes and lane is not None:
-                lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
-            hours = (
-                None
-                if hours is None or job_shape.compute_device_hours() is None
-                else hours + len(chunk) * float(job_shape.compute_device_hours() or 0)
-            )
+            self._show_script(chunk, lanes)
+        plans = self.describe(todo)
         if todo:
-            print(self.describe(todo))
-        print(f"{format_cost(len(todo), hours)} Nothing was submitted.", flush=True)
+            print(plans.text)
+        limits = [self.shapes[trial.id].compute_device_hours() for trial in todo]
+        print(f"{format_cost(plans.device_hours, limits)} Nothing was submitted.", flush=True)
         return [0] * len(self.trials)
 
+    def _show_script(self, chunk: list[Trial], lanes: Lanes | None) -> None:
+        """Print the script of one array, or of one trial's jobs."""
+        job_shape = self.shapes[chunk[0].id]
+        lane, dependency = lanes.take_lane() if lanes and len(chunk) == 1 else (None, None)
+        print(f"# {len(chunk)} x {job_shape}: {', '.join(p.label for p in chunk)}")
+        submission = self._build_submission(chunk, "TOKEN", self.folder / "TOKEN.json", dependency)
+        print(sanitize_lines(script.build_script(job_shape, submission)))
+        if lanes and lane is not None:
+            lanes.add_jobs(lane, [f"JOB_OF_{chunk[0].id}"])
 
-def format_cost(trials: int, hours: float | None) -> str:
-    """Return the sentence on what the jobs of trials may use; `hours`: None where a job has no time limit."""
-    subject = format_plural(trials, "trial")
-    if hours is None:
-        return f"{subject}; the device-hours have no limit without cluster.time."
-    return f"{subject}; at most {hours:,.1f} device-hours in all, if each job is started once."
+
+def format_cost(predicted: Sequence[float | None], limits: Sequence[float | None]) -> str:
+    """Return the sentences on the device-hours of trials.
+
+    Args:
+        predicted: of each trial's training steps; None where they are not predicted.
+        limits: that the time limits of each trial's jobs allow; None where a job has none.
+    """
+    if not predicted:
+        return "0 trials."
+    predicted_hours, allowed_hours = ([h for h in hours if h is not None] for hours in (predicted, limits))
+    steps = f"{format_rounded(sum(predicted_hours))} device-hours of training steps predicted"
+    steps += f" for {len(predicted_hours)} of them" if len(predicted_hours) < len(predicted) else ""
+    parts = [steps if predicted_hours else "device-hours not predicted"]
+    limit = f"at most {format_rounded(sum(allowed_hours))} by cluster.time, if each job is started once"
+    parts.append("no limit without cluster.time" if len(allowed_hours) < len(limits) else limit)
+    longer = sum(h > limit for h, limit in zip(predicted, limits, strict=True) if h is not None and limit is not None)
+    subject = "1 trial needs" if longer == 1 else f"{longer:,} trials need"
+    note = f" {subject} more than cluster.time allows: raise it, or their jobs are started again." if longer else ""
+    return f"{format_plural(len(predicted), 'trial')}: {'; '.join(parts)}.{note}"
 
 
 @contextmanager

@@ -53,6 +53,8 @@ def test_the_page_states_the_intervals() -> None:
     known = load_constants()
     assert f"interval of the step time is {_percent(known.error, 0)}" in ACCURACY
     assert f"interval of memory is {_percent(known.memory_error, 0)}" in ACCURACY
+    assert f"the geometric mean of these ratios, {known.experts:.2f}" in ACCURACY
+    assert f"a largest of {_percent(known.experts_error, 0)}: the interval" in ACCURACY
 
 
 @pytest.mark.full
@@ -81,3 +83,14 @@ def test_the_page_states_the_errors_on_unseen_runs() -> None:
     )
     lowest = f"its median error is {_figures(peaks)[0]}; the lowest estimate is {_percent(-min(peaks))} too low"
     assert lowest in ACCURACY
+
+
+@pytest.mark.full
+def test_the_page_states_the_runs_of_models_with_experts() -> None:
+    stated = re.findall(r"\| 2\d\.\d\d \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|", ACCURACY)
+    rows = fit_costs.read_runs(fit_costs.EXPERTS)
+    predicted = [fit_costs.predict_step(row, load_constants()).tokens_per_second_per_device for row in rows]
+    assert stated == [
+        (f"{rate:,.0f}", f"{int(row['tok_s_gpu']):,}", f"{rate / int(row['tok_s_gpu']):.2f}")
+        for row, rate in zip(rows, predicted, strict=True)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import yaml
 
 from titan import calibrate, plan
 from titan.bench import calibration, ranks, trials
+from titan.bench.measured_parts import MeasuredParts
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
 from titan.estimate.operations import compute_slowdown
@@ -57,10 +59,44 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 def test_figures_are_printed_where_the_file_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate, "_measure_figures", lambda machine, ranks: {"bf16_tflops": 1.0})
+    monkeypatch.setattr(calibrate, "_measure_figures", lambda *_: {"bf16_tflops": 1.0})
     (tmp_path / "x.yaml").symlink_to("/dev/full")
     assert calibrate.main([f"to={tmp_path}/x.yaml"]) == 1
     assert "  bf16_tflops: 1" in capsys.readouterr().out
+
+
+def test_a_calibration_that_fails_continues_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[str] = []
+
+    def measure(name: str, figures: dict[str, float]) -> dict[str, float]:
+        measured.append(name)
+        if name == "c" and measured.count("c") == 1:
+            raise RunError("rank 1 failed.")
+        return {name: float(len(figures))}
+
+    monkeypatch.setattr(calibrate, "_list_parts", lambda *_: {name: partial(measure, name) for name in "abcd"})
+    monkeypatch.setattr(calibrate, "format_cluster", lambda machine, figures, ranks: str(figures))
+    words = [f"to={tmp_path}/mine/x.yaml"]
+    assert calibrate.main(words) == 1
+    assert "kept: a, b; the same command measures the rest" in capsys.readouterr().out
+    assert calibrate.main(words) == 0
+    assert "measured before: a, b; delete" in capsys.readouterr().out
+    assert "".join(measured) == "abc" + "cd"
+    assert [file.name for file in tmp_path.glob("mine/*")] == ["x.yaml"]
+    assert (tmp_path / "mine/x.yaml").read_text() == "{'a': 0.0, 'b': 1.0, 'c': 2.0, 'd': 3.0}"
+
+
+def test_a_calibration_continues_on_the_same_machine_only(tmp_path: Path) -> None:
+    parts = MeasuredParts(tmp_path / "x.yaml", {"host": "a"})
+    parts.add("links", {"link_microseconds": 5.0})
+    assert MeasuredParts(tmp_path / "x.yaml", {"host": "a"}).parts == {"links": {"link_microseconds": 5.0}}
+    assert MeasuredParts(tmp_path / "x.yaml", {"host": "b"}).parts == {}
+    parts.file.write_text('{"subject": {"host": "a"}, "parts": {"links": 3}}')
+    assert MeasuredParts(tmp_path / "x.yaml", {"host": "a"}).parts == {}
+    parts.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs/grid").mkdir()
     (folder / "runs/grid/multirun.yaml").touch()
     (folder / "runs/empty").mkdir()
+    (folder / "swept/lr-1").mkdir(parents=True)
+    for file in ("multirun.yaml", "lr-1/run.yaml"):
+        (folder / "swept" / file).touch()
     return folder
 
 
@@ -195,6 +199,38 @@ def test_what_is_no_run_is_rejected_alike(
         assert capsys.readouterr().err.startswith(f"titan: {name}: {problem}")
 
 
+TAKE_ONE_RUN: dict[str, tuple[Callable[[Sequence[str]], int], tuple[str, ...], str]] = {
+    "replay": (replay.main, ("swept", "step=3"), "swept"),
+    "replay against": (replay.main, ("runs/x", "step=3", "against=swept"), "against=swept"),
+    "evaluate": (evaluate.main, ("swept",), "swept"),
+    "generate": (generate.main, ("swept", "prompt=x"), "swept"),
+    "convert": (convert.main, ("swept", "to=y"), "swept"),
+    "profile": (profile.main, ("swept",), "swept"),
+    "data": (data.main, ("swept",), "swept"),
+    "train resume": (train.main, ("resume=swept",), "resume=swept"),
+    "train checkpoint.resume": (train.main, ("checkpoint.resume=swept",), "checkpoint.resume=swept"),
+    "train checkpoint.weights": (train.main, ("checkpoint.weights=swept",), "checkpoint.weights=swept"),
+}
+
+
+@pytest.mark.parametrize(("main", "words", "typed"), TAKE_ONE_RUN.values(), ids=TAKE_ONE_RUN)
+def test_a_sweep_in_place_of_a_run_names_one_of_its_trials(
+    main: Callable[[Sequence[str]], int], words: Sequence[str], typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if main is train.main:
+        words = [*words, "dataset=synthetic", "dataset.tokens=65536"]
+    assert main(words) == 2
+    sentence = f"titan: {typed}: holds a sweep; give one of its trials, such as swept/lr-1"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
+
+
+def test_a_run_and_a_file_in_place_of_a_setting_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_case = next(case for case in CASES if case.name == "titan.plan")
+    assert "or as resume=runs/x" in rejected(plan_case, ["runs/x"], capsys)
+    assert "dataset=text dataset.path=swept/multirun.yaml" not in rejected(plan_case, ["swept/multirun.yaml"], capsys)
+    assert "dataset=text dataset.path=runs/x/env.json" in rejected(plan_case, ["runs/x/env.json"], capsys)
+
+
 FILE_WRITERS = {
     "titan.generate", "titan.evaluate", "titan.replay", "titan.compare", "titan.plan", "titan.calibrate", "titan.bench",
     "titan.bench.predicted", "titan.bench.fit_costs", "titan.dataset.tokenizers.train",
@@ -246,6 +282,28 @@ def test_the_way_out_without_packages(files: list[str], prefix: str, advice: str
         (tmp_path / file).touch()
     sentence = requirements.describe_missing(["hydra", "yaml"], tmp_path, prefix.format(tmp_path))
     assert advice in sentence and sentence.startswith(f"{sys.executable} has no hydra, yaml; ")
+
+
+@pytest.mark.parametrize("file", ["train.py", "profile/command.py", "bench/__main__.py"])
+def test_a_module_of_titan_that_is_started_as_a_script_is_named(file: str) -> None:
+    script = requirements.find_script(SimpleNamespace(__file__=str(ROOT / "titan" / file), __spec__=None))
+    assert script == ROOT / "titan" / file
+    name = file.partition("/")[0].removesuffix(".py")
+    assert requirements.describe_script(script).endswith(f": is a module of a package; write -m titan.{name}")
+
+
+def test_scripts_of_others_and_modules_are_no_such_scripts() -> None:
+    file = str(ROOT / "titan" / "train.py")
+    for main in (None, SimpleNamespace(), SimpleNamespace(__file__="/x/a.py", __spec__=None)):
+        assert requirements.find_script(main) is None
+    assert requirements.find_script(SimpleNamespace(__file__=file, __spec__=object())) is None
+
+
+def test_a_python_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(requirements, "OLDEST_PYTHON", (9, 1))
+    with pytest.raises(SystemExit, match="2"):
+        requirements.check_requirements(["-m"])
+    assert "and titan needs 9.1 or newer; install it" in capsys.readouterr().err
 
 
 def test_a_library_is_imported_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,11 @@ def test_every_corpus_is_prepared(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        pytest.param(["--fast"], "titan: unrecognized arguments: --fast; see --help.", id="unknown-flag"),
+        pytest.param(
+            ["--fast"],
+            "titan: --fast: there is no such option; settings have no dashes: AXIS.SETTING=VALUE; see --help.",
+            id="unknown-flag",
+        ),
         pytest.param(["-m"], "titan: -m: is an option of titan.train; leave it out.", id="sweep"),
         full(["dataset.worker=2"], "did you mean 'dataset.workers'?", id="unknown-setting"),
         pytest.param(["dataset.workers=0"], "titan: dataset.workers=0: must be at least 1 or auto.", id="no-workers"),

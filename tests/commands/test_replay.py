@@ -111,17 +111,64 @@ def test_the_first_layer_that_differs_is_named(run: Run, tmp_path: Path) -> None
     assert same["verdict"].startswith("both are the same, bitwise")
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A short run like the first one, whose updates are twice as large, without checkpoints."""
+    changes = ("optimizer.lr=0.2", "training.steps=3", "checkpoint=off")
+    return trained(tmp_path_factory.mktemp("run") / "other", *SETTINGS, *changes)
+
+
+def test_the_first_step_that_differs_is_found(
+    run: Run, other: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = replayed(run, tmp_path, f"against={other.directory}")
+    out = capsys.readouterr().out
+    assert "the runs differ first at step 2, whose loss differs by " in out
+    assert seen["record"]["step"] == 2 and seen["differences"] == {}
+    assert seen["verdict"].startswith("weights have drifted before step 2: ")
+    assert "so activations are not compared" in seen["verdict"]
+    assert len(seen["weights"]) > 10 and max(seen["weights"].values()) > 1e-4
+    assert f"the same step from the weights of {run.directory}" in out and "against=optimizer.lr=0.2" in out
+    assert "relative difference of" not in out
+
+
+def test_runs_that_agree_have_no_step_to_look_at(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main([run.directory, f"against={run.directory}"]) == 0
+    assert "the runs agree to rounding (bitwise) in all 7 common steps, 1 to 7" in capsys.readouterr().out
+
+
 @pytest.mark.full
-def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path: Path) -> None:
-    other = trained(tmp_path / "other", *SETTINGS, "training.seed=1")
-    seen = replayed(run, tmp_path, "step=4", f"against={other.directory}")
-    assert "is the forward pass of tok_embeddings" in seen["verdict"]
+def test_a_later_step_names_the_one_to_look_at(
+    run: Run, other: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = replayed(run, tmp_path, "step=3", "start=0", f"against={other.directory}")
+    assert seen["verdict"].startswith("weights have drifted before step 3")
+    assert "the runs differ since step 2, whose loss differs by" in capsys.readouterr().out
+    same = replayed(run, tmp_path, "step=5", f"against={run.directory}")
+    assert set(same["weights"].values()) == {0.0} and same["verdict"].startswith("both are the same, bitwise")
+
+
+@pytest.mark.full
+def test_equal_initial_weights_show_the_module_that_differs(run: Run, tmp_path: Path) -> None:
+    wrong = trained(tmp_path / "wrong", *SETTINGS, "model.norm_eps=0.01")
+    seen = replayed(run, tmp_path, f"against={wrong.directory}")
+    assert seen["record"]["step"] == 1 and set(seen["weights"].values()) == {0.0}
+    assert "more than rounding (1e-05) is the forward pass of layers.0.attention_norm" in seen["verdict"]
+
+
+@pytest.mark.full
+def test_other_batches_are_not_compared(run: Run, tmp_path: Path) -> None:
+    other_seed = trained(tmp_path / "seed", *SETTINGS, "training.seed=1")
+    seen = replayed(run, tmp_path, f"against={other_seed.directory}")
+    assert seen["record"]["step"] == 1 and seen["differences"] == {}
+    assert seen["verdict"] == "the batches of step 1 differ, so its activations are not compared"
 
 
 REFUSED = {
     "no run": (["nowhere", "step=3"], "nowhere: there is no such directory"),
-    "two runs": (["RUN", "RUN", "step=3"], ": not understood; write AXIS=CHOICE"),
-    "no step": (["RUN"], "step"),
+    "two runs": (["RUN", "RUN", "step=3"], ": is another run; give against="),
+    "no step": (["RUN"], "step=0: give the step to look at, or against=RUN, another run"),
+    "no step of other settings": (["RUN", "against=precision=bf16"], "step=0: give the step to look at"),
     "a step behind the last": (["RUN", "step=8"], "step=8: the run in"),
     "no checkpoint before": (["RUN", "step=3"], "no complete checkpoint before this step, the first is of step 3"),
     "no such checkpoint": (["RUN", "step=7", "start=4"], "start=4: the run has no complete checkpoint of this step"),

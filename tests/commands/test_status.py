@@ -80,8 +80,8 @@ def test_slow_ranks_of_a_running_run_are_named(
         ),
         pytest.param({}, "", "stopped", "run: python -m titan.train resume=", 1, id="signal"),
         pytest.param(
-            None, "2030-01-01T00:00:00+00:00 9 steps in a row were not finite.\n", "failed",
-            "run: 9 steps in a row were not finite; python -m titan.train resume=", 1, id="failed",
+            None, "2030-01-01T00:00:00+00:00 9 steps in a row without finite values.\n", "failed",
+            "run: 9 steps in a row without finite values; python -m titan.train resume=", 1, id="failed",
         ),
     ],
 )  # fmt: skip

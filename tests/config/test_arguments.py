@@ -65,13 +65,13 @@ def test_values(argv: list[str], wanted: Example) -> None:
         pytest.param(["sorce=x"], "sorce=x: there is no such setting; did you mean 'source'?", id="unknown"),
         pytest.param(["source=x", "source=y"], "source=y: source is given twice", id="twice"),
         pytest.param(["source=x", "number=0"], "number=0: must be at least 1.", id="range"),
-        pytest.param(["source=x", "number=few"], "number=few: expected a whole number.", id="type"),
+        pytest.param(["source=x", "number=few"], "number=few: expected a whole number", id="type"),
         pytest.param(["source=x", "number=[1"], "number=[1: not understood", id="syntax"),
         pytest.param(
             ["source=x", "number=1,2"], "number=1,2: one value is expected; write [a,b] for a list.", id="sweep"
         ),
         pytest.param(["source=x", "files=[a"], "files=[a: not understood; write [a,b] for a list", id="list-syntax"),
-        pytest.param(["source=x", "really=off"], "really=off: expected true or false.", id="no-yaml"),
+        pytest.param(["source=x", "really=off"], "really=off: expected true or false", id="no-yaml"),
         pytest.param(["source="], "source=: is empty; give a value, or leave it out.", id="empty"),
         pytest.param(["source=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
     ],

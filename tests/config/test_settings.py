@@ -73,33 +73,36 @@ def test_converts_what_loses_nothing(name: str, value: Any, expected: Any) -> No
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        pytest.param("count", 1.5, "sample.count=1.5: expected a whole number.", id="fraction"),
-        pytest.param("count", True, "sample.count=true: expected a whole number.", id="bool-as-int"),
-        pytest.param("count", "3", "sample.count=3: expected a whole number.", id="text-as-int"),
+        pytest.param("count", 1.5, "sample.count=1.5: expected a whole number (how many).", id="fraction"),
+        pytest.param("count", True, "sample.count=true: expected a whole number (how many).", id="bool-as-int"),
+        pytest.param("count", "3", "sample.count=3: expected a whole number (how many).", id="text-as-int"),
+        pytest.param("count", "4k", "sample.count=4k: expected a whole number; write 4e3 (how many).", id="unit"),
+        pytest.param("rate", [0.1], "sample.rate=[0.1]: expected a number; the values of a sweep (-m) have no brackets "
+                     "(how fast).", id="brackets"),
         pytest.param("count", 10, "sample.count=10: must be at least 0 and below 10.", id="below"),
         pytest.param("count", -1, "sample.count=-1: must be at least 0 and below 10.", id="at-least"),
         pytest.param("rate", 0, "sample.rate=0: must be at most 1 and above 0.", id="above"),
         pytest.param("rate", 1.5, "sample.rate=1.5: must be at most 1 and above 0.", id="at-most"),
         pytest.param("rate", math.nan, "sample.rate=nan: must be at most 1 and above 0.", id="nan"),
-        pytest.param("rate", True, "sample.rate=true: expected a number.", id="bool-as-float"),
-        pytest.param("on", 1, "sample.on=1: expected true or false.", id="int-as-bool"),
+        pytest.param("rate", True, "sample.rate=true: expected a number (how fast).", id="bool-as-float"),
+        pytest.param("on", 1, "sample.on=1: expected true or false (whether).", id="int-as-bool"),
         pytest.param("kind", "fats", "sample.kind=fats: choose one of off, on, fast; did you mean 'fast'?", id="word"),
         pytest.param("kind", "x", "sample.kind=x: choose one of off, on, fast.", id="far-word"),
-        pytest.param("rest", "some", "sample.rest=some: expected a number or auto.", id="other-word"),
+        pytest.param("rest", "some", "sample.rest=some: expected a number or auto (how many more).", id="other-word"),
         pytest.param("rest", -2, "sample.rest=-2: must be at least -1 or auto.", id="range-beside-words"),
         pytest.param("few", 9, "sample.few=9: must be auto, or at least 1 and at most 8.", id="range-behind-words"),
-        pytest.param("rest", 1.5, "sample.rest=1.5: expected a whole number.", id="fraction-beside-words"),
-        pytest.param("limit", "x", "sample.limit=x: expected a number or null.", id="text-as-optional"),
+        pytest.param("rest", 1.5, "sample.rest=1.5: expected a whole number (how many more).", id="fraction-of-words"),
+        pytest.param("limit", "x", "sample.limit=x: expected a number or null (at most).", id="text-as-optional"),
         pytest.param("limit", 0, "sample.limit=0: must be above 0.", id="range-of-optional"),
-        pytest.param("path", None, "sample.path=null: expected text.", id="null"),
-        pytest.param("pair", 1, "sample.pair=1: expected a list, such as sample.pair=[a,b].", id="no-list"),
-        pytest.param("pair", [1], "sample.pair=[1]: expected a list of 2 values.", id="short-list"),
+        pytest.param("path", None, "sample.path=null: expected text (where).", id="null"),
+        pytest.param("pair", 1, "sample.pair=1: expected a list, such as sample.pair=[a,b] (two).", id="no-list"),
+        pytest.param("pair", [1], "sample.pair=[1]: expected a list of 2 values (two).", id="short-list"),
         pytest.param("pair", [0, 1], "sample.pair=[0,1]: must be at least 0 and below 1.", id="range-in-list"),
         pytest.param("inner", {"depht": 1}, "sample.inner.depht=1: there is no such setting; did you mean "
                      "'sample.inner.depth'?", id="nested-name"),
         pytest.param("inner", {"depth": 0}, "sample.inner.depth=0: must be at least 1.", id="nested-range"),
-        pytest.param("inner", 3, "sample.inner=3: expected a group of settings; choose one of sample.inner's choices "
-                     "instead.", id="no-group"),
+        pytest.param("inner", 3, "sample.inner=3: expected names and values, such as sample.inner={depth:VALUE}.",
+                     id="no-group"),
         pytest.param("path", MISSING, "sample.path is missing: where; give it as sample.path=VALUE.", id="missing"),
         pytest.param("zzz", 1, "sample.zzz=1: there is no such setting.", id="far-name"),
         pytest.param("_target_", "os.system", "sample._target_=os.system: there is no such setting.", id="target"),
@@ -138,8 +141,25 @@ class Other(Pluggable):
 
 @pytest.mark.parametrize("allowed", [(), ("else",)], ids=str)
 def test_target_must_be_in_a_package_that_may_be_named(allowed: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"only classes under titan, experiments.*add modules=\["):
-        build(Pluggable, {"_target_": "subprocess.Popen"}, "axis", allowed)
+    with pytest.raises(ConfigError, match=r"only classes under titan, experiments.*add modules=\[theirs\]"):
+        build(Pluggable, {"_target_": "theirs.ship.Ship"}, "axis", allowed)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        pytest.param("subprocess.Popen", "subprocess is a module of Python; name a dataclass of yours", id="python"),
+        pytest.param(
+            "torch.optim.AdamW", "torch is a library that titan uses; name a dataclass of yours", id="library"
+        ),
+        pytest.param("eval", "names no module; write MODULE.CLASS", id="function"),
+        pytest.param("Lion", "names no module; write MODULE.CLASS", id="no-module"),
+    ],
+)
+def test_what_can_be_no_class_of_settings_is_rejected_outright(target: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        build(Pluggable, {"_target_": target}, "axis", ("subprocess", "torch"))
+    assert str(rejected.value).startswith(f"axis._target_={target}: {reason}") and "modules=" not in str(rejected.value)
 
 
 def test_target_of_a_package_that_only_begins_alike() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from titan.console import numbers
 
-CASES: list[tuple[Callable[..., str], tuple[Any, ...], str]] = [
+CASES: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (numbers.format_count, (999,), "999"),
     (numbers.format_count, (6_200_000,), "6.2M"),
     (numbers.format_count, (8.03e9,), "8.03B"),
@@ -32,9 +32,23 @@ CASES: list[tuple[Callable[..., str], tuple[Any, ...], str]] = [
     (numbers.format_magnitude, (-1.2e-5,), "1.2e-05"),
     (numbers.format_magnitude, (0.0,), "0.000"),
     (numbers.format_tick, (1_000_000.0,), "1,000,000"),
-    (numbers.format_log_tick, (1e-3,), "0.001"),
-    (numbers.format_log_tick, (1e-5,), "1e-5"),
+    (numbers.format_tick, (1e-5,), "1e-5"),
+    (numbers.format_log_tick, (1e-3,), "1e-3"),
+    (numbers.format_log_tick, (0.00031622776601683794,), "3.16e-4"),
+    (numbers.format_log_tick, (0.30000000000000004,), "0.3"),
+    (numbers.format_log_tick, (16_384,), "16,384"),
+    (numbers.format_log_tick, (1e6,), "1e6"),
+    (numbers.format_log_tick, (1e-10,), "1e-10"),
+    (numbers.align_decimals, (["0", "0.05", "1,000"],), ["0.00", "0.05", "1,000.00"]),
+    (numbers.align_decimals, (["0", "500", "1k"],), ["0", "500", "1k"]),
     (numbers.format_exact, (1e9,), "1e9"),
+    (numbers.shorten_float, ("0.30000000000000004",), "0.3"),
+    (numbers.shorten_float, ("0.003162277660168379",), "0.00316228"),
+    (numbers.shorten_float, ("3.162277660168379e-05",), "3.16228e-5"),
+    (numbers.shorten_float, ("16777217",), "16777217"),
+    (numbers.shorten_float, ("0.000125",), "0.000125"),
+    (numbers.shorten_float, ("nan",), "nan"),
+    (numbers.shorten_float, ("[0.9,0.95]",), "[0.9,0.95]"),
     (numbers.format_exact, (3e-4,), "0.0003"),
     (numbers.format_exact, (0.1234567,), ""),
     (numbers.format_interval, (1.0, 2.0), "[1.0000, 2.0000]"),
@@ -49,5 +63,5 @@ CASES: list[tuple[Callable[..., str], tuple[Any, ...], str]] = [
 @pytest.mark.parametrize(
     ("show", "values", "text"), CASES, ids=[f"{s.__name__}-{i}" for i, (s, *_) in enumerate(CASES)]
 )
-def test_a_number_as_text(show: Callable[..., str], values: tuple[Any, ...], text: str) -> None:
+def test_a_number_as_text(show: Callable[..., Any], values: tuple[Any, ...], text: Any) -> None:
     assert show(*values) == text

@@ -9,11 +9,14 @@ import pytest
 from tests.estimate.test_step_time import speeds
 from tests.support.composing import compose_test_run
 from tests.support.two_kinds import with_two_kinds
+from titan.bench import fit_costs
 from titan.estimate import operations
 from titan.estimate import plan as planning
+from titan.estimate.constants import load_constants
 from titan.estimate.operations import estimate_collective
 from titan.estimate.step_time import CAUSES, StepTime, estimate_step
 from titan.parallelism.pipeline.stage_plan import assign_layers
+from titan.parallelism.schema import count_token_copies
 from titan.run.run import Run
 
 BASE = ("model=qwen3_30b_a3b", "dataset=synthetic", "dataset.vocab=151936", "checkpoint=off", "cluster=h100",
@@ -42,10 +45,19 @@ def test_a_step_is_no_shorter_than_the_work_of_active_experts() -> None:
 def test_expert_parallel_ranks_exchange_rows_and_gather_fewer_weights() -> None:
     without, divided = (predicted(run(f"parallelism.expert={n}", "parallelism.microbatches=1")) for n in (1, 8))
     one = run("parallelism.expert=8", "parallelism.microbatches=1")
-    size = one.model.top_k * one.training.global_batch / 8 * one.model.dim * 2
-    exchanges = 4 * one.model.layers * estimate_collective("all-to-all", size, 8, 1, speeds())
-    assert divided.parts["expert parallelism"] == pytest.approx(exchanges)
+    rows = one.model.top_k * one.training.global_batch / 8
+    sent, weights = (estimate_collective("all-to-all", rows * n, 8, 1, speeds()) for n in (one.model.dim * 2, 4))
+    assert divided.parts["expert parallelism"] == pytest.approx(one.model.layers * (4 * sent + 2 * weights))
     assert divided.parts["weights and gradients"] < without.parts["weights and gradients"]
+
+
+def test_one_copy_of_a_token_for_each_rank_takes_less_time_than_its_rows() -> None:
+    settings = ("parallelism.expert=8", "parallelism.microbatches=1", "precision=bf16")
+    rows, copies = (predicted(run(*settings, f"parallelism.dispatcher={n}")) for n in ("alltoall", "deepep"))
+    share = copies.parts["expert parallelism"] / rows.parts["expert parallelism"]
+    assert share == pytest.approx(count_token_copies(8, 8) / 8, rel=0.02)
+    again = predicted(run(*settings, "parallelism.dispatcher=deepep", "memory=selective"))
+    assert again.parts["recomputation"] > copies.parts["expert parallelism"] / 2
 
 
 def test_checkpointing_exchanges_rows_again() -> None:
@@ -81,7 +93,25 @@ def test_stages_have_equal_cost_where_blocks_differ() -> None:
     assert len(placed[0][1]) < 8 and max(flops) < 1.5 * sum(flops) / 4
 
 
-def test_a_plan_states_that_experts_are_not_fitted() -> None:
-    one = run()
-    plan = planning.build_plan(one, one.layout, one.microbatches, one.machine)
-    assert plan.error == planning.EXPERTS_ERROR and "experts" in plan.intervals
+def test_published_runs_move_the_time_of_models_with_experts_and_the_plan_states_their_ratios() -> None:
+    moe, constants = run(), load_constants()
+    dense = compose_test_run([*BASE[1:], "model=llama1b", "dataset.vocab=128256", "parallelism=fsdp"], remote=True)
+    plans = [planning.build_plan(r, r.layout, r.microbatches, r.machine) for r in (moe, dense)]
+    for planned, one, ratio in zip(plans, (moe, dense), (constants.experts, 1.0), strict=True):
+        hardware = planning.resolve_hardware(one.cluster, one.machine)
+        device = planning.derive_device_speeds(one, hardware, one.machine, one.layout)
+        fit = estimate_step(one, one.layout, one.microbatches, dataclasses.replace(device, slowdown=1.0))
+        assert planned.step.seconds == pytest.approx(ratio * fit.seconds)
+    assert [p.error for p in plans] == [constants.experts_error, constants.error]
+    words = f"take {constants.experts_least:.1f} to {constants.experts_most:.1f} times"
+    assert [words in p.intervals for p in plans] == [True, False]
+
+
+@pytest.mark.full
+def test_the_stored_ratios_are_those_of_the_published_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    constants = load_constants()
+    unfitted = dataclasses.replace(constants, experts=1.0, experts_least=1.0, experts_most=1.0, experts_error=1.0)
+    fitted = fit_costs.fit_experts(fit_costs.read_runs(fit_costs.EXPERTS), unfitted)
+    assert dataclasses.astuple(fitted) == pytest.approx(dataclasses.astuple(constants))
+    assert fitted.experts_most / fitted.experts <= 1 + fitted.experts_error >= fitted.experts / fitted.experts_least
+    assert "experts, left out" in capsys.readouterr().out

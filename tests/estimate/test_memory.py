@@ -42,6 +42,8 @@ LAYOUTS = {
     "fsdp-accumulating-whole": ("parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole", 0),
     "hsdp": ("parallelism=hsdp", 0),
     "tp": ("parallelism=tp", 0),
+    "tp-kept": ("parallelism=tp parallelism.regather=false", 0),
+    "tp-regathered": ("parallelism=tp parallelism.regather=true", 0),
     "tp-whole-sequence": ("parallelism=tp parallelism.sequence_parallel=false", 0),
     "fsdp-tp": ("parallelism=fsdp_tp", 0),
     "cp": ("parallelism=cp", 0),
@@ -115,6 +117,20 @@ def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> 
 )
 def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> None:
     estimated, found = both(run("blocks", layout, *more), LAYOUTS[layout][1], "cuda")
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("parallelism.microbatches=16", "model.layers=2", "parallelism.tensor=8"), id="one-row"),
+        full(("parallelism.tensor=8",), id="narrow-outputs"),
+        full(("parallelism.tensor=8", "model=llama4_debug"), id="shared-experts"),
+        full(("parallelism.tensor=8", "model=deepseek_v3_debug"), id="latent-attention"),
+    ],
+)
+def test_regions_that_gather_their_input_again(more: tuple[str, ...]) -> None:
+    estimated, found = both(run("blocks", "tp", "memory=none", "model.kv_heads=8", *more), 0, "cuda")
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.search import PredictedLayout, search_layouts
 from titan.estimate.single_changes import find_best_changes, list_overrides
 from titan.estimate.step_time import StepModel, estimate_step
+from titan.parallelism.schema import Layout
 from titan.run.run import Run
 
 COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")
@@ -114,8 +116,6 @@ def test_nothing_fits() -> None:
 
 
 def _with_memory(run: Run, gib: float) -> Run:
-    import dataclasses
-
     return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, memory_gib=gib))
 
 
@@ -148,10 +148,71 @@ def test_a_layout_is_predicted_once_and_the_progress_is_shown(monkeypatch: pytes
     assert any("layouts within 77 GiB" in line for line in lines)
 
 
-def test_degrees_are_constraints() -> None:
+def list_values(typed: dict[str, Any]) -> dict[str, set[Any]]:
+    """Return the values that the options of a search have for each of some settings; stages of pipelines only."""
     run = made("8-devices")
-    options = list(iterate_options(run, 8, run.machine, {"tensor": 2, "replicate": 1}))
-    assert options and {(o.layout.tensor, o.layout.replicate) for o in options} == {(2, 1)}
+    options = list(iterate_options(run, 8, run.machine, typed))
+    values: dict[str, set[Any]] = {name: {getattr(o.layout, name) for o in options} for name in ("tensor", "pipeline")}
+    pipelines = [o for o in options if o.layout.pipeline > 1]
+    values |= {name: {getattr(o, name) for o in pipelines} for name in ("schedule", "stages")}
+    return values | {name: {getattr(o, name) for o in options} for name in ("reshard", "microbatches", "mode")}
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        pytest.param({"tensor": 2}, {"tensor": {2}}, id="degree"),
+        pytest.param({"schedule": "ZBVZeroBubble"}, {"schedule": {"ZBVZeroBubble"}, "pipeline": {1, 2}}, id="schedule"),
+        pytest.param({"stages": 4}, {"stages": {4}, "pipeline": {2, 4}}, id="stages"),
+        pytest.param({"stages": 1}, {"stages": set(), "pipeline": {1}}, id="one stage"),
+        pytest.param({"starts": (1, 2, 3)}, {"stages": {4}, "pipeline": {2, 4}}, id="starts"),
+        pytest.param({"microbatches": 3}, {"microbatches": {3}}, id="microbatches"),
+        pytest.param({"reshard": 4}, {"reshard": {4, "auto"}}, id="reshard"),
+        pytest.param({"checkpointing": "every_n"}, {"mode": {"every_n"}}, id="memory"),
+        pytest.param({"async_tensor": True}, {"tensor": {2, 4, 8}}, id="async_tensor"),
+    ],
+)  # fmt: skip
+def test_typed_settings_are_constraints(typed: dict[str, Any], expected: dict[str, set[Any]]) -> None:
+    searched, constrained = list_values({}), list_values(typed)
+    assert {name: constrained[name] for name in expected} == expected
+    assert all(expected[name] != searched[name] for name in list(expected)[:1])
+
+
+@pytest.mark.parametrize("mode", ["every_n", "budget"])
+def test_bounds_hold_for_memory_modes_that_are_typed(mode: str) -> None:
+    long = ("model.layers=16", "model.vocab=1024", "dataset.vocab=1024", "training.seq_len=8192")  # blocks decide
+    more = ("training.global_batch=65536", f"memory={mode}")
+    run = compose_test_run([*COMMON, *RUNS["8-devices"], *long, *more], remote=True)
+    hardware = resolve_hardware(run.cluster, run.machine)
+    bound = LowerBounds(run, lambda layout: derive_device_speeds(run, hardware, run.machine, layout), "cuda")
+    for option in list(iterate_options(run, 8, run.machine, {"checkpointing": mode}))[::29]:
+        recipe, layout, count = vars(option.build_candidate(run)).values()
+        speeds = derive_device_speeds(recipe, hardware, run.machine, layout)
+        assert bound.compute_seconds(option) <= estimate_step(recipe, layout, count, speeds).seconds * 1.000001
+        assert bound.compute_gib(option) <= memory.estimate_peak(recipe, layout, count).gib * 1.000001, option
+
+
+def test_a_schedule_from_a_file_is_not_searched() -> None:
+    run = made("8-devices")
+    with pytest.raises(ConfigError, match=r"parallelism.schedule=a.csv: a search compares schedules by name"):
+        search_layouts(run, 8, run.machine, typed={"schedule": "a.csv"})
+
+
+def test_settings_that_no_layout_has_are_named() -> None:
+    run, typed = made("8-devices"), {"stages": 7, "checkpointing": "full"}
+    with pytest.raises(ConfigError, match=r"has parallelism.stages=7 memory.checkpointing=full; leave one of them out"):
+        search_layouts(run, 8, run.machine, typed=typed)
+
+
+def test_a_layout_without_a_pipeline_leaves_out_stages_and_starts() -> None:
+    run = made("8-devices")
+    parallelism = dataclasses.replace(run.parallelism, pipeline=2, stages=4, starts=(1, 2, 3))
+    recipe = dataclasses.replace(run, parallelism=parallelism)
+    options = {o.stages: o for o in iterate_options(recipe, 8, run.machine)}
+    words = {n: list_overrides(o.build_candidate(recipe), recipe, Layout(pipeline=2), 1) for n, o in options.items()}
+    assert {"parallelism.stages=auto", "parallelism.starts=[]"} <= set(words["auto"])
+    assert not any("starts" in word or "stages" in word for word in words[4])
+    assert "parallelism.starts=[]" in words[2]
 
 
 @pytest.mark.parametrize(

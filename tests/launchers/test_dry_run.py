@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from launchers.slurm.shape import JobShape
 from launchers.slurm.sweep import format_cost
 from titan import plan, train
+from titan.cluster.schema import Cluster
 
 RUN = ["model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster.time=60"]
 DRY = ["hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
@@ -32,20 +34,65 @@ def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.Capture
     assert plan.main([*nodes, *RUN]) == 0
     text = capsys.readouterr().out.partition("\nfaster with")[0].rstrip()
     assert "16 x NVIDIA H100" in text and text in out and "#SBATCH" in out
-    assert out.endswith(
-        "\n1 trial; at most 16.0 device-hours in all, if each job is started once. Nothing was submitted.\n"
+    hours = re.search(r", ([\d.e-]+) device-hours \(", text)
+    assert hours is not None and out.endswith(
+        f"\n1 trial: {hours[1]} device-hours of training steps predicted; at most 16 by cluster.time, if each job is "
+        "started once. Nothing was submitted.\n"
     )
 
 
+AT_MOST = "at most {} by cluster.time, if each job is started once."
+
+
+def test_data_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["cluster=h100", "parallelism=fsdp", *RUN, *DRY, "dataset=text", "dataset.path=here.txt"]) == 0
+    sentence = (
+        "titan: warning: dataset.path=here.txt: is not on this machine; the job fails unless its nodes have it.\n"
+    )
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("trials", "hours", "sentence"),
+    ("predicted", "limits", "sentence"),
     [
-        (1, None, "1 trial; the device-hours have no limit without cluster.time."),
-        (12, 192.0, "12 trials; at most 192.0 device-hours in all, if each job is started once."),
+        pytest.param([], [], "0 trials.", id="none"),
+        pytest.param(
+            [6.0],
+            [None],
+            "1 trial: 6 device-hours of training steps predicted; no limit without cluster.time.",
+            id="no limit",
+        ),
+        pytest.param([None], [16.0], f"1 trial: device-hours not predicted; {AT_MOST.format(16)}", id="no prediction"),
+        pytest.param(
+            [6.0] * 12,
+            [16.0] * 12,
+            f"12 trials: 72 device-hours of training steps predicted; {AT_MOST.format(192)}",
+            id="a sweep",
+        ),
+        pytest.param(
+            [6.0, None],
+            [16.0, 16.0],
+            f"2 trials: 6 device-hours of training steps predicted for 1 of them; {AT_MOST.format(32)}",
+            id="one is not predicted",
+        ),
+        pytest.param(
+            [6.0, 20.0],
+            [16.0, 16.0],
+            f"2 trials: 26 device-hours of training steps predicted; {AT_MOST.format(32)} 1 trial needs more than "
+            "cluster.time allows: raise it, or their jobs are started again.",
+            id="longer than the limit",
+        ),
     ],
 )
-def test_the_device_hours_are_those_of_all_jobs(trials: int, hours: float | None, sentence: str) -> None:
-    assert format_cost(trials, hours) == sentence
+def test_the_device_hours_are_those_of_all_jobs(
+    predicted: list[float | None], limits: list[float | None], sentence: str
+) -> None:
+    assert format_cost(predicted, limits) == sentence
+
+
+def test_a_chain_of_jobs_has_the_time_of_all_of_them() -> None:
+    hours = [JobShape(2, 8, 8, Cluster(time="60", chain=chain)).compute_device_hours() for chain in (0, 3)]
+    assert hours == [16.0, 48.0]
 
 
 @pytest.mark.full

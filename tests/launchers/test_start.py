@@ -147,11 +147,11 @@ def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
     with run_program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
         code, out, err = wait_for_end(process)
     assert code == 1
-    assert err.count("titan: 1 steps in a row were not finite") == 1
+    assert err.count("titan: 1 step in a row without finite values") == 1
     assert "Traceback" not in out + err
 
 
-DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number."
+DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a w
         full("srun", [], 0, DONE, id="srun-trains"),
         full("torchrun", ["model.dim=banana"], 2, REFUSED, id="torchrun-refuses"),
         full("srun", ["model.dim=banana"], 2, REFUSED, id="srun-refuses"),
-        full("srun", EXPLODES, 1, "titan: 1 steps in a row were not finite", id="srun-fails"),
+        full("srun", EXPLODES, 1, "titan: 1 step in a row without finite values", id="srun-fails"),
     ],
 )
 def test_ranks_that_others_started(launcher: str, more: list[str], code: int, said: str, tmp_path: Path) -> None:

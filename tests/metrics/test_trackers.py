@@ -173,7 +173,7 @@ def test_warnings_are_shown_in_the_training_thread_and_records_are_copies() -> N
         pytest.param(
             {"step": 1, "loss": 2.0, "validation_loss": 2.5}, {"train/loss": 2.0, "validation/loss": 2.5}, id="both"
         ),
-        pytest.param({"step": 1, "time": 1.7e9, "loss": 2.0}, {"train/loss": 2.0}, id="no-time"),
+        pytest.param({"step": 1, "time": 1.7e9, "attempt": 2, "loss": 2.0}, {"train/loss": 2.0}, id="no-time"),
         pytest.param({"step": 1, "rows": [1], "hash": "ab", "skipped": True, "gone": None}, {}, id="no-numbers"),
     ],
 )

@@ -18,7 +18,7 @@ from titan.errors import ConfigError
 from titan.model import llama
 from titan.model.core import KeyValueCore
 from titan.model.decoder import DecoderModel
-from titan.model.experts import ExpertLinear
+from titan.model.experts import ExpertLinear, Experts
 from titan.model.layers import Block, CausalAttention, FeedForward, Linear
 from titan.model.qwen3_moe import Qwen3MoeModel
 from titan.model.schema import Llama
@@ -139,6 +139,26 @@ def test_experts_that_get_no_tokens_from_other_ranks_are_rejected() -> None:
         OwnMoe(**{field: getattr(QWEN3_MOE, field) for field in ("dim", "layers", "heads", "kv_heads")}).check_module(
             expert=2
         )
+
+
+def test_experts_that_take_no_weights_are_rejected() -> None:
+    class Unweighted(Experts):
+        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    class Model(Qwen3MoeModel):
+        def block(self) -> nn.Module:
+            block: Any = super().block()
+            block.feed_forward.experts = Unweighted(8, 32, 48)
+            return block
+
+    @dataclass(frozen=True, kw_only=True)
+    class OwnMoe(Qwen3Moe):
+        def build(self) -> Any:
+            return Model(self)
+
+    with pytest.raises(ConfigError, match=r"layers\.0\.feed_forward\.experts, a Unweighted, does not take"):
+        OwnMoe(dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, experts=8, expert_ffn=48, top_k=2).check_module()
 
 
 def test_counts_are_those_of_the_module() -> None:

@@ -53,29 +53,31 @@ CHOICES = {
 """Of rank 0; the others' are rotated. 6 stands for a choice that is dropped."""
 
 
-def computed(x: Tensor, ends: Tensor, first: int) -> Tensor:
-    """Rows times their expert's number and one more; checks that the ends are those of the rows."""
+def computed(x: Tensor, weights: Tensor | None, ends: Tensor, exact: bool, first: int) -> Tensor:
+    """Rows times their expert's number and one more, and their weights; checks that the ends are those of the rows."""
     starts = [0, *ends.tolist()[:-1]]
-    return torch.cat([x[a:b] * (first + i + 1) for i, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True))])
+    assert weights is not None and (not exact or ends[-1] == len(x))
+    rows = (x * weights[:, None]).to(x.dtype)
+    rows = torch.cat([rows[a:b] * (first + i + 1) for i, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True))])
+    return torch.cat([rows, rows.new_zeros(len(x) - len(rows), WIDTH)])
 
 
 def exchanged(rank: int, world: int, choices: list[list[int]], dtype: torch.dtype) -> list[bool]:
     """Whether results and gradients are those of all experts on one rank, to the bit."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(4, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
+    weights = torch.rand(4, 2, generator=generator, requires_grad=True)
     experts = torch.tensor([[e if e == EXPERTS else (e + rank) % EXPERTS for e in chosen] for chosen in choices])
     exchange, first = ExpertDispatch(torch.distributed.group.WORLD), rank * EXPERTS // RANKS  # type: ignore[arg-type]
-    found = exchange(x, experts, EXPERTS, lambda rows, ends: computed(rows, ends, first))
-    dropped = experts.flatten() == EXPERTS
-    wanted = dispatch(x, experts, EXPERTS, lambda rows, ends: padded(computed(rows, ends, 0), len(rows)))
+    found, wanted = (
+        function(x, experts, weights, EXPERTS, lambda x, w, ends, exact=False, at=at: computed(x, w, ends, exact, at))
+        for function, at in ((exchange, first), (dispatch, 0))
+    )
+    is_dropped = (experts == EXPERTS).all(1)
     upstream = torch.randn(found.shape, generator=generator, dtype=dtype)
-    gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted)]
-    return [torch.equal(found, wanted), torch.equal(*gradients), not found[dropped].any()]
-
-
-def padded(rows: Tensor, count: int) -> Tensor:
-    """The rows, with zeros after them."""
-    return torch.cat([rows, rows.new_zeros(count - len(rows), WIDTH)])
+    gradients = [torch.autograd.grad(out, (x, weights), upstream) for out in (found, wanted)]
+    same = [torch.equal(one, other) for one, other in zip(*gradients, strict=True)]
+    return [torch.equal(found, wanted), all(same), not found[is_dropped].any()]
 
 
 @pytest.mark.parametrize(

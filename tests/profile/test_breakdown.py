@@ -91,7 +91,9 @@ def test_kinds_of_collectives(name: str, kind: str | None) -> None:
     assert kinds.classify_collective(name) == kind
 
 
-@pytest.mark.parametrize("name", ["titan::grouped_product", "titan::low_grouped_grads", "aten::_grouped_mm"])
+@pytest.mark.parametrize(
+    "name", ["titan::grouped_product", "titan::low_grouped_grads", "titan::float32_product", "aten::_grouped_mm"]
+)
 def test_products_of_experts_are_matmuls(name: str) -> None:
     assert kinds.classify_operation(name) == kinds.MATMULS
 

@@ -66,6 +66,11 @@ LABELS = [
         ["hooks=[]", "hooks=[a]"],
         id="hooks-by-their-names",
     ),
+    pytest.param(
+        [(S, (FSDP, "schedule.warmup=auto")), (S, (FSDP, "schedule.warmup=1", "parallelism.reshard=never"))],
+        ["schedule.warmup=4 reshard=always", "schedule.warmup=1 reshard=never"],
+        id="settings-that-are-auto-are-what-they-meant",
+    ),
     pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
     full(
         [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x"))],
@@ -109,6 +114,34 @@ BASELINES = [
     pytest.param("optimizer.weight_decay=0.1", {}, None, id="fits-several"),
     pytest.param("fsdp", {}, None, id="no-setting"),
 ]
+
+
+def make_auto(directory: Path) -> None:
+    """A run whose precision=auto was bf16, whatever this machine computes fast in."""
+    file = make_run(directory, S, "precision=bf16", "compile=off") / "run.yaml"
+    text = (
+        file.read_text()
+        .replace("\n  precision: bf16", "\n  precision: auto")
+        .replace("\n  compile: 'off'", "\n  compile: auto")
+    )
+    file.write_text(text)
+    assert text.count(": auto") >= 2
+
+
+def test_auto_is_called_by_what_it_meant(tmp_path: Path) -> None:
+    make_auto(tmp_path / "runs" / "90")
+    found = groups(tmp_path, (S, ("precision=fp32", "compile=block")))
+    assert [group.label for group in found] == ["precision=fp32 compile=block", "precision=bf16 compile=off"]
+    for option in ("precision=bf16", "precision=auto", "compile=auto,precision=bf16"):
+        assert rank.find_baselines(found, option, {}) == [1]
+
+
+def test_auto_that_would_be_mistaken_for_another_variant_keeps_its_name(tmp_path: Path) -> None:
+    make_auto(tmp_path / "runs" / "90")
+    found = groups(tmp_path, (S, ("precision=bf16", "optimizer.lr=2e-3")), (S, ("precision=fp32",)))
+    assert [group.label for group in found] == [
+        "precision=bf16 lr=0.002", "precision=fp32 lr=0.001", "precision=auto lr=0.001",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "asked", "places"), BASELINES)

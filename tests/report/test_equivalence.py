@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run
+from tests.support.made_weights import write_checkpoint
 from titan.report.comparison import Options, compare
 from titan.report.equivalence import ANSWER_WORDS
 from titan.report.findings import Learning
@@ -44,6 +45,23 @@ CASES = [
     pytest.param(THREE, seeds(0.021, 0.029, 0.016), "undecided", "unlikely to show equivalence", id="about-the-margin"),
     pytest.param([S], [replace(S, off=1e-4)], "undecided", "at least 2 pairs are needed", id="one-pair"),
     pytest.param(
+        [S],
+        [replace(S, first_off=1 + 3e-7)],
+        "yes",
+        "all losses are equal to rounding (relative differences up to 3.0e-07), in 1 pair",
+        id="one-pair-equal-to-rounding",
+    ),
+    pytest.param(
+        [S], [replace(S, rises={30: 1e-4})], "undecided", "at least 2 pairs are needed", id="one-step-beyond-rounding"
+    ),
+    pytest.param(
+        [S],
+        [replace(S, first_off=1 + 3e-7, attempts=(StoryAttempt(0, 30),))],
+        "undecided",
+        "no pair of runs has finished",
+        id="equal-to-rounding-and-unfinished",
+    ),
+    pytest.param(
         [S], [replace(S, batches=9)], "no", "batches differ (40 of 40 steps, the first is step 1)", id="other-batches"
     ),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
@@ -63,6 +81,40 @@ def test_whether_an_variant_learns_the_same(
 ) -> None:
     found = learning(tmp_path, baseline, variant)
     assert found.answer == answer and found.text.startswith(f"{ANSWER_WORDS[answer]}: ") and words in found.text
+
+
+COMMANDS = [
+    pytest.param([S], [replace(S, batches=9)], 1, id="other-batches"),
+    pytest.param([S], [replace(S, rises={4: 0.5})], 4, id="first-steps"),
+    pytest.param(THREE, seeds(0.1, 0.101, 0.099), 6, id="beyond-the-margin"),
+    pytest.param([S], [S], None, id="the-same"),
+    pytest.param([S], [replace(S, off=1e-4)], None, id="inconclusive"),
+]
+
+
+@pytest.mark.parametrize(("baseline", "variant", "step"), COMMANDS)
+def test_the_command_repeats_the_first_step_that_differs(
+    baseline: list[Story], variant: list[Story], step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = "" if step == 1 else " start=0"  # made runs have no checkpoints
+    expected = f"python -m titan.replay runs/b0 against=runs/a0 step={step}{start}" if step else ""
+    assert learning(tmp_path, baseline, variant).command == expected
+
+
+def test_the_command_begins_at_a_checkpoint_before_the_step(tmp_path: Path) -> None:
+    assert learning(tmp_path, [S], [replace(S, rises={4: 0.5})]).command.endswith("step=4 start=0")
+    for name, step in (("a0", 3), ("b0", 4)):
+        write_checkpoint(tmp_path / "runs" / name, step)
+    assert read_command(tmp_path).endswith("step=4 start=0")
+    write_checkpoint(tmp_path / "runs" / "b0", 2)
+    assert read_command(tmp_path).endswith("step=4")
+
+
+def read_command(tmp_path: Path) -> str:
+    variant = compare([tmp_path / "runs"]).variants[1].learning
+    assert variant is not None
+    return variant.command
 
 
 @pytest.mark.parametrize(

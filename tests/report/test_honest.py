@@ -115,7 +115,7 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
     for seed in (1, 2):
         failed = make_run(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(StoryAttempt(0, 10),)))
         (failed / "log").mkdir()
-        (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row were not finite\n")
+        (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row without finite values\n")
     reached = compare([tmp_path], Options(target=2.3)).variants[0].reached
     assert reached is not None and (reached.reached, reached.runs, reached.median_tokens) == (1, 3, None)
 

@@ -69,6 +69,14 @@ def test_gap_is_of_steps_that_both_did() -> None:
     assert tokens[0] > one.curves.tokens[100] and tokens[-1] < one.curves.tokens[200]
 
 
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=60), st.integers(1, 8))
+def test_thinning_keeps_spikes_and_ends(values: list[float], most: int) -> None:
+    y = np.array(values)
+    x, kept = curves.thin_to_extremes((np.arange(float(len(y))), y), most)
+    assert (kept.min(), kept.max(), kept[0], kept[-1]) == (y.min(), y.max(), y[0], y[-1])
+    assert len(kept) <= max(most, 2) + 2 and (np.diff(x) > 0).all() and (y[x.astype(int)] == kept).all()
+
+
 def test_equal_runs_are_named_and_not_drawn() -> None:
     base = shown_report.make_variant("base", baseline=True)
     chart = curves.draw_differences(shown_report.make_comparison(base, replace(base, label="twin", baseline=False)))
@@ -164,9 +172,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = charts.draw_throughput(shown_report.make_two_variants())
+    chart = charts.draw_speed(shown_report.make_two_variants())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert charts.draw_throughput(shown_report.make_comparison(shown_report.make_variant("base", tokens=None))) is None
+    assert charts.draw_speed(shown_report.make_comparison(shown_report.make_variant("base", tokens=None))) is None

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import shown_report
 from tests.support.page_reader import PageReader
+from tests.support.page_style import compute_contrast, find_least_difference, list_drawings, read_themes
 from titan.report.findings import Comparison
 from titan.report.render.html import render_page
 from titan.report.render.template import POLICY
@@ -87,7 +88,7 @@ def test_sections_come_in_order() -> None:
     told = re.findall(r"<h2>(.*?)</h2>", read)
     assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
-        "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
+        "Training loss", "Validation loss", "Difference to the baseline", "Speed", "Memory", "Speed and memory",
     ]  # fmt: skip
     assert re.findall(r"<h2>(.*?)</h2>", render_page(shown_report.make_failures())) == ["Failures", "Settings"]
 
@@ -96,6 +97,44 @@ def test_a_large_comparison_stays_small() -> None:
     text = render_page(shown_report.make_many_variants(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_are_distinct_and_readable(theme: str) -> None:
+    colours = read_themes("page.css", "plan.css")[theme]
+    parts = {name: colour for name, colour in colours.items() if re.fullmatch(r"c\d+", name)}
+    assert len(parts) == 14 and find_least_difference(parts)[0] > 20
+    for name in (*parts, "rest"):
+        assert compute_contrast(colours[name], colours["paper"]) > 3, name
+        assert compute_contrast(colours[name], colours["panel"]) >= 3, name
+    for text, paper in [("ink", "paper"), ("faint", "paper"), ("faint", "panel"), ("good", "good-paper"),
+                        ("bad", "bad-paper"), ("open", "open-paper"), ("c1", "paper")]:  # fmt: skip
+        assert compute_contrast(colours[text], colours[paper]) > 4.5, text
+    for name in ("c1", "c2", "c5", "c11"):  # of the timetable, whose actions have numbers inside
+        assert compute_contrast(colours[name], colours["inside"]) > 4.5, name
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_it_fits_a_phone(comparison: Comparison) -> None:
+    text = render_page(comparison)
+    drawings = list_drawings(text)
+    assert 'content="width=device-width, initial-scale=1"' in text
+    assert sum(drawing.width == 880 for drawing in drawings) == sum(drawing.width == 360 for drawing in drawings)
+    for drawing in drawings:
+        assert not drawing.list_cut_texts() and not drawing.list_overlaps(), drawing.width
+    rules = re.findall(r"([^{}\n]+) \{([^{}]*)\}", text.partition("<style>")[2].partition("</style>")[0])
+    wide = [(selector, width) for selector, rule in rules for width in re.findall(r"min-width: (\d+)px", rule)]
+    assert all(int(width) <= 360 or selector.startswith(".scroll ") for selector, width in wide)
+    assert not re.findall(r">[^<]*(?:\d\.\d{7}|\de[-+]0)[^<]*</text>", text)
+
+
+def test_lines_of_a_narrow_chart_have_letters() -> None:
+    (training,) = re.findall(r"<h3>Training loss</h3>.*?</figure>", render_page(shown_report.make_mixed()), re.S)
+    legend, drawing = re.findall(r'<p class="legend">(.*?)</p><svg(.*?)</svg>', training, re.S)[0]
+    letters = re.findall(r'data-variant="(\d)"><span class="key (c\d)"></span>(\w): ', legend)
+    assert [letter for *_, letter in letters] == list("ABCDEF")
+    for variant, colour, letter in letters:
+        assert re.search(rf'<g class="{colour}" data-variant="{variant}">.*?>{letter}</text>', drawing)
 
 
 def test_the_loss_is_never_out_of_sight() -> None:

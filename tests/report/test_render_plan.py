@@ -11,11 +11,13 @@ import pytest
 
 from tests.support.composing import compose_test_run
 from tests.support.page_reader import PageReader
+from tests.support.page_style import list_drawings
 from tests.support.tiers import select_cases
 from titan.console.numbers import format_rounded
 from titan.estimate import overhead, search
-from titan.estimate.plan import Plan, build_plan
+from titan.estimate.plan import Plan, build_plan, list_memory_parts
 from titan.estimate.single_changes import find_best_changes
+from titan.estimate.step_time import CAUSES
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
 from titan.report.render.plan_data import PlanOutcome, list_figures
 from titan.report.render.plan_memory import ActionPhases
@@ -38,13 +40,17 @@ RUNS = {
         "parallelism=pp", "parallelism.pipeline=4", "parallelism.shard=2", "parallelism.schedule=ZBVZeroBubble",
         "memory=full", "training.global_batch=32768", "parallelism.microbatches=8",
     ),
+    "experts": (
+        "model=qwen3_30b_a3b", "parallelism=ep", "parallelism.expert=8", "training.global_batch=65536",
+        "parallelism.microbatches=1",
+    ),
     "few-steps-of-one-row": ("parallelism=fsdp", "training.global_batch=16384", "training.steps=20"),
 }  # fmt: skip
 
 
 @cache
 def made(name: str, *more: str) -> tuple[PlanOutcome, int, ActionPhases]:
-    given = (*COMMON, *RUNS[name], *more)
+    given = (*COMMON[RUNS[name][0].startswith("model=") :], *RUNS[name], *more)
     run = compose_test_run([*given], remote=True)
     planned = build_plan(run, run.layout, run.microbatches, run.machine)
     changes = find_best_changes(run, run.layout, run.microbatches, run.machine)
@@ -86,6 +92,31 @@ def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
     assert "nan" not in " ".join(read.list_values("d") + read.list_values("width") + read.list_values("x")).lower()
     charts = [drawing for drawing in drawings if 'class="chart"' in drawing]
     assert all(re.search(r'class="name"[^>]*>[^<]*(GiB|, m?s|in their order)', chart) for chart in charts)
+
+
+def test_each_part_has_a_colour_and_a_name() -> None:
+    colours = {cause: colour for causes in plan_charts.CAUSE_COLOURS.values() for cause, colour in causes.items()}
+    assert set(colours) == set(CAUSES) and len(set(colours.values())) == len(CAUSES)
+    categories = plan_memory.CATEGORIES
+    assert len({colour for colour, _ in categories.values()}) == len(categories)
+    for name in ("experts", "1f1b"):
+        outcome = made(name)[0]
+        assert set(outcome.plan.fullest.parts) <= set(categories)
+        text = PageReader(page(name)).text
+        assert all(part in text for part in list_memory_parts(outcome.plan))
+    assert {"experts", "expert parallelism"} <= set(made("experts")[0].plan.step.parts)
+    usage = replace(outcome.plan.fullest, parts={**outcome.plan.fullest.parts, "new": 2**30})
+    chart = plan_memory.draw_at_peak(replace(outcome.plan, memory=(usage,)))
+    assert '>new</th><td><svg viewBox="0 0 100 16"' in chart.html and 'class="rest"' in chart.html
+
+
+@pytest.mark.parametrize("name", select_cases(PAGES, ("experts", "fsdp", "grid")))
+def test_a_page_fits_a_phone(name: str) -> None:
+    text = grid() if name == "grid" else page(name)
+    for drawing in list_drawings(text):
+        assert not drawing.list_cut_texts() and not drawing.list_overlaps(), drawing.width
+    assert name == "grid" or {drawing.width for drawing in list_drawings(text)} == {880.0, 360.0}
+    assert not re.findall(r">[^<]*(?:\d\.\d{7}|\de[-+]0)[^<]*</text>", text)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "1f1b"])
@@ -165,7 +196,7 @@ def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
     assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
     assert f"peak {format_rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
-    areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
+    areas = re.findall(r'<path class="bar layer \w+" d="M([^"]*)z"', html)
     tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
     assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6
     assert "beyond the scale" in plan_memory.draw_over_step(replace(planned, memory_gib=1e3), rank, steps).caption
@@ -224,8 +255,78 @@ def test_what_fits_up_to_its_interval_says_so() -> None:
     for factor in (1.01, 10.0):
         changed = replace(outcome, plan=replace(outcome.plan, memory_gib=factor * largest))
         page = plan_html.render_page(changed, *searched()[1:], footer="made today")
-        marks[factor] = (" GiB ! " in plan_text.format_plan(changed), "GiB, fits closely" in page)
+        marks[factor] = (re.search(r"\) +! ", plan_text.format_plan(changed)) is not None, ">fits closely<" in page)
     assert marks == {1.01: (True, True), 10.0: (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "shown"),
+    [
+        pytest.param(2.0, '"pill good">fits<', "fits", id="fits"),
+        pytest.param(1.01, '"pill open">fits closely', "fits closely", id="closely"),
+        pytest.param(0.5, '"pill bad">does not fit<', "does not fit", id="not"),
+    ],
+)
+def test_pages_and_notebooks_judge_the_memory(factor: float, verdict: str, shown: str) -> None:
+    outcome, rank, steps = made("fsdp")
+    planned = replace(outcome.plan, memory_gib=factor * outcome.plan.fullest.gib)
+    for text in (
+        plan_html.render_page(replace(outcome, plan=planned), rank, steps),
+        plan_html.render_grid_page(["fsdp"], [planned]),
+    ):
+        assert re.findall(r'"pill \w+">[\w ]+<?', text)[0].startswith(verdict.rstrip("<"))
+    assert planned.list_facts()["memory"].endswith(f", {shown}")
+    unknown = replace(outcome.plan, memory_gib=None)
+    assert "pill" not in plan_html.render_grid_page(["fsdp"], [unknown]).partition("</style>")[2]
+    assert unknown.list_facts()["memory"].endswith(")")
+
+
+@pytest.mark.parametrize(
+    ("error", "speed", "words", "faster"),
+    [
+        pytest.param(0.22, 1.037, "1.0x", False, id="hidden"),
+        pytest.param(0.22, 1.37, "1.4x", True, id="one decimal"),
+        pytest.param(0.02, 1.037, "1.04x", True, id="two decimals"),
+        pytest.param(0.02, 1.004, "1.00x", False, id="hidden by two"),
+    ],
+)
+def test_ratios_have_the_decimals_of_times(error: float, speed: float, words: str, faster: bool) -> None:
+    outcome = made("fsdp")[0]
+    (first, *_) = outcome.changes
+    seconds = outcome.plan.step.seconds / speed
+    result = replace(first, step=replace(first.step, parts={"matmuls": seconds}))
+    changed = replace(outcome, plan=replace(outcome.plan, error=error), changes=(result,))
+    assert changed.format_speed(result) == words and bool(changed.faster) is faster
+    text, page = plan_text.format_plan(changed), plan_html.render_page(changed, *made("fsdp")[1:])
+    assert (f"{words}, " in text, f">{words} <" in page) == (faster, faster)
+    assert (f"no single change by more than {0.5 if error < 0.05 else 5:g} %" in text) is not faster
+    assert not re.search(r"\b\d\.\d{3,}x", text + page)
+
+
+def test_results_have_the_intervals_of_the_plan() -> None:
+    outcome = searched()[0]
+    assert outcome.search_result is not None
+    text, read = plan_text.format_plan(outcome), PageReader(page("search")).text
+    data = plan_text.build_plan_data(outcome)["search"]
+    for result, figures in zip(outcome.search_result.best, data["best"], strict=True):
+        for name, value, error in (
+            ("step_seconds", result.step.seconds, outcome.plan.error),
+            ("memory_gib", result.gib, outcome.plan.memory_error),
+        ):
+            low, high = value / (1 + error), value * (1 + error)
+            assert figures[name] == pytest.approx({"value": value, "low": low, "high": high})
+            words = f"{format_rounded(low)} to {format_rounded(high)}"
+            assert f"({words})" in text and words in read
+
+
+def test_a_sweep_marks_what_fits_up_to_its_interval() -> None:
+    planned = made("fsdp")[0].plan
+    plans = [replace(planned, memory_gib=factor * planned.fullest.gib) for factor in (0.9, 1.01, 10.0)]
+    text, page = plan_text.format_grid("abc", plans), plan_html.render_grid_page("abc", plans)
+    lines = text.splitlines()
+    assert " x  " in lines[1] and " ! " in lines[2] and not re.search("[!x]", lines[3][5:])
+    assert "!: fits closely: the interval reaches beyond the device" in lines and "x: does not fit" in lines
+    assert page.count('"pill open">fits closely<') == 1 and page.count('"pill bad">does not fit<') == 1
 
 
 def test_the_terminal_judges_the_memory_of_the_plan() -> None:

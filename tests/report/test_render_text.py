@@ -14,6 +14,7 @@ import pytest
 from tests.support import shown_report
 from titan.report.findings import Comparison, FailedRun, Interval, Variant
 from titan.report.render import export, markdown, sentences, table, table_data
+from titan.report.render.html import render_page
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.make_many_variants(12, 50), id="twelve"))
@@ -291,3 +292,15 @@ def test_json_has_null_for_what_is_not_finite() -> None:
         0
     ]["runs"]
     assert run["loss"] is None and run["validation"] is None
+
+
+def test_the_command_that_shows_the_difference_can_be_copied() -> None:
+    made = shown_report.make_two_variants()
+    command = f"python -m titan.replay {'runs/' + 'x' * 60} against=runs/single step=4"
+    learning = replace(next(v.learning for v in made.variants if v.learning), answer="no", command=command)
+    variants = tuple(replace(v, learning=learning) if v.learning else v for v in made.variants)
+    comparison = replace(made, variants=variants)
+    assert f"  {command}" in table.format_report(comparison, 40).splitlines()
+    assert f"    {command}" in markdown.format_markdown(comparison).splitlines()
+    assert f"<code>{command}</code>" in render_page(comparison)
+    assert sentences.COMMANDS_TITLE not in table.format_report(made, 40)

@@ -14,6 +14,7 @@ from tests.support.made_runs import H200, Story, StoryAttempt, make_run, make_sw
 from tests.support.tiers import full
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality, Variant
+from titan.report.render.sentences import format_lead
 from titan.sweep.ledger import SweepSpec
 
 S = Story()
@@ -73,6 +74,27 @@ def test_one_pair_has_no_interval_and_no_p(tmp_path: Path) -> None:
     found = qualities(compared(tmp_path, (seeds(0.0), ()), (seeds(-0.05), (WD,))))["the end"]
     assert found.difference is not None and found.difference.estimate == pytest.approx(-0.05)
     assert (found.difference.low, found.p, found.p_holm, found.needed) == (None, None, None, 2)
+
+
+EQUAL = [
+    pytest.param(S, "no", "no difference: all losses are bitwise equal, in 1 pair", id="bitwise"),
+    pytest.param(
+        replace(S, first_off=1 + 3e-7), "no", "no difference: all losses are equal to rounding", id="rounding"
+    ),
+    pytest.param(replace(S, first_off=1 + 3e-5), "undecided", "one seed is not enough", id="beyond-rounding"),
+    pytest.param(replace(S, rises={30: 1e-3}), "undecided", "one seed is not enough", id="one-step-beyond-rounding"),
+]
+
+
+@pytest.mark.parametrize(("variant", "answer", "words"), EQUAL)
+@pytest.mark.parametrize("precision", ["fp32", full("bf16")])
+def test_one_seed_shows_a_setting_without_effect(
+    variant: Story, answer: str, words: str, precision: str, tmp_path: Path
+) -> None:
+    found = compared(tmp_path, ([S], (f"precision={precision}",)), ([variant], (WD, f"precision={precision}")))
+    assert qualities(found)["the end"].answer == answer and words in qualities(found)["the end"].text
+    lead = " ".join(format_lead(found))
+    assert ("equal to rounding" in lead) == (answer == "no"), lead
 
 
 def test_repeats_of_a_seed_are_no_repetition(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from tests.support.runs import TINY, begin_run
 from titan.errors import ConfigError
 from titan.run import identity
 from titan.run.branch import build_continuation
-from titan.run.budget import count_steps
+from titan.run.budget import count_steps, describe_hours
 from titan.training.schema import Training
 
 STEPLESS = [o for o in TINY if not o.startswith("training.steps")]
@@ -71,6 +72,20 @@ def test_an_unfinished_run_keeps_the_steps_of_its_hours(tmp_path: Path) -> None:
     assert compose_test_run([*line, "training.hours=2", "training.step_seconds=50"]).training.steps == 144
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, ""),
+        ({"hours": 8.0}, "8 device-hours by the time of a step as predicted"),
+        ({"hours": 8.0, "step_seconds": 0.5}, "8 device-hours by the time of a step as given"),
+        ({"hours": 8.0, "measured": "runs/a"}, "8 device-hours by the time of a step measured in runs/a"),
+    ],
+    ids=["none", "predicted", "given", "measured"],
+)
+def test_where_the_time_of_a_step_is_from_is_said(settings: dict[str, Any], sentence: str) -> None:
+    assert describe_hours(Training(**settings)) == sentence
+
+
 def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
     line = [*STEPLESS, "training.tokens=5000", f"hydra.run.dir={tmp_path}"]
     run = compose_test_run(line)
@@ -86,7 +101,10 @@ def test_a_finished_run_is_continued_without_its_budget(tmp_path: Path) -> None:
         (["training.tokens=5000", "checkpoint.decay_steps=5"], "checkpoint.decay_steps sets the number of steps too"),
         (["training.hours=1"], "the time of a step is not known"),
         (["training.hours=1e-9", "training.step_seconds=0.5"], "takes longer; give at least 0.00014"),
+        (["training.hours=1e-9", "training.step_seconds=0.5"], "on 1 device takes"),
         (["training.tokens=0"], "must be above 0"),
+        (["training.tokens=1e18"], "makes 7,812,500,000,000,000 steps, and a run has 1,000,000,000 at most"),
+        (["training.hours=1e9", "training.step_seconds=1e-3"], "training.hours=1e\\+09: makes 3,600,000,000,000,000"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import titan
 from launchers import start
@@ -21,9 +24,9 @@ from titan.bench import command as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config import launcher_hints
-from titan.config.modules import HYDRA_PACKAGES
+from titan.config.modules import check_hydra
 from titan.console.text import format_message
-from titan.errors import exit_code
+from titan.errors import ConfigError, exit_code
 from titan.run import attempts, summary
 from titan.run.command_line import quote_value
 from titan.run.compose import compose_run
@@ -220,8 +223,8 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("module", "words", "sentence"),
     [
-        pytest.param(status, ["runs", "seconds=1e300"], "seconds=1e+300: must be at most 86400.", id="status"),
-        pytest.param(status, ["runs", "watch=maybe"], "watch=maybe: expected true or false or null.", id="status-type"),
+        pytest.param(status, ["runs", "seconds=1e300"], "seconds=1e300: must be at most 86400.", id="status"),
+        pytest.param(status, ["runs", "watch=maybe"], "watch=maybe: expected true or false or null", id="status-type"),
         pytest.param(generate, ["x", "prompt=a", "max_tokens=1e30"], "at most 1000000000.", id="generate"),
         pytest.param(
             generate,
@@ -288,5 +291,17 @@ def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyP
     assert not Path("a").exists()
 
 
-def test_callbacks_of_titans_own_packages_need_no_modules() -> None:
-    assert {"titan", "experiments", "hydra.experimental.callbacks"} <= set(HYDRA_PACKAGES)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        pytest.param("hydra.experimental.callbacks.LogJobReturnCallback", None, id="callback"),
+        pytest.param("logging.FileHandler", "and logging is a module of Python; take it out", id="python"),
+        pytest.param(
+            "titan.files.atomic.write_json", "which is no hydra.experimental.callback.Callback", id="function"
+        ),
+    ],
+)
+def test_hydra_may_call_callbacks_only(name: str, reason: str | None) -> None:
+    cfg = OmegaConf.create({"hydra": {"callbacks": {"a": {"_target_": name}}}})
+    with nullcontext() if reason is None else pytest.raises(ConfigError, match=re.escape(f"names {name}, {reason}")):
+        check_hydra(cfg, [])

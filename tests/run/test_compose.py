@@ -119,7 +119,22 @@ def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str
         first = below if axis in OPTIONAL_GROUPS else above
         assert first.startswith("# ") and len(first) > 5
         assert (above == "# @package _global_") is (axis in OPTIONAL_GROUPS)
-        assert any(line.split(None, 1) == [choice, first[2:]] for line in lines), (axis, choice)
+        shown_texts = [line.partition(choice)[2].strip() for line in lines if line.split(None, 1)[:1] == [choice]]
+        assert any(text[:20] == first[2:22] for text in shown_texts), (axis, choice)
+
+
+@pytest.mark.parametrize(
+    ("comment", "text"),
+    [
+        pytest.param(["All of it.", "More."], "All of it.", id="line"),
+        pytest.param(["A question? Answers are in:", "the next line."], "A question?", id="sentence"),
+        pytest.param(["Its end (v0.2) is, of", "it, below. More."], "Its end (v0.2) is, of it, below.", id="continued"),
+        pytest.param(["No end"], "No end", id="no-end"),
+        pytest.param([], "", id="none"),
+    ],
+)
+def test_help_shows_whole_sentences(comment: list[str], text: str) -> None:
+    assert help.cut_sentences(comment) == text
 
 
 def test_cfg_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
+from titan.memory.schema import Memory
 from titan.parallelism.schema import Layout, Parallelism
-from titan.run.open_layout import list_typed_degrees, resolve_open_layout
+from titan.run.open_layout import list_typed_settings, resolve_open_layout
 from titan.run.run import Run
 
 NONE = {"pipeline": 1, "replicate": 1, "context": 1, "tensor": 1, "expert": 1}
+TYPED = {
+    "schedule": "GPipe", "stages": 8, "starts": (1, 2), "reshard": "never", "microbatches": 4, "async_tensor": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -24,10 +31,20 @@ NONE = {"pipeline": 1, "replicate": 1, "context": 1, "tensor": 1, "expert": 1}
         pytest.param(
             Parallelism(tensor="auto", expert=-1), ["parallelism.tensor=auto", "parallelism.expert=-1"], {}, id="open"
         ),
+        *(
+            pytest.param(Parallelism(**TYPED), [f"parallelism.{name}=_"], {name: value}, id=name)
+            for name, value in TYPED.items()
+        ),
+        pytest.param(Parallelism(**TYPED), ["recipe=x", "parallelism=fsdp"], {**NONE, "shard": 1}, id="not typed"),
+        pytest.param(Parallelism(), ["parallelism.microbatches=auto", "parallelism.stages=auto"], {}, id="auto"),
+        pytest.param(Parallelism(), ["memory=full"], {"checkpointing": "full"}, id="memory"),
+        pytest.param(Parallelism(), ["+memory.checkpointing=full"], {"checkpointing": "full"}, id="checkpointing"),
+        pytest.param(Parallelism(), ["memory.offload=true"], {}, id="offload"),
     ],
 )
-def test_typed_degrees(parallelism: Parallelism, overrides: list[str], expected: dict[str, int]) -> None:
-    assert list_typed_degrees(parallelism, overrides) == expected
+def test_typed_settings(parallelism: Parallelism, overrides: list[str], expected: dict[str, object]) -> None:
+    recipe: Any = SimpleNamespace(parallelism=parallelism, memory=Memory(checkpointing="full"))
+    assert list_typed_settings(recipe, overrides) == expected
 
 
 def resolve_searched(*overrides: str, works: bool = False) -> Run:

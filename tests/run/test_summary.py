@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.machines import make_detector
 from tests.support.runs import TINY
+from tests.support.tiers import select_cases
 from titan.cluster import devices
 from titan.console.numbers import format_count
 from titan.dataset import corpora
 from titan.run import attempts, identity, summary
 from titan.run.compose import compose_run
+from titan.run.run import Run
+
+
+def show(settings: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+    run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
+    summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
+    return run
+
+
+OWN = "modules=[tests]"
+EXTENSIONS = {
+    "none": ((), []),
+    "titan's own terms": (("training.z_loss=1e-4",), ["loss terms z_loss 0.0001"]),
+    "an own term": (
+        (OWN, "+training.loss_terms.e={_target_: tests.support.loss_terms.Entropy, coefficient: 0.1}"),
+        ["loss terms e 0.1 (tests.support.loss_terms.Entropy)", "own code tests (training.loss_terms.e)"],
+    ),
+    "a hook and a model": (
+        (
+            OWN,
+            "+hooks.n={_target_: tests.support.own_hooks.Norms}",
+            "model._target_=tests.support.own_models.OwnLlama",
+        ),
+        ["hooks n (tests.support.own_hooks.Norms)", "own code tests (model, hooks.n)"],
+    ),
+    "a package that is only imported": ((OWN,), ["own code tests (imported)"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    select_cases(
+        [pytest.param(*case, id=name) for name, case in EXTENSIONS.items()],
+        ("none", "titan's own terms", "a hook and a model"),
+    ),
+)
+def test_what_is_not_titans_own_is_listed(
+    settings: tuple[str, ...],
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show(settings, tmp_path, monkeypatch)
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line.startswith(("hooks ", "loss terms ", "own code "))] == lines
 
 
 @pytest.mark.parametrize(
@@ -35,11 +86,7 @@ def test_the_model_and_the_layout(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
-    monkeypatch.chdir(tmp_path)
-    run = compose_run([*TINY, *settings, "name=x", "training.global_batch=256"])
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
-    summary.show_run(run, attempts.Attempt(1, "id", identity.compute_ids(run, {}), {}, None, 0, 0, "start"), mix, ())
+    run = show(settings, tmp_path, monkeypatch)
     shown = " ".join(capsys.readouterr().out.split())
     counts = map(format_count, (run.model.parameters(), run.model.active_parameters()))
     assert model.format(*counts) in shown

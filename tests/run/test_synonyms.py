@@ -31,11 +31,14 @@ def test_every_name_of_titan_exists_and_no_synonym_is_one() -> None:
     ("typed", "advice"),
     [
         ("training.max_steps=5", "write training.steps=VALUE"),
-        ("batch_size=8", "write training.global_batch=VALUE"),
+        ("batch_size=8", "write training.global_batch=TOKENS"),
         ("training.learning_rate=1e-3", "write optimizer.lr=VALUE"),
         ("gpus=8", "write cluster.devices=VALUE"),
         ("logger=wandb", "write metrics=CHOICE"),
-        ("experiment=a", "write recipe=CHOICE"),
+        ("experiment=a", "named settings are a recipe: write recipe=NAME"),
+        ("dataset.path=x.txt", "choose dataset=text or jsonl or parquet or chat or prepared for it"),
+        ("wandb.project=x", "write metrics.wandb_project"),
+        ("checkpoint.interval=5", "write checkpoint.every=STEPS"),
         ("trainer.steps=5", "write training.steps"),
         ("trainer.max_epochs=5", "write dataset.epochs=VALUE"),
         ("model.experts=8", "this model has no experts; choose one that has, such as model=qwen3_moe_debug"),
@@ -47,3 +50,20 @@ def test_a_name_of_others_is_answered(typed: str, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_run([typed])
     assert str(caught.value).startswith(f"{typed}: there is no such setting; {advice}")
+
+
+@pytest.mark.parametrize("typed", ["+experiment=lion", "experiments=lion"])
+def test_an_experiment_is_answered_with_its_choice(typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run([typed])
+    assert '/experiments/lion/conf]" optimizer=lion (experiments/lion/README.md).' in str(caught.value)
+    path = str(caught.value).partition('"')[2].partition('"')[0]
+    assert compose_run([path, "optimizer=lion"]).choices["optimizer"] == "lion"
+    with pytest.raises(ConfigError, match=r"experiments/lion has it: add \"hydra.searchpath=\[file://"):
+        compose_run(["optimizer=lion"])
+
+
+def test_an_added_setting_of_others_is_answered_like_a_plain_one() -> None:
+    for typed in ("+trainer.max_steps=5", "++training.max_steps=5"):
+        with pytest.raises(ConfigError, match=r"max_steps=5: there is no such setting; write training.steps=VALUE"):
+            compose_run([typed])

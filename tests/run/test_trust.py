@@ -39,10 +39,27 @@ SECRET = "abcdefgh12345678"
         ("++cluster.setup=x", "decides which programs run"),
         ("cluster.srun=[--x]", "decides which programs run"),
         ("+hydra.job.env_set.PATH=x", "decides which programs run"),
-        ("+hydra.job={env_set: {PATH: x}}", "may decide which programs run"),
+        ("+hydra.job={env_set: {PATH: x}}", "decides which programs run"),
         ("hydra.searchpath=[file:///x]", "decides which programs run"),
         (" cluster.setup=x", "decides which programs run"),
-        ("hydra={job: {env_set: {PATH: x}}}", "may decide which programs run"),
+        ("hydra={job: {env_set: {PATH: x}}}", "decides which programs run"),
+        ("cluster=${hooks.x}", "may decide which programs run"),
+        ("cluster={setup: [x]}", "decides which programs run"),
+        ("cluster.modules=[./x]", "decides which programs run"),
+        ("hydra.sweeper.params={cluster.setup: [x]}", "decides which programs run"),
+        ("hydra.sweeper.sampler._target_=os.system", "decides which programs run"),
+        ("hydra.sweeper.sampler=${hooks.x}", "may decide which programs run"),
+        ("+hydra.callbacks.x._target_=titan.files.atomic.write_atomic", "decides which programs run"),
+        ("+hydra.overrides.task=[cluster.setup=x]", "decides which programs run"),
+        ("hydra/launcher=slurm", "decides which programs run"),
+        ("hydra.mode=MULTIRUN", "asks for a sweep"),
+        ("hydra.run.dir=runs/${name}", None),
+        ("dataset.cache=/x/${oc.${name}:AWS_SECRET_ACCESS_KEY}", "reads the environment"),
+        ("evaluation.sets={a: {field: '${model.dim}'}, b: {}}", None),
+        ("dataset.path=${cluster.partition}//host/x", "may join a URL"),
+        ("cluster=../../home/x/site", "may name a file outside of the folders of settings"),
+        ("hooks=[../x]", "may name a file outside of the folders of settings"),
+        ("dataset.path=../data", None),
         ("--config-dir=/x", "is an option that names files of settings"),
         ("--config-di", "is an option that names files of settings"),
         ("optimizer.lr=[", None),
@@ -137,6 +154,31 @@ def test_what_is_typed_counts_now_and_later(
     assert run_command(["resume=runs/own", "dataset.cache=x"], see) == 0
     assert run_command(["resume=runs/own", word], see) == 0
     assert caches == [str(tmp_path / "cache"), "x", str(tmp_path / "cache")]
+
+
+def test_a_foreign_record_asks_for_no_sweep_in_which_its_modules_counted(
+    foreign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert COMMANDS["resume"](str(foreign("hydra.mode=MULTIRUN", "modules=[theirs]"))) == 2
+    assert "hydra.mode=MULTIRUN: the run has recorded this setting, which asks for a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded"),
+    [
+        ("cluster.environment={A: b, C: d}", "+cluster.environment.C=d"),
+        ("cluster.setup=['a b']", 'cluster.setup=["a b"]'),
+        ("checkpoint.path=s3://me@host/***", "checkpoint.path=s3://me@host/***"),
+    ],
+    ids=["part", "quotes", "no override"],
+)
+def test_the_setting_counts_and_not_how_it_is_typed(
+    typed: str, recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert trust.is_foreign(recorded)
+    trust.remember_typed([typed])
+    assert not trust.is_foreign(recorded)
 
 
 def test_a_home_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ def test_a_killed_node_takes_its_job_along_and_comes_back(slurm: Slurm) -> None:
 @pytest.mark.full
 def test_a_node_may_be_lost_before_slurm_knows(slurm: Slurm) -> None:
     job = submit(slurm, "--nodelist=node3", *SLEEP)
+    wait_until(lambda: len(sleeping(slurm)) == 1, "its task runs")  # Slurm ends a job whose launch fails
     slurm.kill_node("node3", notify=False)
     assert slurm.read_jobs()[job] == "RUNNING"
     assert not sleeping(slurm)

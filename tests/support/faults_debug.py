@@ -121,6 +121,13 @@ FAULTS = (
         "commands/test_replay.py::test_what_can_not_be_replayed_is_refused",
     ),
     define_fault(
+        "replay: weights that have drifted are compared",
+        "titan/training/replay/show.py",
+        "if weights and weights[0].relative > limit:",
+        "if weights and weights[0].relative > 1:",
+        "commands/test_replay.py::test_the_first_step_that_differs_is_found",
+    ),
+    define_fault(
         "replay: the text is that of the rows before",
         "titan/replay.py",
         "first = side.run.training.count_rows_before(settings.step)",

@@ -9,7 +9,7 @@ from tests.support.fault import define_fault
 
 MODEL, LOAD, LAYOUTS = "model/test_experts.py", "training/test_expert_load.py", "parallelism/test_experts.py"
 GRADIENTS = f"{LAYOUTS}::test_gradients_of_each_expert_are_those_of_one_device"
-EXPERTS, BALANCE = "titan/model/experts.py", "titan/model/balance.py"
+EXPERTS, ROWS, BALANCE = "titan/model/experts.py", "titan/model/expert_rows.py", "titan/model/balance.py"
 NEIGHBOURS = "test_experts_are_divided_over_neighbours_within_a_replica_of_a_stage"
 EXCHANGE, COUNTS = "titan/parallelism/expert.py", "titan/training/expert_load.py"
 
@@ -51,16 +51,16 @@ FAULTS = (
     ),
     define_fault(
         "experts: results go back in the order of experts",
-        EXPERTS,
-        "compute_offsets(experts.flatten(), count)), invert_permutation(order)",
-        "compute_offsets(experts.flatten(), count)), order",
+        ROWS,
+        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, positions, starts, count)",
+        "ctx.count = count\n        out: Tensor = torch.ops.titan.sum_rows(rows, choices, starts, count)",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(
         "experts: a token's rows are another token's",
-        EXPERTS,
-        "return x[order[:rows] // ctx.copies]",
-        "return x[order[:rows] % x.shape[0]]",
+        ROWS,
+        "return x.index_select(0, choices // count)",
+        "return x.index_select(0, choices % x.shape[0])",
         f"{MODEL}::test_a_token_does_not_depend_on_the_others",
     ),
     define_fault(
@@ -69,6 +69,27 @@ FAULTS = (
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 0)",
         "return out.masked_fill_((rows >= offsets[-1])[:, None], 1)",
         f"{MODEL}::test_products_and_gradients[padded-bf16]",
+    ),
+    define_fault(
+        "experts: rows that are padding count as exact",
+        EXPERTS,
+        "exact or self.balance.capacity is None",
+        "True",
+        f"{MODEL}::test_dropped_choices_add_nothing",
+    ),
+    define_fault(
+        "experts: a row's weight has no gradient",
+        EXPERTS,
+        "return a_grad, _scale_rows(b_grad, weights), weights_grad",
+        "return a_grad, _scale_rows(b_grad, weights), None",
+        f"{MODEL}::test_gradients_are_those_of_the_definition[fp32]",
+    ),
+    define_fault(
+        "experts: the lower half of a router's gradient is lost",
+        "titan/model/float32_product.py",
+        "(grads[0] - high).to(x.dtype)",
+        "torch.zeros_like(high)",
+        f"{MODEL}::test_gradients_of_float32_products_are_exact_to_16_bits",
     ),
     define_fault(
         "experts: the gradient of a weight is another expert's",
@@ -205,17 +226,75 @@ FAULTS = (
     ),
     define_fault(
         "expert parallelism: received rows are sorted by rank",
-        EXCHANGE,
-        "return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]",
-        "return torch.searchsorted(ends, row_indices, right=True) // received_per_expert.shape[1]",
+        ROWS,
+        "transposed_starts = _compute_starts(lengths.T).T",
+        "transposed_starts = _compute_starts(lengths)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[even-fp32]",
     ),
     define_fault(
         "expert parallelism: dropped choices are sent",
         EXCHANGE,
-        "sent_per_expert = count_experts(flat_experts, count).view(ranks, -1)",
-        "sent_per_expert = count_experts(flat_experts.clamp(max=count - 1), count).view(ranks, -1)",
+        "sent_per_expert = count_experts(experts, count).view(self.group.size(), -1)",
+        "sent_per_expert = count_experts(experts.clamp(max=count - 1), count).view(self.group.size(), -1)",
         f"{LAYOUTS}::test_the_exchange_computes_what_one_rank_does[dropped-fp32]",
+    ),
+    define_fault(
+        "expert parallelism: a recomputation exchanges the numbers of rows again",
+        "titan/memory/kept_values.py",
+        "if not self.is_recompute:",
+        "if True:",
+        "memory/test_kept_values.py::test_each_forward_pass_decides_once",
+        "parallelism/test_units.py::test_experts_are_gathered_ahead_and_the_host_waits_once",
+    ),
+    define_fault(
+        "expert parallelism: a second recomputation keeps nothing",
+        "titan/memory/kept_values.py",
+        "self.outer, _ACTIVE.current, self.position = _ACTIVE.current, self, 0",
+        "self.outer, _ACTIVE.current = _ACTIVE.current, self",
+        "memory/test_kept_values.py::test_a_second_recomputation_keeps_the_same",
+    ),
+    define_fault(
+        "expert parallelism: no expert is gathered ahead",
+        "titan/parallelism/schema.py",
+        'return int(layout.expert > 1) if self.prefetch == "auto" else int(self.prefetch)',
+        'return 0 if self.prefetch == "auto" else int(self.prefetch)',
+        "parallelism/test_units.py::test_experts_are_gathered_ahead_and_the_host_waits_once",
+    ),
+    define_fault(
+        "expert parallelism: experts are gathered apart from their block",
+        "titan/parallelism/units.py",
+        "return HAS_MESH_PER_PARAMETER and isinstance(unit.reshard, bool)",
+        "return False",
+        "parallelism/test_units.py::test_what_is_gathered_with_its_block",
+    ),
+    define_fault(
+        "groups: a part of a block is sharded over the block's ranks",
+        "titan/parallelism/units.py",
+        "return unit.inner[max(around, key=len)] if around else unit.sharding",
+        "return unit.sharding",
+        "parallelism/test_units.py::test_a_parameter_has_the_ranks_and_dimension_of_the_innermost_group",
+        "parallelism/test_strategy.py::test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes",
+    ),
+    define_fault(
+        "compilation: an exchange of tokens is within a graph",
+        "titan/model/parts.py",
+        "return computes and not breaks(module) and not any(breaks(other) or has_hooks(other) for other in inner)",
+        "return computes",
+        "model/test_parts.py::test_the_parts_of_a_block",
+    ),
+    define_fault(
+        "compilation: graphs that ran before count",
+        "titan/compile/graphs.py",
+        "if calls > self.earlier_calls[key]",
+        "if calls",
+        "compile/test_expert_parts.py::test_graphs_are_counted_where_they_run",
+    ),
+    define_fault(
+        "expert parallelism: gradients of weights stay on the ranks of the experts",
+        "titan/parallelism/deep_ep.py",
+        "ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)",
+        "(ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle)[0], None)",
+        "parallelism/test_deep_ep.py::test_one_copy_for_each_rank_computes_the_same_and_sends_less[outputs]",
     ),
     define_fault(
         "expert parallelism: replicas of experts do not sum their gradients",

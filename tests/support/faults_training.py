@@ -327,6 +327,20 @@ PARALLELISM = (
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[tp]",
     ),
     define_fault(
+        "tp: the input that is gathered again is one rank's",
+        "titan/parallelism/regather.py",
+        "pending_input = collectives.start_all_gather(x, ranks, group)",
+        "pending_input = torch.cat([x] * ranks)",
+        "parallelism/test_regather.py::test_gradients_are_bitwise_the_same_and_fewer_bytes_are_saved[llama]",
+    ),
+    define_fault(
+        "tp: a forward of a user's own gets a shard of its input",
+        "titan/parallelism/regather.py",
+        'not getattr(module.forward, "passes_input_to_project", False)',
+        "False",
+        "parallelism/test_regather.py::test_a_forward_of_a_users_own_saves_what_it_gathers",
+    ),
+    define_fault(
         "tp: tokens of another rank's vocabulary look up its first row",
         "titan/parallelism/tensor.py",
         ".masked_fill(is_outside[..., None], 0)",

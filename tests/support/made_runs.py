@@ -139,7 +139,7 @@ def make_run(directory: Path, story: Story | None = None, *overrides: str) -> Pa
 
 def _write_give_up(directory: Path, bad: int) -> None:
     """What a run leaves that ends by `training.bad_steps`; the last of these steps has no line."""
-    message = f"{GIVES_UP} steps in a row were not finite, the last one step {bad + GIVES_UP - 1}: gradients"
+    message = f"{GIVES_UP} steps in a row without finite values, the last one step {bad + GIVES_UP - 1}: gradients"
     (directory / "log").mkdir()
     (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {message}\n")
 

@@ -106,6 +106,10 @@ def list_variants() -> Iterator[LayoutCase]:
     tensor = ("parallelism.tensor=2",)
     yield LayoutCase("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor))
     yield LayoutCase("tp whole logits", ("parallelism.loss_parallel=false", *tensor))
+    yield LayoutCase("tp inputs saved", ("parallelism.regather=false", *tensor))
+    for mode in ("full", "selective"):
+        again = ("parallelism.regather=true", f"memory={mode}")
+        yield LayoutCase(f"{mode} fsdp tp regathered", (*again, "parallelism.shard=2", *tensor))
     pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=4")
     yield LayoutCase("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline))
     qwen = ("model=qwen3_debug", "model.tied=false", *SHAPE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launchers.command import run_command
 from tests.support.composing import compose_test_run
+from tests.support.made_runs import Story, make_run
 from tests.support.runs import TINY
 from titan.errors import ConfigError
 from titan.run.run import Run
@@ -37,6 +39,27 @@ def test_tokens() -> None:
     assert sum(o.startswith("training.steps") for o in larger.overrides) == 1
 
 
+def test_a_variant_is_composed_again_without_the_budget_of_a_file() -> None:
+    budgeted = [replace(run, training=replace(run.training, tokens=2000.0)) for run in RUNS]
+    larger = budget.equalise_steps(budgeted, VARIED, Sweep(budget="tokens"))[1]
+    assert larger.overrides[-2:] == ("training.tokens=null", f"training.steps={larger.training.steps}")
+
+
+def test_steps_of_a_branch_are_decided_by_its_checkpoint() -> None:
+    branch = replace(RUNS[1], checkpoint=replace(RUNS[1].checkpoint, decay_steps=3))
+    with pytest.raises(ConfigError, match=r"and so does checkpoint\.decay_steps"):
+        budget.equalise_steps([RUNS[0], branch], VARIED[:2], Sweep(budget="flops"))
+
+
+def test_more_steps_than_a_run_may_have_are_rejected() -> None:
+    runs = [
+        set_seconds(replace(RUNS[0], training=replace(RUNS[0].training, steps=10**9)), 1.0),
+        set_seconds(RUNS[2], 0.5),
+    ]
+    with pytest.raises(ConfigError, match=r"sweep\.budget=time: makes 2,000,000,000 steps"):
+        budget.equalise_steps(runs, VARIED[:2], Sweep(budget="time"))
+
+
 def test_flops() -> None:
     first, _, deeper = budget.equalise_steps(RUNS, VARIED, Sweep(budget="flops", baseline={"a": "1"}))
     spent = [run.training.total_tokens * run.model.flops_per_token(run.training.seq_len) for run in (first, deeper)]
@@ -49,6 +72,26 @@ def test_time_counts_devices() -> None:
     assert [run.training.steps for run in equal] == [20, 10, 10]
     other = budget.equalise_steps(runs, VARIED, Sweep(budget="time", baseline={"a": "2.0"}))
     assert [run.training.steps for run in other] == [40, 20, 20]
+
+
+def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> None:
+    machine = RUNS[0].machine
+    device = {"device": machine.device, "name": machine.name, "cores": machine.cores}
+    for name, seconds, *overrides in (("a", 0.5, "training.steps=20"), ("b", 2.0, "model.layers=4")):
+        make_run(tmp_path / name, Story(seconds=seconds, jitter=0.0, device=device), *overrides)
+    measured = f"training.measured={tmp_path}"
+    runs = [
+        compose(measured, *layers, f"training.seed={seed}") for layers in ((), ("model.layers=4",)) for seed in (0, 1)
+    ]
+    varied = [(f"model.layers={n}", f"training.seed={seed}") for n in (2, 4) for seed in (0, 1)]
+    sweep = Sweep(budget="time")
+    equal = budget.equalise_steps(runs, varied, sweep)
+    assert [run.training.steps for run in equal] == [20, 20, 5, 5]
+    assert budget.describe_times(equal, varied, sweep) == [
+        f"sweep.budget=time: model.layers=2: 20 steps of 0.5 s, measured in {tmp_path}",
+        f"sweep.budget=time: model.layers=4: 5 steps of 2 s, measured in {tmp_path}",
+    ]
+    assert budget.describe_times(equal, varied, Sweep(budget="tokens")) == []
 
 
 def test_steps_are_left_as_they_are() -> None:

@@ -272,7 +272,7 @@ def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere: there is no such directory"),
-        (["/"], "holds neither a run nor a sweep"), ([], "DIRECTORY is missing"),
+        (["/usr"], "holds neither a run nor a sweep"), ([], "DIRECTORY is missing"),
         (["x", "wach=true"], "did you mean 'watch'"),
         (["x", "seconds=0"], "must be at least 0.1"),
     ],

@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
 
 
 @pytest.mark.full
-def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
+def test_optuna_minimizes_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = [
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=3",
@@ -121,4 +121,7 @@ def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
     losses = {folder.name: result(folder)["validation_loss"] for folder in trials}
     best = yaml.safe_load((tmp_path / "runs/s/optimization_results.yaml").read_text())
     assert best["best_value"] == min(losses.values()) and len(losses) == 3
+    screen = capfd.readouterr()
+    assert "HYDRA" not in screen.out + screen.err and "study" not in screen.err
+    assert screen.out.splitlines()[-1].startswith("best: optimizer.lr=")
     assert losses[f"lr-{best['best_params']['optimizer.lr']}"] == best["best_value"]

@@ -124,7 +124,7 @@ def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
     for one in seen:
         assert one.failure is not None
         assert one.failure.startswith(
-            f"3 steps in a row were not finite, the last one step 7: the loss of rank {rank}, "
+            f"3 steps in a row without finite values, the last one step 7: the loss of rank {rank}, "
         )
         for part in ("rows 48 to 55", "optimizer.lr=0.001", "training.bad_steps=3", "last checkpoint is from step 4."):
             assert part in one.failure

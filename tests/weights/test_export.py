@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.support.made_weights import (
     write_meta,
     write_native,
 )
+from tests.support.own_models import OwnLlama
 from tests.support.tiers import select_cases
 from titan.checkpoint import manifest
 from titan.dataset.tokenizers.load import load_tokenizer
@@ -291,8 +293,22 @@ def test_a_family_of_ones_own_is_refused() -> None:
     class Mine(Llama):
         pass
 
-    with pytest.raises(ConfigError, match="format=hf: Hugging Face has no Mine"):
+    with pytest.raises(
+        ConfigError, match=r"format=hf: Hugging Face has no Mine .*; give format=titan \(.*hf_names\(\)"
+    ):
         check_export(Mine(**SMALL), "hf")
+
+
+def test_the_page_shows_how_weights_of_ones_own_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TITAN_MODULES", "tests")
+    weights = write_native(tmp_path / "runs" / "mine" / "checkpoints" / "step-3", OwnLlama(**SMALL))
+    page = (Path(__file__).resolve().parents[2] / "docs" / "weights.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(code, {})
+    written = safetensors.torch.load_file("model.safetensors")
+    assert len(written) == len(weights)
+    assert torch.equal(written["model.layers.1.mlp.gate_proj.weight"], weights["layers.1.feed_forward.w1.weight"])
 
 
 @given(dim=st.integers(2, 20_000), ffn=st.integers(1, 70_000))

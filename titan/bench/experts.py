@@ -1,8 +1,9 @@
 """Measure what experts cost: `python -m titan.bench suite=experts`.
 
-A grouped matmul against a loop over the experts, in turn in this process; and whole steps, of which two sets of ranks
-take turns (`titan.bench.features`): with expert parallelism against without, and with experts against the dense model
-that computes each token with as many parameters.
+The memory traffic of a layer against its matmuls, counted (`titan.bench.expert_traffic`); a grouped matmul against a
+loop over the experts, in turn in this process; and whole steps, of which two sets of ranks take turns
+(`titan.bench.features`): with expert parallelism against without, and with experts against the dense model that
+computes each token with as many parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from titan.bench import features
+from titan.bench import expert_traffic, features
 from titan.bench.features import Overhead
 from titan.run.compose import compose_run
 
@@ -67,6 +68,7 @@ def suite(text: str, base: Sequence[str], rounds: int, steps: int) -> Iterator[O
         rounds: turns of each side.
         steps: steps of a turn, and repetitions of a matmul.
     """
+    yield from expert_traffic.compare_traffic(text)
     device = compose_run(base).machine.device
     for matmul in MATMULS:
         if text in matmul.title:

@@ -3,7 +3,9 @@
 The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
 compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
 out once, to see how well the others predict it. `titan/estimate/unseen.csv` has further runs, which the fit never uses;
-runs that recompute in a way that titan does not have are not among them.
+runs that recompute in a way that titan does not have are not among them. `titan/estimate/experts.csv` has runs of
+models with experts: the mean of their measured over predicted times is a constant too. Runs that hide the exchange of
+rows between experts behind computation, which titan does not do, are not among them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from titan.run.run import Run
 
 PUBLISHED = Path(constants.__file__).with_name("published.csv")
 UNSEEN = PUBLISHED.with_name("unseen.csv")
+EXPERTS = PUBLISHED.with_name("experts.csv")
 TOLERANCE = 0.2
 """Relative error, of which the fraction of unseen runs within it is stated."""
 FITTED = {
@@ -50,8 +53,12 @@ PRECISIONS = {
     "bf16": ["precision=bf16"], "fp8": ["precision=float8"], "fp8_tensorwise": ["precision=float8"],
     "fp8_rowwise": ["precision=float8_rowwise"], "mxfp8": ["precision=mxfp8"],
 }  # fmt: skip
-MODELS = {"llama3.1-8b": "llama8b", "llama3-8b": "llama8b", "llama3.1-70b": "llama70b", "llama3-70b": "llama70b",
+LLAMAS = {"llama3.1-8b": "llama8b", "llama3-8b": "llama8b", "llama3.1-70b": "llama70b", "llama3-70b": "llama70b",
           "llama3.1-405b": "llama405b", "llama3-405b": "llama405b"}  # fmt: skip
+QWENS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
+MODELS = {name: [f"model={choice}", "dataset.vocab=128256"] for name, choice in LLAMAS.items()} | {
+    name: [f"model={choice}", "dataset.vocab=151936"] for name, choice in QWENS.items()
+}
 DEVICES = {
     "H100-96GB-HBM2e-500W": [
         "cluster=h100", "cluster.hardware.watts=500", "cluster.hardware.memory_gb_per_second=2400",
@@ -119,14 +126,13 @@ def build_overrides(row: Mapping[str, str]) -> list[str]:
     stages = pipeline * int(row["vp"] or 1)
     count = max(1, batch // data // micro) if megatron else stages if pipeline > 1 else 1
     overrides = [
-        f"model={MODELS[row['model']]}", *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]],
+        *MODELS[row["model"]], *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]],
         f"cluster.devices={devices}", f"cluster.nodes={max(1, devices // 8)}", 
         "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6",
         f"parallelism={'fsdp' if data > 1 else 'single'}", f"training.seq_len={seq_len}",
         f"training.global_batch={batch * seq_len}", f"parallelism.tensor={tensor}", f"parallelism.context={context}",
         f"parallelism.pipeline={pipeline}", f"parallelism.microbatches={count}",
         f"memory={MEMORY[row['ac']]}", f"compile={'off' if row['compile'] == '0' else 'block'}",
-        f"dataset.vocab={128256}",
     ]  # fmt: skip
     if pipeline > 1:
         schedule = "Interleaved1F1B" if stages > pipeline else "1F1B"
@@ -134,6 +140,8 @@ def build_overrides(row: Mapping[str, str]) -> list[str]:
         overrides += ["parallelism.split=layers"] if megatron else []
     if megatron:
         overrides += ["parallelism.reshard=never", "parallelism.accumulate=whole", "parallelism.context_method=ring"]
+    if row.get("ep"):
+        overrides.append(f"parallelism.expert={row['ep']}")
     if tensor > 1:
         overrides.append(f"parallelism.async_tensor={str(row['asynctp'] == '1' or megatron).lower()}")
     return overrides
@@ -215,6 +223,26 @@ def cross_validate_sources(published: Sequence[Mapping[str, str]]) -> Iterator[t
         yield source, compute_errors([row for row in published if row["source"] == source], fit_constants(other_rows))
 
 
+def fit_experts(published: Sequence[Mapping[str, str]], fitted: Constants) -> Constants:
+    """Return the constants with those of models with experts, and print the errors of their runs.
+
+    Each run is predicted with the mean ratio of the runs of other models and devices.
+    """
+    logs = [-error for error in compute_errors(published, fitted)]
+    configurations = [(row["model"], row["gpu"]) for row in published]
+    errors = [
+        log - statistics.fmean(other for other, key in zip(logs, configurations, strict=True) if key != configuration)
+        for log, configuration in zip(logs, configurations, strict=True)
+    ]
+    for row, log in zip(published, logs, strict=True):
+        print(f"{math.exp(log):7.2f} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['gpu']}")
+    print(_format_summary("experts, left out", [math.expm1(abs(error)) for error in errors]))
+    mean, least, most = (math.exp(value) for value in (statistics.fmean(logs), min(logs), max(logs)))
+    return dataclasses.replace(
+        fitted, experts=mean, experts_least=least, experts_most=most, experts_error=_compute_error_bound(errors)
+    )
+
+
 def fit_and_print() -> Constants:
     """Fit the constants, print the errors, and return the constants with their intervals."""
     published = read_runs()
@@ -225,6 +253,7 @@ def fit_and_print() -> Constants:
     errors_by_source = dict(cross_validate_sources(published))
     for source, source_errors in errors_by_source.items():
         print(_format_summary(f"left out: {source}", source_errors))
+    fitted = fit_experts(read_runs(EXPERTS), fitted)
     peaks = collect_memory_pairs(published)
     unfitted = compute_memory_errors(peaks, Constants())
     fitted = dataclasses.replace(fitted, fragments=fit_fragments(peaks))

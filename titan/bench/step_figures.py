@@ -47,7 +47,7 @@ TINY = (32, 1, 2, 64, 256, 64, 256)
 LAYOUT_SHAPES = (0, 1, 3)
 """Those that are measured in each layout."""
 DIMENSIONS = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
-"""Layouts of two ranks, and the dimension of which they tell the host time; context parallelism shards weights too."""
+"""Layouts of two ranks, and the dimension whose host time they show; context parallelism shards weights too."""
 Prices = dict[str, float]
 
 
@@ -81,14 +81,21 @@ def measure_step_figures(figures: Mapping[str, float], cores: int, ranks: int) -
     return prices
 
 
-def measure_layout_figures(figures: Mapping[str, float]) -> Prices:
-    """Return the memory of a rank's process, and the host time that each dimension of a layout adds."""
-    prices: Prices = {"process_gib": trials.measure_process_gib(_compose_run(TINY, "fsdp"))}
-    for layout, dimension in DIMENSIONS.items():
-        runs = [_compose_run(SHAPES[i], layout) for i in LAYOUT_SHAPES]
-        timed = [TimedRun(r, s) for r, s in zip(runs, trials.measure_step_seconds(runs), strict=True)]
-        prices |= fit_dimension_prices(timed, {**figures, **prices}, dimension)
-    return prices
+def measure_process_memory() -> Prices:
+    """Return the memory of a rank's process."""
+    return {"process_gib": trials.measure_process_gib(_compose_run(TINY, "fsdp"))}
+
+
+def measure_layout_figures(layout: str, figures: Mapping[str, float]) -> Prices:
+    """Return the host time that the dimension of a layout adds to a block and to a step.
+
+    Args:
+        layout: one of `DIMENSIONS`.
+        figures: of one device, of the links, and of the dimensions before it.
+    """
+    runs = [_compose_run(SHAPES[i], layout) for i in LAYOUT_SHAPES]
+    timed = [TimedRun(r, s) for r, s in zip(runs, trials.measure_step_seconds(runs), strict=True)]
+    return fit_dimension_prices(timed, figures, DIMENSIONS[layout])
 
 
 def _compose_run(shape: tuple[int, ...], layout: str) -> Run:

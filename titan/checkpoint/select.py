@@ -15,6 +15,7 @@ from titan.checkpoint.remote import INDEX, Remote, is_url, open_remote
 from titan.checkpoint.schema import Checkpoint
 from titan.config.settings import format_setting
 from titan.errors import ConfigError
+from titan.files.run_directory import describe_runs_below
 from titan.files.untrusted import describe_value
 
 EXPORT_MARKERS = {"hf": "config.json", "meta": "params.json"}
@@ -166,6 +167,10 @@ def _check_run(checkpoint_manifest: Manifest | None, run_id: str | None) -> Mani
     return checkpoint_manifest
 
 
+LAST_WORDS = ("latest", "last", "auto", "best")
+"""What others write for the last checkpoint of the same run."""
+
+
 def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandidate:
     """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
 
@@ -178,7 +183,10 @@ def load_named(path: str, setting: str = "checkpoint.resume") -> CheckpointCandi
 def _load_local(path: str, setting: str) -> CheckpointCandidate:
     label, folder = format_setting(setting, path), Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{label}: there is no such directory; correct the path.")
+        advice = (
+            "repeat a run's command to resume it, or name a directory" if path in LAST_WORDS else "correct the path"
+        )
+        raise ConfigError(f"{label}: there is no such directory; {advice}.")
     if (folder / INDEX).is_file():  # remote checkpoints in a folder
         return _load_remote(str(folder), setting)
     try:
@@ -192,6 +200,8 @@ def _load_local(path: str, setting: str) -> CheckpointCandidate:
     )
     if last is None:
         reasons = f" ({'; '.join(notes)})" if notes else ""
+        if not notes and (runs := describe_runs_below(path)):
+            raise ConfigError(f"{label}: {runs}.")
         weight_files = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
         advice = (
             f"use its weights: checkpoint.weights={path}" if weight_files else "give a run's or a checkpoint's folder"

@@ -6,14 +6,18 @@ The compiler's modules are imported inside functions, because importing them tak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from titan.compile.graphs import WHOLE, GraphLabel, count_calls
 from titan.compile.schema import Compile
+from titan.model.experts import Experts
+from titan.model.parts import Part, is_one_part
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class ConfiguredBackend:
         name: torch's backend.
         share: activation memory budget, see `titan.memory.schema.Memory.share`.
         keep_buffers: whether backward leaves saved activations intact for a second backward pass.
+        label: what the graphs are of; their calls are counted by it.
     """
 
     name: str
     share: float | None = None
     keep_buffers: bool = False
+    label: GraphLabel = WHOLE
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
         """Compile a graph with the settings."""
@@ -44,7 +50,7 @@ class ConfiguredBackend:
             if self.keep_buffers:
                 stack.enter_context(_without_donated_buffers())
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
-        return compiled
+        return count_calls(self.label, compiled)
 
 
 @contextmanager
@@ -114,31 +120,61 @@ def compile_stage(
     fullgraph_blocks: bool = True,
     share: float | None = None,
     keep_buffers: bool = False,
-) -> None:
+    parts: Sequence[Sequence[Part]] | None = None,
+) -> list[GraphLabel]:
     """Compile a stage in place: parameter names stay, and hooks registered later run outside of the compiled code.
 
-    With scope "block" equal blocks, also of other stages, share one graph; the head with the loss has another.
-    Evaluation compiles one more graph each.
+    With scope "block" equal blocks, also of other stages, share one graph, or one for each of their parts; the head
+    with the loss has another. So it is with scope "model", where a block has several parts. Evaluation compiles one
+    more graph each.
 
     Args:
         stage: a module with a `model`, a `titan.model.decoder.DecoderModel` or a part of one.
         settings: scope and backend.
         fullgraph: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
             all-gathers weights inside.
-        fullgraph_blocks: with scope "block", likewise of each block.
+        fullgraph_blocks: with scope "block", likewise of each part of a block.
         share: activation memory budget of the blocks (with scope "model", of the model) from 0, as with full
             checkpointing, to 1, the fastest. None: torch's default. No effect with backend "eager".
         keep_buffers: leave saved activations intact in backward, for schedules that compute the gradients of inputs
             and of weights in two passes.
+        parts: of each block, see `titan.model.parts`; None: each is one part.
+
+    Returns:
+        What is compiled.
     """
+    if settings.scope == "off":
+        return []
     backend = ConfiguredBackend(settings.backend, share, keep_buffers)
-    if settings.scope == "block":
-        for block in stage.model.blocks():
-            block.compile(backend=backend, fullgraph=fullgraph_blocks)
-        if stage.model.head is not None:
-            stage.model.head.compile(backend=replace(backend, share=None), fullgraph=True)
-    elif settings.scope == "model":
-        stage.compile(backend=backend, fullgraph=fullgraph, **_isolate_recompiles())
+    blocks = [[Part(block)] for block in stage.model.blocks()] if parts is None else parts
+    if settings.scope == "model" and all(map(is_one_part, blocks)):
+        labelled = replace(backend, label=GraphLabel("model"))
+        stage.compile(backend=labelled, fullgraph=fullgraph, **_isolate_recompiles())
+        return [labelled.label]
+    labels = []
+    for number, block_parts in zip(stage.model.layers, blocks, strict=True):
+        kind = stage.model.config.kind(int(number))
+        labels += [GraphLabel(kind, part.name) for part in block_parts] or [GraphLabel(kind)]
+        for part in block_parts:
+            _compile_part(part, replace(backend, label=GraphLabel(kind, part.name)), fullgraph_blocks)
+    if stage.model.head is not None:
+        labels.append(GraphLabel("head"))
+        stage.model.head.compile(backend=replace(backend, share=None, label=labels[-1]), fullgraph=True)
+    return labels
+
+
+def _compile_part(part: Part, backend: ConfiguredBackend, fullgraph: bool) -> None:
+    """Compile a part of a block.
+
+    Experts get another number of rows in each call, which the 8-bit kernels of other libraries may not let torch trace.
+    """
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
+    if isinstance(part.module, Experts) and part.name:
+        options |= {"dynamic": True, "fullgraph": False}
+    if part.method == "forward":
+        part.module.compile(**options)
+    else:
+        part.replace(partial(torch.compile, **options))
 
 
 def _isolate_recompiles() -> dict[str, bool]:

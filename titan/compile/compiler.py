@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _find_missing_program(language: str, *programs: str) -> str | None:
     return f"no {language} compiler ({' or '.join(programs)}) in PATH"
 
 
+@cache
 def read_torch_version() -> tuple[int, ...]:
     """Return the installed torch's version without importing it; empty without torch."""
     try:

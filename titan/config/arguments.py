@@ -24,6 +24,8 @@ from titan.config.settings import MISSING, setting, suggest_nearest
 from titan.errors import ConfigError
 
 T = TypeVar("T")
+FEW_KEYS = 10
+"""How many keys an error message lists at most."""
 REQUIRED = (MISSING, dataclasses.MISSING)
 """Defaults of fields that the user must give."""
 
@@ -205,11 +207,22 @@ def _read_key(argument: str, keys: dict[str, Key]) -> str:
         ConfigError: for what is not KEY=VALUE, and for an unknown key.
     """
     name, equals, _ = argument.partition("=")
+    if (key := name.lstrip("-").replace("-", "_")) in keys and name.startswith("-"):
+        raise ConfigError(f"{argument}: not understood; settings have no dashes: write {key}=VALUE.")
     if not equals or not name:
         raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
     if name not in keys:
-        raise ConfigError(f"{argument}: there is no such setting{suggest_nearest(name, keys)}")
+        raise ConfigError(f"{argument}: there is no such setting{_suggest_key(name, keys)}")
     return name
+
+
+def _suggest_key(name: str, keys: dict[str, Key]) -> str:
+    """Return the end of a sentence: the nearest key, the keys of a group, or all keys where they are few."""
+    members = [key for key in keys if key.startswith(f"{name}.")]
+    nearest = suggest_nearest(name, keys)
+    if members or (nearest == "." and len(keys) <= FEW_KEYS):
+        return f"; there are {', '.join(members or keys)}."
+    return nearest
 
 
 def _nest(keys: dict[str, Key], assigned: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The text of `titan.train --help`: every axis, and every choice with the first comment line of its file."""
+"""The text of `titan.train --help`: every axis, and every choice with the first sentences of its file."""
 
 from __future__ import annotations
 
 import importlib.resources
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,18 +74,32 @@ def _list_choices(loader: ConfigLoader, axes: Sequence[str]) -> list[str]:
         if options:
             width = max(14, *map(len, options))
             lines.append(f"  {axis}: {AXES.get(axis, '')}")
-            lines += [f"    {option:<{width}} {_first_comment(loader, axis, option)}" for option in sorted(options)]
+            lines += [f"    {option:<{width}} {_describe_choice(loader, axis, option)}" for option in sorted(options)]
     return lines
 
 
-def _first_comment(loader: Any, axis: str, option: str) -> str:
+def _describe_choice(loader: Any, axis: str, option: str) -> str:
+    """Return what the file of a choice says about it."""
     for source in loader.repository.get_sources():
         file = _find_file(source, f"{axis}/{option}.yaml")
         if file is not None:
             with file.open(encoding="utf-8") as lines:
-                comments = (line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line)
-                return next(comments, "")
+                return cut_sentences(
+                    [line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line]
+                )
     return LAUNCHERS.get(option, "") if axis == "hydra/launcher" else ""
+
+
+def cut_sentences(lines: Sequence[str]) -> str:
+    """Return the first line of a comment up to its last sentence's end, or with those that complete it."""
+    first = lines[0] if lines else ""
+    if first.endswith((".", "?")) or len(lines) < 2:
+        return first
+    if whole_sentences := re.match(r".*[.?](?= [A-Z])", first):
+        return whole_sentences[0]
+    text = " ".join(lines)
+    end = re.search(r"[.?](?= |$)", text)
+    return text[: end.end()] if end else first
 
 
 def _find_file(source: Any, name: str) -> Any:

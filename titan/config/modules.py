@@ -6,6 +6,7 @@ or a site's file may ask for some, which raises ConfigError until the user allow
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +14,38 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from titan.config.libraries import describe_library
 from titan.config.settings import format_value
 from titan.errors import ConfigError
 
 VARIABLE = "TITAN_MODULES"
-HYDRA_PACKAGES = ("titan", "experiments", "hydra.experimental.callbacks", "logging", "colorlog", "sys")
-"""Packages whose classes Hydra's own settings may name; `hydra.utils` and others import what they are given."""
+LOGGING_PACKAGES = ("titan", "experiments", "logging", "colorlog", "sys")
+HYDRA_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "callbacks": ("titan", "experiments", "hydra.experimental.callbacks"),
+    "hydra_logging": LOGGING_PACKAGES,
+    "job_logging": LOGGING_PACKAGES,
+    "launcher": ("hydra_plugins",),
+    "sweeper": ("hydra_plugins", "optuna"),
+}
+"""Packages whose classes a part of Hydra's own settings may name; others import or call what they are given."""
 
 
 def list_trusted_packages(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES."""
-    names = dict.fromkeys(filter(None, re.split(r"[\s,:]+", os.environ.get(VARIABLE, ""))))
+    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES.
+
+    Raises:
+        ConfigError: for a module of Python, and for a library that titan is built on.
+    """
+    names = {name: f"{VARIABLE}={name}" for name in re.split(r"[\s,:]+", os.environ.get(VARIABLE, "")) if name}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group == "modules":
-            names |= dict.fromkeys(_iterate_names(override.value()))
+            names |= {name: f"modules=[{name}]" for name in _iterate_names(override.value())}
+    for name, typed in names.items():
+        if library := describe_library(name.partition(".")[0]):
+            raise ConfigError(f"{typed}: {library}; name your own packages only.")
     return tuple(names)
 
 
@@ -58,20 +75,49 @@ def check_modules(modules: Any, trusted: Sequence[str]) -> None:
 
 
 def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for callbacks and loggers in Hydra's settings that would import what the user has not named.
+    """Raise ConfigError for parts of Hydra's settings that would import what the user has not named.
 
     Raises:
         ConfigError: naming the first.
     """
-    roots = (*HYDRA_PACKAGES, *list_trusted_packages(overrides))
+    trusted = list_trusted_packages(overrides)
     content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-    for part in ("callbacks", "hydra_logging", "job_logging"):
+    for part, packages in HYDRA_PACKAGES.items():
         for name in _iterate_imports(content.get(part)):
-            if name.startswith("logging.config") or not name.startswith(tuple(f"{r}." for r in roots)):
-                raise ConfigError(
-                    f"hydra.{part}: names {name}, and only you may let code be imported; take it out, or give "
-                    f"modules=[{name.partition('.')[0]}]."
-                )
+            if name.startswith("logging.config") or not _is_in(name, (*packages, *trusted)):
+                raise ConfigError(f"hydra.{part}: names {name}, {_explain_rejection(part, name)}.")
+            if part == "callbacks" and _is_in(name, packages):
+                _check_callback(name)
+
+
+def _is_in(name: str, packages: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{package}." for package in packages))
+
+
+def _explain_rejection(part: str, name: str) -> str:
+    """Return why a part of Hydra's settings may not name a class, and the way out."""
+    if library := describe_library(name.partition(".")[0]):
+        return f"and {library}; take it out"
+    if part in ("launcher", "sweeper"):
+        return f"which is no {part}; leave it out, and choose hydra/{part}=CHOICE"
+    return f"and only you may let code be imported; take it out, or give modules=[{name.partition('.')[0]}]"
+
+
+def _check_callback(name: str) -> None:
+    """Raise ConfigError for what is no class of callbacks: Hydra would call it.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return  # Hydra reports it
+    if target is not None and not (isinstance(target, type) and issubclass(target, Callback)):
+        raise ConfigError(
+            f"hydra.callbacks: names {name}, which is no hydra.experimental.callback.Callback; take it out."
+        )
 
 
 def _iterate_imports(content: Any) -> Iterator[str]:

@@ -17,14 +17,17 @@ import importlib
 import inspect
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import get_class_path
+from titan.config.libraries import describe_library
+from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import escape, is_redacted
-from titan.errors import ConfigError, find_own_code_error
+from titan.errors import ConfigError, UnknownSettingError, find_own_code_error
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -38,6 +41,8 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
 """The limits that a setting may declare, and what each requires of a number."""
 LARGEST_NUMBERS: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
 """The largest absolute values that a setting without a `cap` accepts: those of 64-bit integers and of fp32."""
+LARGE_FLOAT = 1e6
+"""From here on people write a number with an exponent."""
 MAX_TEXT_LENGTH = 4096
 """Most characters of a text: those of a path."""
 
@@ -113,9 +118,7 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{path}={format_value(data)}: expected a group of settings; choose one of {path}'s choices instead."
-        )
+        raise ConfigError(f"{path}={format_value(data)}: expected {_describe_group(cls, path)}.")
     data = dict(data)
     has_target = "_target_" in data
     if has_target and hasattr(cls, "build"):
@@ -126,7 +129,12 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     for name, field in _list_fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             field_path, help_text = _join_path(path, name), field.metadata.get("help") or "a value is needed"
-            raise ConfigError(f"{field_path} is missing: {help_text}; give it as {field_path}=VALUE.")
+            way_out = (
+                f"{field_path}=VALUE"
+                if get_value_schema(_read_type_hints(cls)[name]) is None
+                else f"+{path}@{field_path}.NAME=CHOICE"
+            )
+            raise ConfigError(f"{field_path} is missing: {help_text}; give it as {way_out}.")
     return cls(**values)
 
 
@@ -139,11 +147,8 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
     fields, hints = _list_fields(cls), _read_type_hints(cls)
     for key in data:
         if key not in fields:
-            field_path = _join_path(path, str(key))
-            names = [_join_path(path, name) for name in fields]
-            raise ConfigError(
-                f"{field_path}={format_value(data[key])}: there is no such "
-                f"setting{suggest_nearest(field_path, names)}{_suggest_target(cls)}"
+            raise _build_unknown_error(
+                cls, _join_path(path, str(key)), data[key], [_join_path(path, n) for n in fields]
             )
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
@@ -155,6 +160,24 @@ def build_fields(cls: type, data: Mapping[str, Any], path: str = "", allowed: tu
         else:
             values[name] = _check_value(value, kind, fields[name], field_path)
     return values
+
+
+def _build_unknown_error(cls: type, path: str, value: Any, names: Iterable[str]) -> UnknownSettingError:
+    """Return the error for a setting that a schema has not; of a single setting in a group, with its whole name."""
+    hint = f"{suggest_nearest(path, names)}{_suggest_target(cls)}"
+    while isinstance(value, Mapping) and len(value) == 1 and "_target_" not in value:
+        ((name, value),) = value.items()
+        path = _join_path(path, str(name))
+    typed = f"{path}={format_value(value)}"
+    return UnknownSettingError(f"{typed}: there is no such setting{hint}", typed, path, hint)
+
+
+def _describe_group(cls: type, path: str) -> str:
+    """Return what a user gives in place of a single value where a schema's settings are expected."""
+    if "." not in path:
+        return f"a group of settings; choose one of {path}'s choices instead"
+    name = "_target_:MODULE.CLASS" if _suggest_target(cls) else f"{next(iter(_list_fields(cls)))}:VALUE"
+    return f"names and values, such as {path}={{{name}}}"
 
 
 def _suggest_target(cls: type) -> str:
@@ -254,6 +277,8 @@ def format_value(value: Any) -> str:
         return "[" + ",".join(format_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, float) and ("e" in str(value) or abs(value) >= LARGE_FLOAT):
+        return format_exact(value) or shorten_exponent(str(value))
     return str(value)
 
 
@@ -269,11 +294,15 @@ def _join_path(path: str, name: str) -> str:
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError for a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
-    module = name.rpartition(".")[0]
+    module, typed = name.rpartition(".")[0], f"{path}._target_={name}"
+    if library := describe_library(name.partition(".")[0]):
+        raise ConfigError(f"{typed}: {library}; name a dataclass of yours with a method build (docs/extending.md).")
+    if not module:
+        raise ConfigError(f"{typed}: names no module; write MODULE.CLASS, such as mine.module.Class.")
     if not any(module == root or module.startswith(root + ".") for root in roots):
         raise ConfigError(
-            f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
-            f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
+            f"{typed}: only classes under {', '.join(roots)} may be named; "
+            f"if you trust this one, add modules=[{module.partition('.')[0]}]."
         )
 
 
@@ -325,13 +354,21 @@ def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any], path: str
     if value is MISSING or value == MISSING:
         return MISSING
     words = field.metadata.get("words", ())
-    converted = _convert_value(value, kind, path, words)
+    try:
+        converted = _convert_value(value, kind, path, words)
+    except ConfigError as error:
+        raise ConfigError(_add_meaning(str(error), field.metadata.get("help", ""))) from None
     typed = f"{path}={format_value(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
         _check_range(number, field.metadata.get("limits", {}), typed, words)
     for scalar in _iterate_scalars(converted):
         _check_scalar(scalar, field.metadata, typed)
     return converted
+
+
+def _add_meaning(sentence: str, help: str) -> str:
+    """Return the sentence on a value of the wrong type with the meaning of the setting, which has its unit."""
+    return f"{sentence.rstrip('.')} ({help})." if help and ": expected " in sentence else sentence
 
 
 def _iterate_scalars(value: Any) -> Iterator[Any]:
@@ -394,8 +431,9 @@ def _convert_value(value: Any, kind: Any, path: str, words: tuple[str, ...]) -> 
         if _as_typed(value) in arguments:
             return _as_typed(value)
         choices = ", ".join(map(str, arguments))
+        word = "cuda" if value == "gpu" else str(value).lower()
         raise ConfigError(
-            f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(str(value), map(str, arguments))}"
+            f"{path}={format_value(value)}: choose one of {choices}{suggest_nearest(word, map(str, arguments))}"
         )
     if origin is tuple:
         return _convert_tuple(value, arguments, path)
@@ -461,7 +499,17 @@ def _convert_mapping(value: Any, kinds: tuple[Any, ...], path: str) -> dict[Any,
 
 
 def _reject_type(value: Any, expected: str, path: str) -> NoReturn:
-    raise ConfigError(f"{path}={format_value(value)}: expected {expected}.")
+    advice = ""
+    if isinstance(value, str) and (number := _UNIT.fullmatch(value)):
+        advice = f"; write {number[1]}{_UNITS[number[2].lower()]}"
+    elif isinstance(value, (list, tuple)) and "list" not in expected:
+        advice = "; the values of a sweep (-m) have no brackets"
+    raise ConfigError(f"{path}={format_value(value)}: expected {expected}{advice}.")
+
+
+_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmbtKMBT])")
+_UNITS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
+"""Units of counts that people write, and what a number has in their place."""
 
 
 def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
@@ -479,4 +527,4 @@ def _check_range(value: Any, limits: dict[str, float], typed: str, words: tuple[
 def _format_number(value: float) -> str:
     """Return a limit as a user types it."""
     is_whole = isinstance(value, int) or (value == int(value) and value < 1e15)
-    return str(int(value)) if is_whole else f"{value:g}"
+    return str(int(value)) if is_whole else shorten_exponent(f"{value:g}")

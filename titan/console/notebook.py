@@ -1,9 +1,18 @@
-"""Objects in notebooks: a short line for `repr`, a table for `_repr_html_`."""
+"""Objects in notebooks: a short line for `repr`, a table for `_repr_html_`.
+
+Styles stand in the elements, so that they change nothing else in the notebook; colours are the notebook's, whose theme
+is light or dark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
+
+TABLE = "margin: 0; border-collapse: collapse"
+NAME = "text-align: left; vertical-align: top; white-space: normal; padding: 0.25em 0.75em"
+VALUE = f"{NAME}; overflow-wrap: anywhere"
+"""Notebooks centre tables and align cells right, which is hard to read in sentences."""
 
 
 def format_fields(kind: str, fields: Mapping[str, str]) -> str:
@@ -11,7 +20,10 @@ def format_fields(kind: str, fields: Mapping[str, str]) -> str:
     return f"{kind}({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
-def build_table(fields: Mapping[str, str]) -> str:
-    """Return a table of names and values as HTML; all text is escaped."""
-    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in fields.items())
-    return f"<table>{''.join(rows)}</table>"
+def build_table(fields: Iterable[tuple[str, str]]) -> str:
+    """Return a table of names and values as HTML, empty without any; all text is escaped."""
+    rows = "".join(
+        f'<tr><th scope="row" style="{NAME}">{escape(name)}</th><td style="{VALUE}">{escape(value)}</td></tr>'
+        for name, value in fields
+    )
+    return f'<table style="{TABLE}">{rows}</table>' if rows else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -56,18 +56,56 @@ def format_magnitude(value: float) -> str:
 
 
 def format_tick(value: float) -> str:
-    """Return a round value with all digits that tell it from its neighbours on an axis."""
-    return f"{value:,.10g}"
+    """Return a round value with all digits that distinguish it from its neighbours on an axis."""
+    return _shorten_exponent(f"{value:,.10g}")
 
 
 def format_log_tick(value: float) -> str:
-    """Return a value for a logarithmic axis, as in 1e-3 or 0.5."""
-    return f"{value:g}".replace("e-0", "e-")
+    """Return a value for a logarithmic axis with at least three digits, as in 3e-4, 0.05, 16,384 or 1e6."""
+    if value and not 0.01 <= abs(value) < 1e6:
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return _shorten_exponent(f"{float(mantissa):g}e{power}")
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _shorten_exponent(text: str) -> str:
+    """Return a number without plus and zeros in its exponent: 1e-05 as 1e-5."""
+    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
+
+
+def align_decimals(texts: Sequence[str]) -> list[str]:
+    """Return the ticks of an axis with equally many decimals: 0, 0.5 and 1 as 0.0, 0.5 and 1.0.
+
+    Numbers with units or exponents remain as they are.
+    """
+    if not all(re.fullmatch(r"-?[\d,]+(\.\d+)?", text) for text in texts):
+        return list(texts)
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    return [f"{float(text.replace(',', '')):,.{decimals}f}" for text in texts]
 
 
 def format_exact(value: float) -> str:
-    """Return a float in its shortest exact form, as in 1e9 for 1000000000.0; empty where six digits are not exact."""
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
+    """Return a float in its shortest form, as in 1e9 for 1000000000.0; empty where six digits are not exact.
+
+    Rounding errors of sums and products do not count: 0.0003 for 0.00030000000000000003.
+    """
+    rounded = float(f"{value:.12g}")
+    return shorten_exponent(f"{rounded:g}") if float(f"{rounded:g}") == rounded else ""
+
+
+def shorten_exponent(text: str) -> str:
+    """Return the text of a float with a short exponent: 1e-5 for 1e-05, 1e9 for 1e+09."""
+    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
+
+
+def shorten_float(text: str) -> str:
+    """Return a setting's value for a label: floats of more than six digits are rounded, as 0.3162277 to 0.316228."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    is_long = math.isfinite(value) and "." in text and value != float(f"{value:.6g}")
+    return _shorten_exponent(f"{value:.6g}") if is_long else text
 
 
 def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 REQUIREMENTS = {
     "torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "omegaconf": "omegaconf", "yaml": "pyyaml",
     "tiktoken": "tiktoken",
 }  # fmt: skip
 """The packages to import, and the names to install them by."""
+OLDEST_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent.parent.parent
 """The repository, or the folder that titan is installed in."""
 
@@ -27,12 +29,46 @@ def check_requirements(program: Sequence[str]) -> None:
     Args:
         program: the first word of the process: "-m" while Python looks for the module of `python -m titan.COMMAND`.
     """
-    if not (program == ["-m"] or any(Path(word).name.startswith("titan-") for word in program)):
+    script = find_script(sys.modules.get("__main__"))
+    if not (script or program == ["-m"] or any(Path(word).name.startswith("titan-") for word in program)):
         return
     missing = [package for package in REQUIREMENTS if find_spec(package) is None]
+    if sys.version_info < OLDEST_PYTHON:
+        _reject(describe_python(sys.version_info[:2]))
     if missing:
-        print(f"titan: {describe_missing(missing, ROOT, sys.prefix)}", file=sys.stderr)
-        raise SystemExit(2)
+        _reject(describe_missing(missing, ROOT, sys.prefix))
+    if script:
+        _reject(describe_script(script))
+
+
+def find_script(main_module: object) -> Path | None:
+    """Return the file of titan that was started as a script; None for `python -m` and multiprocessing.
+
+    Args:
+        main_module: the process's `__main__`.
+    """
+    file = getattr(main_module, "__file__", None)
+    if file is None or getattr(main_module, "__spec__", None) is not None:
+        return None
+    script = Path(file).resolve()
+    return script if ROOT / "titan" in script.parents else None
+
+
+def describe_script(script: Path) -> str:
+    """Return the sentence on a file of titan that is no script: Python imports its neighbours in place of libraries."""
+    parts = [part for part in script.relative_to(ROOT).with_suffix("").parts if part not in ("__main__", "command")]
+    return f"{os.path.relpath(script)}: is a module of a package; write -m {'.'.join(parts)}"
+
+
+def _reject(sentence: str) -> NoReturn:
+    print(f"titan: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def describe_python(version: Sequence[int]) -> str:
+    """Return the sentence on a Python that is too old."""
+    oldest, running = (".".join(map(str, numbers)) for numbers in (OLDEST_PYTHON, version))
+    return f"{sys.executable} is Python {running}, and titan needs {oldest} or newer; install it, and titan with it"
 
 
 def describe_missing(missing: Sequence[str], root: Path, prefix: str) -> str:

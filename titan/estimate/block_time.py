@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan.estimate import operations
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import count_block_elements, count_rank_rows, find_weight_sharding
-from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes
+from titan.estimate.regather import regathers_input
+from titan.estimate.roofline import count_elementwise_bytes, count_routing_bytes, count_row_bytes
+from titan.parallelism.schema import count_token_copies
 
 if TYPE_CHECKING:
     from titan.model.counts import Matmul
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
-EXPERT_LAUNCHES = {True: 16, False: 34}
-"""Kernel launches that a router and the sorting of tokens by expert add."""
+EXPERT_LAUNCHES = {True: 16, False: 27}
+"""Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
+WEIGHT_BYTES = 4
+"""Bytes of the weight of a row, in float32."""
 
 
 class SecondsByCause(dict[str, float]):
@@ -64,8 +68,10 @@ class RankWork:
         self.tokens = self.rows * recipe.training.seq_len / layout.context
         self.merged = merged
         self.compiled = recipe.compile.scope in ("block", "model")
+        self.compiles_routing = self.compiled and layout.expert == 1  # an exchange of tokens is in no graph
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
+        self.regathers = regathers_input(recipe, layout)
         self._blocks: dict[str, BlockTime] = {}
         self.head_layer, self.quantized = _select_layers(self.model, self.precision, self.tensor)
 
@@ -170,7 +176,7 @@ class BlockTime:
         work["memory-bound"] = self._estimate_elementwise("forward")
         work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
         work["context parallelism"] = self._estimate_context_exchange("forward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
 
@@ -183,11 +189,9 @@ class BlockTime:
         work["attention"] = self._attention_seconds[1]
         work["experts"] = self._estimate_experts("input") + self._estimate_experts("weight")
         work["memory-bound"] = self._estimate_elementwise("backward")
-        work["tensor parallelism"] = (
-            self._exchange_count * self.rank.estimate_tensor_exchange() + self._estimate_regather()
-        )
+        work["tensor parallelism"] = self._estimate_backward_exchanges()
         work["context parallelism"] = self._estimate_context_exchange("backward")
-        work["expert parallelism"] = 2 * self._estimate_row_exchange()
+        work["expert parallelism"] = self._estimate_exchanges()
         work["host"] = self._estimate_host(2)
         return BlockPass(work, 2 * self._launch_count)
 
@@ -213,9 +217,10 @@ class BlockTime:
         work["matmuls"] = sum(self._estimate_matmul(name, self.layers[name], "forward") for name in recomputed_names)
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
+        if is_full or self._sends_copies:  # not saved
+            work["expert parallelism"] = self._estimate_exchanges()
         if is_full:
             work["attention"] = self._attention_seconds[0]
-            work["expert parallelism"] = 2 * self._estimate_row_exchange()
             work["context parallelism"] = self._estimate_context_exchange("forward")
         work["tensor parallelism"] = (
             self._exchange_count - 1 if is_full else self._exchange_count / 2
@@ -225,7 +230,8 @@ class BlockTime:
 
     @property
     def _launch_count(self) -> int:
-        return LAUNCHES[self.rank.compiled] + (EXPERT_LAUNCHES[self.rank.compiled] if self.experts else 0)
+        routing = EXPERT_LAUNCHES[self.rank.compiles_routing] if self.experts else 0
+        return LAUNCHES[self.rank.compiled] + routing
 
     @property
     def _exchange_count(self) -> int:
@@ -257,10 +263,19 @@ class BlockTime:
         """Return the time of norms, rotary embedding, gate and residual additions of a block, and of its routing."""
         rank, element = self.rank, self.rank.precision.bytes
         size = count_elementwise_bytes(rank.model, element, part, rank.tensor, rank.count_sequence_ranks(), self.layer)
-        size += count_routing_bytes(rank.model, element, part, self.layer) / rank.count_sequence_ranks()
-        return rank.eager * size * rank.tokens / rank.speeds.memory
+        exchange = rank.model, element, part, self.layer, 1 if self._sends_copies else rank.layout.expert
+        size += count_routing_bytes(*exchange) / rank.count_sequence_ranks()
+        size *= rank.eager
+        if rank.compiled and not rank.compiles_routing:
+            size += (rank.speeds.eager - 1) * count_row_bytes(*exchange) / rank.count_sequence_ranks()
+        return size * rank.tokens / rank.speeds.memory
 
     # ---- experts ----
+
+    @property
+    def _sends_copies(self) -> bool:
+        """Whether ranks send one copy of a token to each other, not a row for each expert."""
+        return self.rank.recipe.parallelism.dispatcher == "deepep"
 
     @cached_property
     def _experts_per_token(self) -> float:
@@ -303,25 +318,40 @@ class BlockTime:
         router = operations.estimate_matmul(
             *compute_matmul_sizes(tokens, (rank.model.dim, int(self._expert_count)), part), rank.speeds
         )
-        router_factor = operations.FP32 if rank.precision.bytes < 4 and not rank.speeds.synchronous else 1.0
-        return matmuls + router_factor * router
+        halves = 2 if rank.precision.bytes < 4 and part != "forward" else 1  # of a float32 gradient
+        return matmuls + halves * router
 
-    def _estimate_row_exchange(self) -> float:
-        """Return the time of one all-to-all of rows between expert ranks."""
-        size = self._expert_rows * self.rank.model.dim * self.rank.precision.bytes
-        return (
-            estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
-            if self.experts
-            else 0.0
-        )
+    def _estimate_exchanges(self) -> float:
+        """Return the time of a pass' exchanges between expert ranks: of rows and results, and of the rows' weights."""
+        if not self.experts:
+            return 0.0
+        rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
+        if self._sends_copies:
+            rows *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
+            return 2 * self._estimate_exchange(rows * row_bytes)
+        return 2 * self._estimate_exchange(rows * row_bytes) + self._estimate_exchange(rows * WEIGHT_BYTES)
 
-    def _estimate_regather(self) -> float:
-        """Return the time to gather the inputs of regions again: only a shard of them is saved."""
-        return (
-            self._exchange_count / 2 * self.rank.estimate_tensor_exchange()
-            if self.rank.recipe.parallelism.sequence_parallel
-            else 0.0
-        )
+    def _estimate_exchange(self, size: float) -> float:
+        return estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)
+
+    def _estimate_backward_exchanges(self) -> float:
+        """Return the exposed time of exchanges between tensor ranks in backward.
+
+        Each region gathers the gradient of its output and reduce-scatters that of its input. Where it saves a shard of
+        its input, it gathers that again: beside the gradient of the input, and the reduce-scatter is beside those of
+        weights. Async tensor parallelism saves shards too; its exposed part is the same for all exchanges.
+        """
+        rank, exchange = self.rank, self.rank.estimate_tensor_exchange()
+        parallelism, regions = rank.recipe.parallelism, self._exchange_count / 2
+        if not rank.regathers or rank.speeds.synchronous:
+            gathers_again = rank.regathers or (parallelism.async_tensor and parallelism.sequence_parallel)
+            return (3 if gathers_again else 2) * regions * exchange
+        hidden = (self._estimate_first_layers(part) for part in ("input", "weight"))
+        return regions * exchange + sum(max(0.0, regions * exchange - seconds) for seconds in hidden)
+
+    def _estimate_first_layers(self, part: str) -> float:
+        """Return the time of the gradients of inputs or weights of the layers that a region begins with."""
+        return sum(self._estimate_matmul(name, layer, part) for name, layer in self.layers.items() if not layer.rowwise)
 
     def _estimate_context_exchange(self, part: str) -> float:
         """Return the exposed time of keys and values between context ranks, in one block."""

@@ -35,6 +35,12 @@ class Constants:
         cpu_error: the 90th percentile of the relative error of step times on a CPU that `titan.calibrate` measured, of
             the runs of `python -m titan.bench.predicted`.
         cpu_memory_error: that of peak memory, of the same runs.
+        experts: the geometric mean of measured over predicted step times of the runs of models with experts in
+            `experts.csv`, by which their predictions are multiplied.
+        experts_least: the least of these ratios.
+        experts_most: the largest of them.
+        experts_error: the 90th percentile of the relative error of their step times, each predicted with the ratio of
+            the runs of other models and devices.
     """
 
     matmul: float = 0.75
@@ -50,6 +56,10 @@ class Constants:
     memory_error: float = 0.1
     cpu_error: float = 0.29
     cpu_memory_error: float = 0.16
+    experts: float = 1.0
+    experts_least: float = 1.0
+    experts_most: float = 1.0
+    experts_error: float = 1.0
 
     @property
     def version(self) -> str:

@@ -1,20 +1,21 @@
 """The layouts that a search tries: every degree, schedule, micro-batch count and memory mode that can work.
 
-Free of torch.
+Settings that the user has typed are constraints, by their name: degrees, `schedule`, `stages`, `starts`, `reshard`,
+`microbatches`, `async_tensor` and `checkpointing`. Free of torch.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.estimate.fit import compute_tensor_divisor
 from titan.estimate.plan import count_ranks_per_node
-from titan.parallelism.pipeline.schedules import SCHEDULES
+from titan.parallelism.pipeline.schedules import SCHEDULES, PipelineSchedule
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
-CheckpointingMode = Literal["none", "selective", "full"]
+CheckpointingMode = Literal["none", "full", "every_n", "selective", "budget"]
+TypedSettings = Mapping[str, Any]
 MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
 """Activation checkpointing that is tried."""
 MOST_STAGES = 4
@@ -68,7 +70,8 @@ class LayoutOption(NamedTuple):
     def build_candidate(self, recipe: Recipe) -> LayoutCandidate:
         """Return a recipe's candidate."""
         parallelism = replace(
-            recipe.parallelism, **list_degrees(self.layout), schedule=self.schedule, stages=self.stages, starts=(),
+            recipe.parallelism, **list_degrees(self.layout), schedule=self.schedule, stages=self.stages,
+            starts=recipe.parallelism.starts if len(recipe.parallelism.starts) + 1 == self.stages else (),
             reshard=self.reshard, async_tensor=recipe.parallelism.async_tensor and self.layout.tensor > 1,
         )  # fmt: skip
         changed_recipe = replace(
@@ -78,16 +81,27 @@ class LayoutOption(NamedTuple):
 
 
 def iterate_options(
-    recipe: Recipe, devices: int, machine: Machine, degrees: Mapping[str, int] | None = None
+    recipe: Recipe, devices: int, machine: Machine, typed: TypedSettings | None = None
 ) -> Iterator[LayoutOption]:
-    """Yield every layout that can work on so many devices and has the given degrees."""
+    """Yield every layout that can work on so many devices and has the settings that are typed."""
+    typed = typed or {}
+    modes = (typed["checkpointing"],) if "checkpointing" in typed else MODES
     for layout in iterate_layouts(recipe, devices, machine):
-        if any(getattr(layout, name) != degree for name, degree in (degrees or {}).items()):
+        if not _has_typed_degrees(layout, typed):
             continue
         rows = math.ceil(recipe.training.rows / layout.data_ranks)
-        for (schedule, stages, reshard), counts in iterate_schedules(recipe, layout, rows):
-            for mode, count in itertools.product(MODES, counts):
+        for (schedule, stages, reshard), counts in iterate_schedules(recipe, layout, rows, typed):
+            for mode, count in itertools.product(modes, counts):
                 yield LayoutOption(layout, schedule, stages, reshard, count, mode)
+
+
+def _has_typed_degrees(layout: Layout, typed: TypedSettings) -> bool:
+    """Return whether a layout has the degrees that are typed, and those that other typed settings need."""
+    if layout.tensor == 1 and typed.get("async_tensor"):
+        return False
+    if layout.pipeline == 1 and (typed.get("stages", 1) != 1 or "starts" in typed):
+        return False
+    return all(degree == typed.get(name, degree) for name, degree in list_degrees(layout).items())
 
 
 def iterate_layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
@@ -134,27 +148,44 @@ def list_degrees(layout: Layout) -> dict[str, Any]:
 
 
 def iterate_schedules(
-    recipe: Recipe, layout: Layout, rows: int
+    recipe: Recipe, layout: Layout, rows: int, typed: TypedSettings | None = None
 ) -> Iterator[tuple[tuple[str, int | str, int | str], list[int]]]:
     """Yield schedule, stages and resharding, with the numbers of micro-batches to try."""
-    parallelism = recipe.parallelism
+    parallelism, typed = recipe.parallelism, typed or {}
+    counts = (int(typed["microbatches"]),) if "microbatches" in typed else list_divisors(rows)
     if layout.pipeline == 1:
-        fsdp = layout.sharded > 1 and not layout.only_replicated
-        for reshard in ("always", "never") if fsdp else ("auto",):
-            yield (parallelism.schedule, "auto", reshard), list(list_divisors(rows)[-MICROBATCHES:])
+        for reshard in _list_resharding(layout, typed):
+            yield (parallelism.schedule, "auto", reshard), [n for n in counts if n <= rows][-MICROBATCHES:]
         return
     for schedule in SCHEDULES.values():
-        stage_counts = range(schedule.stages, schedule.stages + 1) if schedule.fixed else range(2, MOST_STAGES + 1)
-        for stages in stage_counts:
-            if stages * layout.pipeline <= recipe.model.layers:
-                counts = _list_microbatch_counts(rows, schedule.name, layout.pipeline, stages)
-                yield (schedule.name, stages * layout.pipeline, parallelism.reshard), list(counts)
+        if schedule.splits_backward and parallelism.regather is True and layout.tensor > 1:
+            continue
+        if schedule.name == typed.get("schedule", schedule.name):
+            for stages in _list_stages_per_rank(schedule, layout.pipeline, typed):
+                if stages * layout.pipeline <= recipe.model.layers:
+                    allowed = _select_microbatches(counts, rows, schedule.name, layout.pipeline, stages)
+                    yield (schedule.name, stages * layout.pipeline, parallelism.reshard), list(allowed)
+
+
+def _list_resharding(layout: Layout, typed: TypedSettings) -> tuple[int | str, ...]:
+    """Return the values of `reshard` to try without a pipeline."""
+    if "reshard" in typed:
+        return (typed["reshard"],)
+    return ("always", "never") if layout.sharded > 1 and not layout.only_replicated else ("auto",)
+
+
+def _list_stages_per_rank(schedule: PipelineSchedule, ranks: int, typed: TypedSettings) -> Sequence[int]:
+    """Return the numbers of stages on each rank to try."""
+    stages = typed.get("stages", len(typed["starts"]) + 1 if "starts" in typed else None)
+    if stages is not None:
+        return [int(stages) // ranks] if int(stages) % ranks == 0 else []
+    return [schedule.stages] if schedule.fixed else range(2, MOST_STAGES + 1)
 
 
 @lru_cache(65536)
-def _list_microbatch_counts(rows: int, schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """Return the largest numbers of micro-batches that divide the rows evenly and that the schedule allows."""
-    allowed = [count for count in list_divisors(rows) if SCHEDULES[schedule].allows(ranks, stages, count)]
+def _select_microbatches(counts: tuple[int, ...], rows: int, schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """Return the largest numbers of micro-batches that rows and schedule allow."""
+    allowed = [n for n in counts if n <= rows and SCHEDULES[schedule].allows(ranks, stages, n)]
     return tuple(allowed[-MICROBATCHES:])
 
 

@@ -12,6 +12,7 @@ from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, La
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
 from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
 from titan.estimate.step_time import StepModel
+from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import assign_layers
 from titan.parallelism.schema import Layout
 
@@ -70,17 +71,19 @@ class LowerBounds:
         Without a pipeline it is the computation of all micro-batches. With one it is the average over ranks, or what
         the rank with the last stage takes: it waits for the first micro-batch, and the others for its last one.
         """
-        blocks, ranks = self._find_pass_times(option), option.layout.pipeline
+        ranks, slowdown = option.layout.pipeline, self.speeds(option.layout).slowdown
+        blocks = self._find_pass_times(option)
         block_seconds = {kind: sum(passes) for kind, passes in blocks.items()}
         average = option.microbatches * _sum_blocks(block_seconds, self.blocks) / ranks
         if ranks == 1:
-            return average
+            return slowdown * average
         counts = self._count_stages(option)
         if counts.is_v:  # one rank has the first and the last stage
-            return average
+            return slowdown * average
         path_seconds = {kind: forward + backward / 2 for kind, (forward, backward, _) in blocks.items()}
         least = min(_sum_blocks(path_seconds, stage) for stage in counts.stages)
-        return max(average, (ranks - 1) * least + option.microbatches * _sum_blocks(block_seconds, counts.last_rank))
+        last_rank = (ranks - 1) * least + option.microbatches * _sum_blocks(block_seconds, counts.last_rank)
+        return slowdown * max(average, last_rank)
 
     def compute_seconds(self, option: LayoutOption) -> float:
         """Return `StepModel.compute_least_seconds` of a layout: a larger bound than that of the call."""
@@ -92,7 +95,7 @@ class LowerBounds:
             stages = [_sum_blocks(block_seconds, stage) for stage in counts.first_stages]
             least = min(*stages, _sum_blocks(block_seconds, counts.last_stage) + head) if stages else 0.0
             last_rank += least * (option.layout.pipeline - 1) / 2
-        return max(largest, last_rank) + self._estimate_update(option)
+        return self.speeds(option.layout).slowdown * (max(largest, last_rank) + self._estimate_update(option))
 
     def compute_gib(self, option: LayoutOption) -> float:
         """Return GiB that the fullest rank needs at least.
@@ -153,13 +156,15 @@ class LowerBounds:
     def _estimate_update(self, option: LayoutOption) -> float:
         """Return the time of the optimizer's update."""
         layout = option.layout
-        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert == 1)
+        key = (layout.tensor, layout.pipeline, layout.sharded, layout.replicate, layout.expert)
         if key not in self._updates:
             self._updates[key] = self._build_step_model(option).estimate_update()
         return self._updates[key]
 
     def _sum_saved_bytes(self, option: LayoutOption) -> float:
         """Return the bytes that the blocks of a stage save at least for one micro-batch."""
+        if option.mode == "every_n":  # which blocks save less depends on their number
+            option = option._replace(mode="full")
         key = self._build_key(option)
         if key not in self._saved_bytes:
             parts, model = _unpack_candidate(option.build_candidate(self.recipe)), self.recipe.model
@@ -181,9 +186,12 @@ class LowerBounds:
         return self._stages[key]
 
     def _build_key(self, option: LayoutOption) -> tuple[Any, ...]:
-        """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
-        rows = math.ceil(math.ceil(self.recipe.training.rows / option.layout.data_ranks) / option.microbatches)
-        return rows, option.layout.tensor, option.layout.context, option.layout.expert, option.mode
+        """Return what a block depends on: rows of a micro-batch, degrees, checkpointing, and whether backward is split,
+        which excludes `parallelism.regather`."""
+        layout = option.layout
+        rows = math.ceil(math.ceil(self.recipe.training.rows / layout.data_ranks) / option.microbatches)
+        is_split = min(layout.tensor, layout.pipeline) > 1 and SCHEDULES[option.schedule].splits_backward
+        return rows, layout.tensor, layout.context, layout.expert, option.mode, is_split
 
 
 def _summarise_stages(model: Decoder, stages: Sequence[tuple[int, range]], ranks: int) -> StageCounts:
@@ -217,8 +225,8 @@ def _sum_blocks(values: Mapping[str, float], counts: BlockCounts) -> float:
 
 
 def _read_pass_times(block: BlockTime, mode: CheckpointingMode) -> tuple[float, float, float]:
-    """Return the times of a block's forward and backward pass, and of what is recomputed."""
-    recomputation = block.recomputation.seconds if mode != "none" else 0.0
+    """Return the times of a block's forward and backward pass, and of what is recomputed of every block."""
+    recomputation = block.recomputation.seconds if mode not in ("none", "every_n") else 0.0
     return block.forward.seconds, block.backward.seconds, recomputation
 
 

@@ -379,10 +379,30 @@ class _RankMemory(RankSizes):
                 gradients=gradients + self._count_unreduced_bytes(block.elements),
             )
             yield ended.add_parts(gathered=gathered, communication=previous)
+            if block.experts and self.layout.expert > 1 and not block.experts_gathered:
+                yield self._estimate_expert_reduction(ended, unfinished)
             yield ended.add_parts(
                 gathered=self._count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
                 communication=self._count_exchange_bytes(block.elements, has_grads),
             )
+
+    def _estimate_expert_reduction(self, ended: Usage, unfinished: range) -> Usage:
+        """Return what is in memory while the gradients of a block's experts are reduced, before those of its rest.
+
+        Args:
+            ended: at the end of the block's backward pass, with all of its gradients and without gathered weights.
+            unfinished: the blocks up to this one.
+        """
+        block, (computed, buffers) = self.get_block(unfinished[-1]), self._size_expert_reduction(unfinished[-1])
+        expert_bytes = [self._count_unreduced_bytes(self.get_block(layer).experts) for layer in unfinished[-2:]]
+        is_alone = self._count_expert_shards(unfinished[-1]) == 1  # then a block's experts are gathered when it begins
+        ungathered = sum(expert_bytes) if is_alone else expert_bytes[-1]
+        return ended.add_parts(
+            f"gradients of the experts of block {unfinished[-1]}",
+            gradients=computed - self._count_unreduced_bytes(block.experts),
+            gathered=max(0.0, self._count_gathered_bytes(unfinished[-2:], unfinished) - ungathered),
+            communication=buffers,
+        )
 
     def _select_distinct_blocks(self, layers: range) -> list[int]:
         """Return the blocks that backward has done before those which may need most.

@@ -25,8 +25,6 @@ ROWWISE = 1.26
 7a04053 (2025-01) Llama 3 8B on eight H100 has 6,424 instead of 7,186 tokens/s."""
 GROUPED = 1.15
 """The time of a grouped kernel's tiles relative to a matmul's: an assumption. Smaller tiles per expert come on top."""
-FP32 = 15.0
-"""The time of a float32 matmul relative to bf16's: data sheets of the H100, 989 against 67 TFLOP/s."""
 ATTENTION: dict[str, tuple[float, float]] = {
     "cudnn": (560.0, 450.0), "flash": (360.0, 290.0), "efficient": (250.0, 180.0), "flex": (400.0, 300.0),
     "math": (60.0, 60.0),
@@ -79,6 +77,7 @@ class Speeds:
         turns: ranks that take turns on a core, at least 1; an idle rank leaves its turn to another.
         short_rows: length of rows at which attention reaches half of its speed, forward and backward.
         head_power: power of the head size that attention's speed follows below 128.
+        slowdown: measured over predicted step time of published models with experts; 1 for other models.
     """
 
     matmul: float
@@ -109,6 +108,7 @@ class Speeds:
     turns: float = 1.0
     short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
     head_power: float = HEAD_POWER
+    slowdown: float = 1.0
 
 
 def derive_speeds(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.cluster.known_devices import look_up_peak_tflops
 from titan.console.notebook import build_table, format_fields
+from titan.console.numbers import format_rounded
 from titan.estimate import memory, operations, overhead
-from titan.estimate.constants import load_constants
+from titan.estimate.constants import Constants, load_constants
+from titan.estimate.known_hardware import describe_unmeasured
 from titan.estimate.memory import Usage
 from titan.estimate.operations import Speeds
 from titan.estimate.rank_sizes import GIB
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from titan.cluster.devices import Machine
     from titan.cluster.hardware import Hardware
     from titan.cluster.schema import Cluster
+    from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
 HOPPER = 9.0
@@ -28,10 +32,9 @@ HOPPER = 9.0
 PUBLISHED = "ranges cover 90 % of published runs not used in the fit"
 MEASURED = "nine in ten small runs on a measured CPU lie within"
 OWN_RUNS = "nine in ten of your own runs lie within, each predicted from the others"
-"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `EXPERTS` on GPUs for models with them."""
-EXPERTS = "models with experts: no constant is fitted on them, and three published runs lie within"
-EXPERTS_ERROR = 1.6
-"""The relative error of step times of models with experts on GPUs; the largest is 1.55 (docs/plan_accuracy.md)."""
+"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`; `describe_experts` on GPUs with experts."""
+Fit = Literal["", "fits", "fits closely", "does not fit"]
+"""Whether memory suffices."""
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
 
 
@@ -79,15 +82,30 @@ class Plan:
 
     def list_facts(self) -> dict[str, str]:
         """Return the predictions that a reader wants to know first, by name, for notebooks."""
-        facts = {"step": self.step_seconds, "GiB": self.memory_gib_needed, "device-hours": self.device_hours}
-        facts |= {} if self.mfu is None else {"MFU in %": self.mfu.scale(100)}
-        return {name: f"{f.value:.3g} [{f.low:.3g}, {f.high:.3g}]" for name, f in facts.items()}
+        device = "" if self.memory_gib is None else f" of {self.memory_gib:.1f}"
+        fit = f", {self.fit}" if self.fit else ""
+        return {
+            "step": _format_predicted(self.step_seconds, "s"),
+            "speed": _format_predicted(self.tokens_per_second_per_device, "tokens/s per device"),
+            **({} if self.mfu is None else {"MFU": _format_predicted(self.mfu.scale(100), "%")}),
+            "memory": f"{_format_predicted(self.memory_gib_needed, 'GiB')}{device}{fit}",
+            "device-hours": _format_predicted(self.device_hours),
+        }
 
     def __repr__(self) -> str:
         return format_fields("Plan", self.list_facts())
 
     def _repr_html_(self) -> str:
-        return build_table(self.list_facts())
+        return build_table(self.list_facts().items())
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the memory suffices: with its interval, up to it, or not; empty where that of a device is unknown."""
+        if self.memory_gib is None:
+            return ""
+        if self.memory_gib_needed.high <= self.memory_gib:
+            return "fits"
+        return "fits closely" if self.fullest.gib <= self.memory_gib else "does not fit"
 
     @property
     def fullest(self) -> Usage:
@@ -97,12 +115,12 @@ class Plan:
     @property
     def step_seconds(self) -> PredictedValue:
         """The time of a step."""
-        return _build_interval(self.step.seconds, self.error)
+        return build_interval(self.step.seconds, self.error)
 
     @property
     def memory_gib_needed(self) -> PredictedValue:
         """The memory of the fullest rank in GiB."""
-        return _build_interval(self.fullest.gib, self.memory_error)
+        return build_interval(self.fullest.gib, self.memory_error)
 
     @property
     def tokens_per_second_per_device(self) -> PredictedValue:
@@ -137,7 +155,13 @@ class Plan:
         return None if self.price is None else self.device_hours.scale(self.price)
 
 
-def _build_interval(value: float, error: float) -> PredictedValue:
+def _format_predicted(figure: PredictedValue, unit: str = "") -> str:
+    low, high = format_rounded(figure.low), format_rounded(figure.high)
+    return f"{format_rounded(figure.value)} {unit}".rstrip() + f" ({low} to {high})"
+
+
+def build_interval(value: float, error: float) -> PredictedValue:
+    """Return a predicted value with the interval of a relative error."""
     return PredictedValue(value, value / (1 + error), value * (1 + error))
 
 
@@ -161,11 +185,11 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         for usage in memory.estimate_peaks(recipe, layout, microbatches, machine.device)
     ]
     dtype, cpu = recipe.precision.compute, machine.device == "cpu"
-    experts = recipe.model.sum_over_blocks(recipe.model.expert_parameters) > 0
+    experts = has_experts(recipe.model)
     return Plan(
         memory=tuple(usages),
         step=estimate_step(recipe, layout, microbatches, speeds),
-        error=constants.cpu_error if cpu else EXPERTS_ERROR if experts else constants.error,
+        error=constants.cpu_error if cpu else constants.experts_error if experts else constants.error,
         memory_error=constants.cpu_memory_error if cpu else constants.memory_error,
         memory_gib=_compute_device_memory(recipe, machine, layout),
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
@@ -173,7 +197,24 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         steps=recipe.training.steps,
         checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
-        intervals=MEASURED if cpu else EXPERTS if experts else PUBLISHED,
+        intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
+        + describe_unmeasured(hardware, machine.device),
+    )
+
+
+@lru_cache(64)
+def has_experts(model: Decoder) -> bool:
+    """Return whether a block of the model has experts."""
+    return model.sum_over_blocks(model.expert_parameters) > 0
+
+
+def describe_experts(constants: Constants) -> str:
+    """Return what the estimate and the interval of a model with experts on GPUs are."""
+    least, most = f"{constants.experts_least:.1f}", f"{constants.experts_most:.1f}"
+    return (
+        f"published models with experts take {least} to {most} times as long as the fit on dense ones predicts; "
+        f"step times are {constants.experts:.2g} times the fit's, the mean, and their ranges cover each published "
+        "model when the others predict it"
     )
 
 
@@ -208,7 +249,9 @@ def derive_device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, l
     if machine.device == "cpu":
         machine_speeds = operations.derive_speeds(hardware, per_node, dtype=dtype, kernel="flash")
         return _share_cpu(machine_speeds, min(per_node, layout.devices), hardware)
-    return operations.derive_speeds(hardware, per_node, dtype=dtype, kernel=choose_attention_kernel(recipe, machine))
+    kernel = choose_attention_kernel(recipe, machine)
+    speeds = operations.derive_speeds(hardware, per_node, dtype=dtype, kernel=kernel)
+    return replace(speeds, slowdown=load_constants().experts) if has_experts(recipe.model) else speeds
 
 
 def count_ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:

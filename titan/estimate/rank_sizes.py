@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from titan.compile.compiler import read_torch_version
+from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
 from titan.model.counts import Matmul
 from titan.parallelism.pipeline.stage_plan import splits_backward
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from titan.run.schema import Recipe
 
 GIB = 2**30
+MESH_PER_PARAMETER_TORCH = (2, 13)
+"""The first torch whose FSDP gathers parameters of several meshes together."""
 REDUCE_BYTES = 4
 """Bytes of a gradient element while ranks reduce it: float32 for every compute type."""
 EMBEDDING_GRAD_BYTES = 4
@@ -51,6 +55,14 @@ def find_weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightShar
     """Return how a layout shards weights."""
     sharded = 1 if layout.only_replicated else layout.sharded
     return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
+
+
+def gathers_experts_apart(parallelism: Parallelism, layout: Layout) -> bool:
+    """Return whether FSDP gathers a rank's experts apart from their block; see `titan.parallelism.units`."""
+    shards_blocks = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
+    frees_all = isinstance(parallelism.resolve_reshard(layout), bool)
+    has_one_mesh = () < read_torch_version() < MESH_PER_PARAMETER_TORCH
+    return layout.expert > 1 and not (shards_blocks and frees_all and not has_one_mesh)
 
 
 def count_average_bytes(recipe: Recipe) -> float:
@@ -154,6 +166,8 @@ class RankSizes:
             fused=device == "cuda",
             compiled=recipe.compile.scope in ("block", "model"),
             expert=layout.expert,
+            regather=regathers_input(recipe, layout),
+            one_row=rows == 1,
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
@@ -198,7 +212,7 @@ class RankSizes:
             first=experts / 3 or LARGEST_WEIGHT * weights.matrices,
             gathered=dense * self.fsdp + expert_bytes * (self.fsdp or is_divided),
             casts=dense * (not self.fsdp) + expert_bytes * (not self.fsdp and not is_divided),
-            experts_gathered=expert_bytes if is_divided else 0.0,
+            experts_gathered=expert_bytes if gathers_experts_apart(self.recipe.parallelism, self.layout) else 0.0,
         )
 
     def sum_blocks(self, size_of: Callable[[BlockSizes], float], layers: range) -> float:

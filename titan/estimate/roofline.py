@@ -190,12 +190,20 @@ def count_elementwise_bytes(
     return element * (stream * model.dim / sequence + (rotated + gate * width) / tensor)
 
 
-def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0) -> float:
+def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:
     """Return bytes per token of a router, of sorting tokens by expert and back, and of the experts' gates.
 
-    Forward, in elements for each of a token's experts: rows are copied twice, the gate reads 2F and writes F, and the
-    weighted sum reads D; backward: rows are copied twice and added up, the weighted sum reads 2D and writes D, and the
-    gate reads 3F and writes 2F. The router's scores are read and written three times in float32, and sorted.
+    Forward, in elements for each of a token's experts: rows are copied, the gate reads 2F and writes F, and the sum
+    reads D; backward: rows are copied, the gradients of two matmuls are added, and then those of a token, and the gate
+    reads 3F and writes 2F. Rows that ranks exchange are copied twice more in each pass. The router's scores are read
+    and written three times in float32, and sorted.
+
+    Args:
+        model: the shape.
+        element: bytes of an activation element.
+        part: "forward" or "backward".
+        layer: the block.
+        expert: ranks that share the experts.
     """
     matmuls = model.expert_matmuls(layer)
     if not matmuls:
@@ -204,8 +212,20 @@ def count_routing_bytes(model: Decoder, element: int, part: str, layer: int = 0)
     experts = model.expert_parameters(layer) / expert_size
     active_experts = model.active_expert_parameters(layer) / expert_size
     width = next(matmul.outputs for name, matmul in matmuls.items() if name.endswith(".w1"))
-    rows, gate = (5, 3) if part == "forward" else (8, 5)
-    return active_experts * element * (rows * model.dim + gate * width) + SORTING_BYTES * experts
+    gate = 3 if part == "forward" else 5
+    rows = count_row_bytes(model, element, part, layer, expert)
+    return rows + active_experts * element * gate * width + SORTING_BYTES * experts
+
+
+def count_row_bytes(model: Decoder, element: int, part: str, layer: int = 0, expert: int = 1) -> float:
+    """Return what `count_routing_bytes` counts of the rows that experts get and return, which no part's graph has."""
+    matmuls = model.expert_matmuls(layer)
+    if not matmuls:
+        return 0.0
+    expert_size = sum(matmul.inputs * matmul.outputs for matmul in matmuls.values())
+    active_experts = model.active_expert_parameters(layer) / expert_size
+    rows = (3 if part == "forward" else 6) + 4 * (expert > 1)
+    return active_experts * element * rows * model.dim
 
 
 def count_update_bytes(recipe: Recipe) -> float:

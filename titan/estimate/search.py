@@ -11,21 +11,30 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from titan.config.settings import format_value
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import overhead
 from titan.estimate.fit import compute_available_gib
-from titan.estimate.layout_options import LayoutCandidate, LayoutOption, iterate_layouts, iterate_options
+from titan.estimate.layout_options import (
+    LayoutCandidate,
+    LayoutOption,
+    TypedSettings,
+    iterate_layouts,
+    iterate_options,
+    list_degrees,
+)
 from titan.estimate.lower_bounds import LowerBounds
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
 from titan.estimate.step_time import StepTime, estimate_step
+from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -85,7 +94,7 @@ def search_layouts(
     prune: bool = True,
     accepts: Accept = lambda candidate: True,
     factors: CorrectionFactors = UNCHANGED,
-    degrees: Mapping[str, int] | None = None,
+    typed: TypedSettings | None = None,
     show: Show = lambda line: None,
 ) -> SearchOutcome:
     """Return the fastest layouts of a recipe on so many devices.
@@ -98,20 +107,22 @@ def search_layouts(
         prune: whether to skip candidates that can't be among them.
         accepts: whether a run would be accepted with a layout.
         factors: what predictions are multiplied by.
-        degrees: those that every layout must have, by name.
+        typed: settings that every layout must have, by name: `titan.estimate.layout_options`.
         show: shows the progress, one line after another.
 
     Raises:
-        ConfigError: when a figure of the hardware is missing, no layout has the degrees, or none fits.
+        ConfigError: when a figure of the hardware is missing, no layout has the settings, or none fits.
     """
-    space = _Space(recipe, devices, machine, accepts, factors, degrees or {}, show)
+    typed = typed or {}
+    _check_schedule(typed)
+    space = _Space(recipe, devices, machine, accepts, factors, typed, show)
     if not space.ordered:
-        raise ConfigError(_explain_no_layout(recipe, devices, machine, degrees or {}))
+        raise ConfigError(_explain_no_layout(recipe, devices, machine, typed))
     fastest = space.find_fastest(keep, space.available_gib, prune)
     if not fastest.results:
         raise ConfigError(
             f"plan.search=true: none of {len(space.ordered):,} layouts on {format_plural(devices, 'device')}"
-            f"{_describe_degrees(degrees or {})} fits {space.available_gib:.0f} GiB; give more cluster.nodes, a "
+            f"{_describe_typed(typed)} fits {space.available_gib:.0f} GiB; give more cluster.nodes, a "
             "smaller training.seq_len, or memory.offload=true."
         )
     front = [fastest.list_best(1)[0]]
@@ -120,15 +131,29 @@ def search_layouts(
     return SearchOutcome(tuple(fastest.list_best(keep)), tuple(front), len(space.ordered), fastest.predicted)
 
 
-def _describe_degrees(degrees: Mapping[str, int]) -> str:
-    """Return the degrees that are required as the end of a clause."""
-    words = " ".join(f"parallelism.{name}={degree}" for name, degree in degrees.items())
+def _check_schedule(typed: TypedSettings) -> None:
+    """Raise ConfigError for a schedule that no search can try."""
+    schedule = typed.get("schedule", "1F1B")
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"parallelism.schedule={schedule}: a search compares schedules by name; give one of "
+            f"{', '.join(SCHEDULES)}, or leave out plan.search=true."
+        )
+
+
+def _describe_typed(typed: TypedSettings) -> str:
+    """Return the settings that are required as the end of a clause."""
+    words = " ".join(
+        f"{'memory' if name == 'checkpointing' else 'parallelism'}.{name}={format_value(value)}"
+        for name, value in typed.items()
+    )
     return f" with {words}" if words else ""
 
 
-def _explain_no_layout(recipe: Recipe, devices: int, machine: Machine, degrees: Mapping[str, int]) -> str:
-    """Return the error message where no layout has the degrees that are required."""
+def _explain_no_layout(recipe: Recipe, devices: int, machine: Machine, typed: TypedSettings) -> str:
+    """Return the error message where no layout has the settings that are required."""
     subject = f"no layout on {format_plural(devices, 'device')}"
+    degrees = {name: degree for name, degree in typed.items() if name in list_degrees(Layout())}
     possible = {
         name: {getattr(layout, name) for layout in iterate_layouts(recipe, devices, machine)} for name in degrees
     }
@@ -138,9 +163,10 @@ def _explain_no_layout(recipe: Recipe, devices: int, machine: Machine, degrees: 
             return (
                 f"parallelism.{name}={degrees[name]}: {subject} has it with this model and batch; give one of {listed}."
             )
-    if not degrees or not all(possible.values()):
+    if not typed or not all(possible.values()):
         return f"plan.search=true: {subject} gives each data-parallel rank a row; give a larger training.global_batch."
-    return f"plan.search=true: {subject} has{_describe_degrees(degrees).removeprefix(' with')}; leave one of them out."
+    remedy = "leave it out" if len(typed) == 1 else "leave one of them out"
+    return f"plan.search=true: {subject} has{_describe_typed(typed).removeprefix(' with')}; {remedy}."
 
 
 class _Space:
@@ -153,7 +179,7 @@ class _Space:
         machine: Machine,
         accepts: Accept,
         factors: CorrectionFactors,
-        degrees: Mapping[str, int],
+        typed: TypedSettings,
         show: Show,
     ) -> None:
         hardware = resolve_hardware(recipe.cluster, machine)
@@ -164,7 +190,7 @@ class _Space:
         )
         self.bounds, self.show, self._shown_time = LowerBounds(recipe, self.speeds, machine.device), show, 0.0
         self.ordered: list[tuple[float, int, LayoutOption]] = []
-        for number, option in enumerate(iterate_options(recipe, devices, machine, degrees)):
+        for number, option in enumerate(iterate_options(recipe, devices, machine, typed)):
             self._show_progress(lambda: f"search: {len(self.ordered):,} layouts")
             self.ordered.append((self.bounds(option), number, option))
         self.ordered.sort(key=lambda entry: entry[:2])

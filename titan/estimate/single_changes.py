@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from titan.config.settings import format_value
 from titan.estimate.fit import compute_available_gib
 from titan.estimate.layout_options import (
     MODES,
@@ -20,6 +21,7 @@ from titan.estimate.layout_options import (
 )
 from titan.estimate.plan import derive_device_speeds, resolve_hardware
 from titan.estimate.refine import UNCHANGED, CorrectionFactors
+from titan.estimate.regather import list_regather_obstacles, regathers_input
 from titan.estimate.search import Accept, PredictedLayout, predict_layout
 from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
@@ -46,10 +48,7 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
             yield LayoutCandidate(recipe, layout, count)
     if recipe.compile.scope == "off":
         yield LayoutCandidate(replace(recipe, compile=replace(recipe.compile, scope="block")), layout, microbatches)
-    if layout.tensor > 1 and not parallelism.async_tensor and recipe.compile.scope == "block":
-        yield LayoutCandidate(
-            replace(recipe, parallelism=replace(parallelism, async_tensor=True)), layout, microbatches
-        )
+    yield from _iterate_tensor_changes(recipe, layout, microbatches)
     if layout.pipeline > 1:
         for (schedule, stages, reshard), counts in iterate_schedules(recipe, layout, rows):
             if microbatches in counts:
@@ -71,6 +70,17 @@ def iterate_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterat
             yield LayoutCandidate(
                 replace(recipe, parallelism=replace(parallelism, **list_degrees(neighbour))), neighbour, microbatches
             )
+
+
+def _iterate_tensor_changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[LayoutCandidate]:
+    """Yield the candidates with another way to communicate between tensor ranks."""
+    parallelism, changes = recipe.parallelism, []
+    if layout.tensor > 1 and not list_regather_obstacles(recipe, layout):
+        changes.append(replace(parallelism, regather=not regathers_input(recipe, layout)))
+    if layout.tensor > 1 and recipe.compile.scope == "block" and parallelism.regather is not True:
+        changes += [] if parallelism.async_tensor else [replace(parallelism, async_tensor=True)]
+    for changed in changes:
+        yield LayoutCandidate(replace(recipe, parallelism=changed), layout, microbatches)
 
 
 def _allows_microbatches(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
@@ -135,10 +145,10 @@ def list_overrides(
         if degree != degrees[name]
     ]
     base_parallelism, parallelism = base.parallelism, candidate.recipe.parallelism
-    for name in ("schedule", "stages", "reshard", "async_tensor"):
+    for name in ("schedule", "stages", "starts", "reshard", "async_tensor", "regather"):
         value = getattr(parallelism, name)
-        if value != getattr(base_parallelism, name) and not (name == "stages" and candidate.layout.pipeline == 1):
-            overrides.append(f"parallelism.{name}={str(value).lower() if isinstance(value, bool) else value}")
+        if value != getattr(base_parallelism, name):
+            overrides.append(f"parallelism.{name}={format_value(value)}")
     if candidate.microbatches != microbatches:
         overrides.append(f"parallelism.microbatches={candidate.microbatches}")
     if candidate.recipe.memory.checkpointing != base.memory.checkpointing:

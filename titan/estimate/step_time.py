@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan.estimate.block_time import BlockTime, RankWork, SecondsByCause
+from titan.estimate.matrix_update import estimate_matrix_update
 from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
@@ -87,9 +88,9 @@ def estimate_step(recipe: Recipe, layout: Layout, microbatches: int, speeds: Spe
 def scale_to_nodes(
     parts: SecondsByCause, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[ActionSpan, ...] = ()
 ) -> StepTime:
-    """Return the time of a step with what each doubling of nodes loses."""
+    """Return the time of a step with what each doubling of nodes loses, and what published models with experts do."""
     nodes = max(1, layout.devices // speeds.per_node)
-    slowdown = 1 + speeds.per_doubling * math.log2(nodes)
+    slowdown = speeds.slowdown * (1 + speeds.per_doubling * math.log2(nodes))
     slowed_parts = {cause: slowdown * parts[cause] for cause in CAUSES if parts[cause]}
     slowed_spans = tuple(
         ActionSpan(span.rank, span.action, slowdown * span.start, slowdown * span.end) for span in spans
@@ -242,7 +243,7 @@ class StepModel(RankWork):
         if placed[-1][0] == self.layout.pipeline - 1:  # not a V
             fill_seconds = min(stages) * (self.layout.pipeline - 1) / 2
             largest = max(largest, busy[self.layout.pipeline - 1] + fill_seconds)
-        return largest + self.estimate_update()
+        return self.speeds.slowdown * (largest + self.estimate_update())
 
     def _sum_block_seconds(self, layers: range) -> float:
         """Return the time of a micro-batch in blocks, forward and backward."""
@@ -318,12 +319,13 @@ class StepModel(RankWork):
     # ---- optimizer ----
 
     def estimate_update(self) -> float:
-        """Return the time of gradient norm, clipping and update of the rank's shard."""
+        """Return the time of gradient norm, clipping and update of the rank's shard, and of whole matrices."""
         layout, model = self.layout, self.model
         per_rank = layout.tensor * layout.pipeline * (layout.sharded if self.fsdp else 1)
         experts = model.sum_over_blocks(model.expert_parameters) / model.parameters() if layout.expert == 1 else 0.0
         replicas = 1 + experts * (layout.tensor - 1)  # tensor ranks have the same experts
-        return self.speeds.update * replicas * count_update_bytes(self.recipe) / per_rank / self.speeds.memory
+        elementwise = self.speeds.update * replicas * count_update_bytes(self.recipe) / per_rank / self.speeds.memory
+        return elementwise + estimate_matrix_update(self)
 
 
 def _add_parts(total: SecondsByCause, parts: Mapping[str, float], times: float) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -15,14 +17,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from titan.memory.kept_values import build_passes
 from titan.memory.schema import Memory
 from titan.model.experts import ExpertLinear, Router
+from titan.model.parts import Part, is_one_part
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-) | {"titan::grouped_product", "titan::low_grouped_product"}
+) | {"titan::float32_product", "titan::grouped_product", "titan::low_grouped_product"}
 """Matmuls: selective checkpointing saves the results of every other one. A product of all experts is one."""
 
 
@@ -54,39 +58,64 @@ on one device, and the rank's shard of it is saved anyway."""
 SAVED = MATMULS | ATTENTION | COLLECTIVES
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 0) -> None:
+def checkpoint_blocks(
+    blocks: Sequence[nn.Module],
+    memory: Memory,
+    first: int = 0,
+    parts: Sequence[Sequence[Part]] | None = None,
+    compiled: bool = False,
+) -> None:
     """Checkpoint the blocks that `memory` selects; a budget is applied by the compiler (`titan.compile.backend`).
 
     The block's `forward` is replaced instead of wrapping the module: parameter names stay, and FSDP's hooks and
-    compilation apply around the checkpoint.
+    compilation apply around the checkpoint. Selective checkpointing sees no operation inside of a graph, so where a
+    block is compiled in parts each of them is checkpointed, and what is between them is saved.
 
     Args:
         blocks: consecutive blocks of the model.
         memory: the settings.
         first: index of the first of these blocks in the whole model, so that all pipeline layouts recompute the same
             blocks.
+        parts: of each block, see `titan.model.parts`; None: each is one part.
+        compiled: whether the parts are compiled.
     """
-    if memory.checkpointing == "full":
-        for block in blocks:
-            block.forward = _with_recompute(block.forward)
-    elif memory.checkpointing == "every_n":
-        for block in (b for index, b in enumerate(blocks, first + 1) if index % memory.every == 0):
-            block.forward = _with_recompute(block.forward)
-    elif memory.checkpointing == "selective":
-        for block in blocks:
-            block.forward = _with_selective_recompute(block.forward, _count_matmuls(block))
+    for index, block in enumerate(blocks):
+        block_parts = [Part(block)] if parts is None else parts[index]
+        if memory.checkpointing == "full" or (
+            memory.checkpointing == "every_n" and (first + index + 1) % memory.every == 0
+        ):
+            block.forward = _with_recompute(block.forward, keeps=not is_one_part(block_parts))
+        elif memory.checkpointing == "selective" and (compiled or is_one_part(block_parts)):
+            _checkpoint_parts(block_parts)
+        elif memory.checkpointing == "selective":
+            contexts = _build_keeping_contexts(_count_matmuls(block.modules()))
+            block.forward = _with_contexts(block.forward, contexts)
 
 
-def _count_matmuls(block: nn.Module) -> int:
-    """Return the number of matmuls in a forward pass of a block."""
-    return sum(isinstance(module, nn.Linear | Router | ExpertLinear) for module in block.modules())
+def _checkpoint_parts(parts: Sequence[Part]) -> None:
+    """Save of each part what is costly to compute; matmuls are numbered through all parts."""
+    counts = [_count_matmuls(part.list_modules()) for part in parts]
+    for number, part in enumerate(parts):
+        contexts = _build_contexts(sum(counts), sum(counts[:number]))
+        part.replace(partial(_with_contexts, contexts=contexts, name=part.name))
 
 
-def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _count_matmuls(modules: Iterable[nn.Module]) -> int:
+    """Return the number of matmuls in a forward pass of modules."""
+    return sum(isinstance(module, nn.Linear | Router | ExpertLinear) for module in modules)
+
+
+def _with_recompute(forward: Callable[..., Any], keeps: bool = False) -> Callable[..., Any]:
     """Return a function that runs `forward`, and again in the backward pass.
 
     It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
+
+    Args:
+        forward: of a block.
+        keeps: whether values are kept for the recomputation (`titan.memory.kept_values`); no graph can hold that.
     """
+    if keeps:
+        return _with_contexts(forward, build_passes)
 
     def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -94,30 +123,72 @@ def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run_checkpointed
 
 
-def _with_selective_recompute(forward: Callable[..., Any], matmuls: int) -> Callable[..., Any]:
-    """As `_with_recompute`, but save results that are costly to compute (arXiv:2205.05198, section 5)."""
-    contexts = _build_contexts(matmuls)
+def _with_contexts(forward: Callable[..., Any], contexts: Callable[[], Any], name: str = "") -> Callable[..., Any]:
+    """As `_with_recompute`, in contexts of the forward pass and of the recomputation.
+
+    Args:
+        forward: of a block or a part of one.
+        contexts: makes both contexts.
+        name: of the part. Parts have different code, because torch compiles eight graphs of the same code at most.
+    """
 
     def run_checkpointed(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
+    if name:
+        run_checkpointed.__code__ = _copy_code(run_checkpointed.__code__, f"run_{name}")
     return run_checkpointed
 
 
 @cache
-def _build_contexts(matmuls: int) -> Callable[[], Any]:
-    """Return the `context_fn` of a block: contexts of its forward pass and of its recomputation, with separate counts.
+def _copy_code(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_name=name)
 
-    It is cached, so that the compiler sees the same function for all blocks with the same number of matmuls.
+
+@cache
+def _build_contexts(matmuls: int, first: int = 0) -> Callable[[], Any]:
+    """Return the `context_fn` that saves what is costly to compute (arXiv:2205.05198, section 5).
+
+    It makes contexts of the forward pass and of the recomputation, with separate counts. It is cached, so that the
+    compiler sees the same function for all blocks with the same number of matmuls.
+
+    Args:
+        matmuls: of the block.
+        first: how many of them are computed before.
     """
 
     def create_contexts() -> Any:
-        forward, recompute = create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
+        policy = _Policy(matmuls, first)
+        forward, recompute = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         mode: Any = type(recompute)
         recompute.__class__ = _without_counting(mode)
         return forward, recompute
 
     return create_contexts
+
+
+def _build_keeping_contexts(matmuls: int) -> Callable[[], Any]:
+    """As `_build_contexts`, and keep values for the recomputation."""
+
+    def create_contexts() -> Any:
+        return tuple(map(_Contexts, build_passes(), _build_contexts(matmuls)()))
+
+    return create_contexts
+
+
+class _Contexts:
+    """Several contexts as one, which may be entered again after it was left."""
+
+    def __init__(self, *contexts: Any) -> None:
+        self.contexts = contexts
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            self.stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
 
 
 @cache
@@ -140,10 +211,10 @@ def _without_counting(mode: Any) -> Any:
 class _Policy:
     """Decides for each operation of one pass through a block whether to save its results."""
 
-    def __init__(self, matmuls: int) -> None:
+    def __init__(self, matmuls: int, first: int = 0) -> None:
         self.last_matmul = matmuls
         # Per pass: torch before 2.13 calls the policy in recomputation too, and needs the same answers.
-        self.matmul_counts: Counter[bool] = Counter()
+        self.matmul_counts: Counter[bool] = Counter({False: first, True: first})
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Save the results of attention, of collectives and of the first, third, fifth... matmul.

@@ -21,7 +21,7 @@ RAW_POINTS = 2000
 WIDTH, HEIGHT = 960.0, 480.0
 STYLE = """
 text { fill: #6b6b6b; font: 12px sans-serif; } text.name { fill: #222; }
-text.label { fill: currentColor; font-weight: 600; }
+text.label { fill: #222; font-weight: 600; }
 .grid { stroke: #e6e6e6; fill: none; } .axis { stroke: #6b6b6b; fill: none; }
 .training { color: #2c6fbb; } .validation { color: #d9571e; } .spikes { color: #b3122b; }
 polyline { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; }
@@ -127,7 +127,7 @@ def _draw_step_axis(frame: Frame, curve: Curve) -> str:
     steps = [s for s in svg.compute_round_values(0, frame.x.high / tokens_per_step, 8) if s and s == int(s)]
     y = frame.y.end - 32
     names = [svg.draw_text(frame.x.at(step * tokens_per_step), y, format_tick(step), "middle") for step in steps]
-    return svg.draw_text(frame.x.start, y, "step", kind="name", shift=-svg.LETTER * 7) + "".join(names)
+    return svg.draw_text(frame.x.start - svg.LETTER * 7, y, "step", kind="name") + "".join(names)
 
 
 def _compute_limits(*curves: Numbers) -> tuple[float, float]:

@@ -15,12 +15,18 @@ from html import escape
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from titan.console.numbers import align_decimals
+
 Numbers = NDArray[np.float64]
 
 LINE = 15.0
 """Height of a line of text."""
 LETTER = 6.6
 """Width of a letter, roughly: browsers differ."""
+TICK = 72.0
+"""Room for a value on a horizontal axis."""
+KEY = 9.0
+"""Length of the piece of a line before its label."""
 DASH = 12.0
 """Length of what stands for a single point."""
 
@@ -96,19 +102,40 @@ class Frame:
     ) -> str:
         """Return grid lines, ticks with their values, and axis names with units."""
         left, right, low, high = self.x.start, self.x.end, self.y.start, self.y.end
-        lines, words = [], []
-        for value in self.y.compute_ticks():
-            at = self.y.at(value)
-            lines.append(f"M{left:.1f} {at:.1f}H{right:.1f}")
-            words.append(draw_text(left - 8, at + 4, y_text(value), "end"))
-        for value in self.x.compute_ticks():
-            at = self.x.at(value)
-            words.append(draw_text(at, low + 18, x_text(value), "middle"))
-            lines.append(f"M{at:.1f} {low:.1f}v4")
-        words.append(draw_text((left + right) / 2, low + 38, x_name, "middle", "name"))
-        words.append(draw_text(left - 8, high - 12, y_name, "start", "name", shift=-LETTER * 7))
-        base = f"M{left:.1f} {low:.1f}H{right:.1f}"
-        return f'<path class="grid" d="{"".join(lines)}"/><path class="axis" d="{base}"/>{"".join(words)}'
+        names = draw_text((left + right) / 2, low + 38, x_name, "middle", "name")
+        names += draw_text(max(2.0, left - 8 - LETTER * 7), high - 12, y_name, "start", "name")
+        base = f'<path class="axis" d="M{left:.1f} {low:.1f}H{right:.1f}"/>'
+        return self._draw_y_ticks(y_text) + base + self._draw_x_ticks(x_text) + names
+
+    def _draw_y_ticks(self, show: Callable[[float], str]) -> str:
+        """Return a horizontal line and a value for each tick."""
+        left, right, ticks = self.x.start, self.x.end, self.y.compute_ticks()
+        lines = "".join(f"M{left:.1f} {self.y.at(value):.1f}H{right:.1f}" for value in ticks)
+        words = [
+            draw_text(left - 8, self.y.at(value) + 4, text, "end")
+            for value, text in zip(ticks, format_ticks(ticks, show), strict=True)
+        ]
+        return f'<path class="grid" d="{lines}"/>{"".join(words)}'
+
+    def _draw_x_ticks(self, show: Callable[[float], str]) -> str:
+        """Return a short line and a value for each tick."""
+        low, ticks = self.y.start, self.x.compute_ticks(self.count_x_ticks())
+        lines = "".join(f"M{self.x.at(value):.1f} {low:.1f}v4" for value in ticks)
+        words = [
+            draw_text(self.x.at(value), low + 18, text, "middle")
+            for value, text in zip(ticks, format_ticks(ticks, show), strict=True)
+            if text
+        ]
+        return f'<path class="grid" d="{lines}"/>{"".join(words)}'
+
+    def count_x_ticks(self) -> int:
+        """Return about how many values the horizontal axis has room for, 6 at most."""
+        return int(max(2, min(6, (self.x.end - self.x.start) // TICK)))
+
+
+def format_ticks(values: Sequence[float], show: Callable[[float], str]) -> list[str]:
+    """Return the values of an axis as text, with equally many decimals."""
+    return align_decimals([show(value) for value in values])
 
 
 def draw_picture(frame: Frame, name: str, body: str) -> str:
@@ -136,10 +163,10 @@ def draw_line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str
     return f'<polyline {marks} points="{points}"><title>{escape(title)}</title></polyline>'
 
 
-def draw_text(x: float, y: float, words: str, anchor: str = "start", kind: str = "", shift: float = 0.0) -> str:
+def draw_text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> str:
     """Return a line of text."""
     class_attribute = f' class="{kind}"' if kind else ""
-    return f'<text{class_attribute} x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text{class_attribute} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 @dataclass(frozen=True)
@@ -159,7 +186,7 @@ def draw_labels(frame: Frame, labels: Iterable[Label], letters: int = 24, max_li
         [label.y for label in ordered], [LINE * len(lines) + 3 for lines in wrapped], frame.y.end, frame.y.start
     )
     return "".join(
-        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 10, top, lines)}</g>"
+        f"<g {label.marks}><title>{escape(label.words)}</title>{_draw_label_lines(frame.x.end + 6, top, lines)}</g>"
         for label, lines, top in zip(ordered, wrapped, tops, strict=True)
     )
 
@@ -172,7 +199,11 @@ def _break_label(words: str, letters: int, max_lines: int) -> list[str]:
 
 
 def _draw_label_lines(x: float, top: float, lines: Sequence[str]) -> str:
-    return "".join(draw_text(x, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines))
+    """Return the words behind a piece of their line, whose colour the words need not have."""
+    key = f'<polyline points="{x:.1f},{top + 8:.1f} {x + KEY:.1f},{top + 8:.1f}"/>'
+    return key + "".join(
+        draw_text(x + KEY + 4, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines)
+    )
 
 
 def spread_boxes(middles: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:

@@ -243,16 +243,21 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+NO_CURVES = ("step", "time", "attempt")
+"""Numbers of a record that are no measurements."""
+
+
 def extract_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names in a tracker: train/loss, validation/loss, hooks/NAME/METRIC.
 
-    Lists, strings and booleans are left out, and so are the step, which is the axis, and the time, which trackers
-    record themselves: TensorBoard's values are fp32, in which a time is known to two minutes.
+    Lists, strings and booleans are left out, and so are the step, which is the axis, the attempt, which is no
+    measurement, and the time, which trackers record themselves: TensorBoard's values are fp32, in which a time is known
+    to two minutes.
     """
     validation = "validation_loss" in record and "loss" not in record
     scalars = {}
     for key, value in record.items():
-        if key not in ("step", "time") and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if key not in NO_CURVES and isinstance(value, numbers.Real) and not isinstance(value, bool):
             short_name = key.removeprefix("validation_")
             group = "validation" if validation or short_name != key else "train"
             scalars[key if key.startswith(METRIC_PREFIX) else f"{group}/{short_name}"] = float(value)

@@ -22,6 +22,8 @@ class RankBatch:
         fused: whether a norm is one kernel, as on GPUs; else autograd saves two float32 tensors of each.
         compiled: whether a compiler fuses elementwise operations and recomputes them instead of saving their results.
         expert: ranks that share experts; each computes as many rows as it has, if the load is even.
+        regather: whether regions of split matmuls save the rank's part of their input and gather it again in backward.
+        one_row: whether the micro-batch is one row, which ranks gather without copies.
     """
 
     tokens: float
@@ -31,11 +33,27 @@ class RankBatch:
     fused: bool = True
     compiled: bool = False
     expert: int = 1
+    regather: bool = False
+    one_row: bool = False
 
     @property
     def residual_tokens(self) -> float:
         """Tokens of the residual stream on the rank."""
         return self.tokens / self.tensor if self.sequence else self.tokens
+
+    @property
+    def saved_input_tokens(self) -> float:
+        """Tokens of a region's input that autograd saves."""
+        return self.residual_tokens if self.regather else self.tokens
+
+    def count_regather_bytes(self, dim: int, outputs: float) -> float:
+        """Return the bytes of gradients of a region's input and first products, with the input and a copy.
+
+        Args:
+            dim: D.
+            outputs: width of the outputs of its first matmuls together, on this rank.
+        """
+        return self.bytes * (outputs + (2 if self.one_row else 3) * dim) * self.tokens if self.regather else 0.0
 
     @property
     def unsplit(self) -> RankBatch:
@@ -231,15 +249,15 @@ class SharedExperts(NamedTuple):
     width: int
     split: bool
 
-    def gathers_input(self, batch: RankBatch) -> bool:
-        """Return whether their input is gathered from tensor ranks."""
-        return self.split and batch.tensor > 1 and batch.sequence
+    def saves_gathered_input(self, batch: RankBatch) -> bool:
+        """Return whether autograd saves their input as it is gathered from tensor ranks."""
+        return self.split and batch.tensor > 1 and batch.sequence and not batch.regather
 
     def count_bytes(self, batch: RankBatch, dim: int) -> LayerActivations:
-        """Return their activation memory, with their input where it is gathered."""
+        """Return their activation memory, with their gathered input where it is saved."""
         activations = count_swiglu_bytes(batch if self.split else batch.unsplit, dim, self.width)
         return activations._replace(
-            saved=activations.saved + batch.bytes * dim * batch.tokens * self.gathers_input(batch)
+            saved=activations.saved + batch.bytes * dim * batch.tokens * self.saves_gathered_input(batch)
         )
 
 
@@ -252,7 +270,7 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
     """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
     In addition to its parts it saves `RankBatch.count_norm_bytes` of each norm, and its output, which tensor ranks
-    all-gather.
+    all-gather: the rank's part of it, or all.
 
     Args:
         batch: the part that the rank computes.
@@ -262,14 +280,14 @@ def count_block_bytes(batch: RankBatch, dim: int, attention: LayerActivations, f
     """
     c, n, s, t = batch.bytes, batch.tokens, batch.residual_tokens, batch.tensor
     feed_forward, gradient = count_swiglu_bytes(batch, dim, ffn), c * dim * s
-    norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * n
+    norms = 2 * batch.count_norm_bytes(dim) * s + 2 * c * dim * batch.saved_input_tokens
     gates = c * n * max(2 * ffn / t, ffn / t + (dim if t > 1 and batch.sequence else 0))
     norm = batch.count_norm_backward_bytes(dim) * s - feed_forward.saved
     return BlockActivations(
         gradient,
         norms + attention.saved + feed_forward.saved,
         gradient + attention.selective + feed_forward.selective,
-        gradient + max(gates, norm, c * dim * n),
+        gradient + max(gates, norm, c * dim * n, batch.count_regather_bytes(dim, 2 * ffn / t) - feed_forward.saved),
         attention.outputs + feed_forward.outputs,
     )
 
@@ -297,8 +315,7 @@ def count_moe_block_bytes(
 
     Tensor ranks compute their tokens of the residual stream with whole experts. Saved per token by the router: its
     input, scores, the chosen experts and their weights; per chosen expert: the places before and after sorting, the
-    sorted row, what SwiGLU saves, and the output, which the gradient of its weight needs; the gradient of a score that
-    scales inputs needs these instead. Backward computes shared experts first.
+    sorted row, its weight, the projections and the gate. Backward computes shared experts first.
 
     Args:
         batch: the part that the rank computes.
@@ -307,27 +324,15 @@ def count_moe_block_bytes(
         experts: those of some tokens.
         shared: those of every token.
     """
-    c, s, width, inputs = batch.bytes, batch.residual_tokens, experts.width, experts.scale_inputs
+    c, s, width = batch.bytes, batch.residual_tokens, experts.width
     rows, gradient = experts.top_k * s, c * dim * s
     shared_activations = LayerActivations(0.0, 0.0, 0.0, 0) if shared is None else shared.count_bytes(batch, dim)
-    norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.tokens
-    router = ((c if batch.compiled else 4) * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
-    if c < 4 and not batch.compiled and (inputs or (shared is not None and not shared.gathers_input(batch))):
-        router += c * dim * s  # the input, not only in float32
-    weighted_outputs = 0.0 if inputs else c * dim * rows
-    gates = (3 if batch.compiled else 4) * c * width * rows
+    norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
+    router = (c * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
+    gates = 3 * c * width * rows
     index_bytes = (2 if batch.expert == 1 else 4) * INDEX_BYTES * rows
-    saved = (
-        norms
-        + attention.saved
-        + router
-        + index_bytes
-        + c * dim * rows
-        + gates
-        + weighted_outputs
-        + shared_activations.saved
-    )
-    exchanged_bytes = 2 * c * dim * rows if batch.expert > 1 else 0.0
+    saved = norms + attention.saved + router + index_bytes + c * dim * rows + gates + shared_activations.saved
+    exchanged_bytes = (2 * c * dim + 4) * rows if batch.expert > 1 else 0.0
     scores = 4 * experts.total * s
     # every other matmul, of the router, w1, w3, w2 and the shared experts in this order
     saved_matmul = scores if attention.matmuls % 2 == 0 else c * dim * rows if shared is not None else 0.0
@@ -340,14 +345,14 @@ def count_moe_block_bytes(
         + shared_activations.selective
     )
     freed_bytes = gradient * (shared is not None) - shared_activations.saved
-    sum_bytes = (0 if c == 4 else 4) * dim * s
-    row_bytes = (c * dim if batch.compiled or inputs else 8 * dim) * rows
+    if batch.compiled and batch.expert > 1:  # compiled in parts, each recomputed from its inputs
+        selective += gradient + index_bytes
     shared_bytes = 0.0 if shared is None else c * 2 * shared.width * s
-    routing = max(gradient + sum_bytes + row_bytes + freed_bytes, gradient + shared_bytes)
-    backward = gradient + c * (2 * width + dim) * rows - weighted_outputs + freed_bytes
+    routing = max(gradient + c * dim * rows + freed_bytes, gradient + shared_bytes)
+    backward = gradient + c * (2 * width + dim) * rows + freed_bytes
     outputs = attention.outputs + c * (2 * width + dim) * rows + scores + shared_activations.outputs
     received = c * dim * rows + gates
-    routed = received + index_bytes + weighted_outputs + shared_activations.saved
+    routed = received + index_bytes + shared_activations.saved
     return BlockActivations(gradient, saved, selective, backward, outputs, routing, received + exchanged_bytes, routed)
 
 

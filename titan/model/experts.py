@@ -8,13 +8,15 @@ Shapes: B rows, T tokens of a row, N tokens, D hidden width, E experts, K expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model import balance
+from titan.model.expert_rows import expand_tokens, select_weights, sort_choices, sum_rows
+from titan.model.float32_product import multiply_in_float32
 from titan.model.grouped import GroupedProduct, multiply_grouped
 from titan.model.layers import Block, FeedForward, GetWeight, cast_weight
 
@@ -100,7 +102,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Route:
         """Route tokens [..., D]."""
-        logits = F.linear(x.float(), self.get_weight(self.weight, x.dtype).float())
+        logits = multiply_in_float32(x, self.get_weight(self.weight, x.dtype))
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         experts = select_top_k(self._compute_choice_scores(scores.detach()), self.top_k)
         weights = scores.gather(-1, experts)
@@ -130,9 +132,9 @@ class ExpertLinear(nn.Module):
         self.get_weight: GetWeight = cast_weight
         self.product: GroupedProduct = multiply_grouped
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offsets: Tensor, exact: bool = False) -> Tensor:
         """Map rows [N, in], sorted by expert, to [N, out]; see `titan.model.grouped`."""
-        return self.product(x, self.get_weight(self.weight, x.dtype), offsets)
+        return self.product(x, self.get_weight(self.weight, x.dtype), offsets, exact)
 
 
 class Experts(nn.Module):
@@ -144,36 +146,87 @@ class Experts(nn.Module):
         self.w2 = ExpertLinear(experts, width, dim)
         self.w3 = ExpertLinear(experts, dim, width)
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Map rows [N, D], sorted by expert, to [N, D]."""
-        out: Tensor = self.w2(F.silu(self.w1(x, offsets)) * self.w3(x, offsets), offsets)
+    def forward(self, x: Tensor, offsets: Tensor, weights: Tensor | None = None, exact: bool = False) -> Tensor:
+        """Map rows [N, D], sorted by expert, to [N, D]; each result times its row's weight, float32 [N]; None: one."""
+        hidden = gate_rows(self.w1(x, offsets, exact), self.w3(x, offsets, exact), weights)
+        out: Tensor = self.w2(hidden, offsets, exact)
         return out
 
 
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Maps rows [N, D], sorted by expert, and the ends of the experts' rows, int32 [experts], to [N, D]."""
+class _GateRows(torch.autograd.Function):
+    """Saves its arguments only, as compiled code does; each result is computed in place of the one before."""
 
-Dispatcher = Callable[[Tensor, Tensor, int, Compute], Tensor]
-"""Brings tokens to their experts and the results back: see `dispatch`, which does it on one rank. Another exchange
-between ranks than titan's plugs in here."""
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b, weights)
+        return _scale_rows(F.silu(a).mul_(b), weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (a, b, weights), (grad,) = ctx.saved_tensors, grads
+        b_grad = F.silu(a).mul_(grad)
+        weights_grad = None if weights is None else (b_grad * b).sum(-1, dtype=torch.float32)
+        a_grad = torch.ops.aten.silu_backward(_scale_rows(grad * b, weights), a)
+        return a_grad, _scale_rows(b_grad, weights), weights_grad
 
 
-def dispatch(x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor:
+def _scale_rows(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply rows [N, F] with weights float32 [N] in place; None: they are one."""
+    return x if weights is None else x.mul_(weights[:, None])
+
+
+def gate_rows(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return silu(a) * b of [N, F], times a weight of each row, float32 [N]; None: one.
+
+    A weight of the input of the last matmul weighs its output, and is cheaper: it is narrower, and nothing but the
+    output's sum is left to be computed, which needs no tensor in the backward pass.
+    """
+    out: Tensor = _GateRows.apply(a, b, weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Compute(Protocol):
+    """The experts of a rank, as a dispatcher calls them."""
+
+    def __call__(self, x: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool = False) -> Tensor:
+        """Return the experts' weighted results.
+
+        Args:
+            x: rows [R, D], sorted by expert.
+            weights: of the results, float32 [R]; None: one.
+            offsets: the ends of the experts' rows, int32 [experts].
+            exact: whether the last expert's end is R in any case; else rows behind it are padding.
+
+        Returns:
+            [R, D], zero where a row is padding.
+        """
+
+
+Dispatcher = Callable[[Tensor, Tensor, Tensor | None, int, Compute], Tensor]
+"""Brings tokens to their experts, and the sums of their results back: see `dispatch`, which does it on one rank.
+Another exchange between ranks than titan's plugs in here."""
+
+
+def dispatch(
+    x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute, rows: int | None = None
+) -> Tensor:
     """Compute tokens by their experts, all on this rank.
 
     Args:
         x: tokens [N, D].
         experts: those of each token, int64 [N, K]; `count` where none computes it.
+        weights: of the experts' results, float32 [N, K]; None: one.
         count: of experts.
         compute: the experts.
+        rows: how many choices have an expert; None: the host does not know, or all have.
 
     Returns:
-        Their results [N * K, D], token by token; zero where no expert computes it.
+        The sums of their weighted results [N, D], added in float32 in the order of K.
     """
-    order = experts.flatten().argsort(stable=True)
-    return permute_rows(
-        compute(expand_tokens(x, order), compute_offsets(experts.flatten(), count)), invert_permutation(order)
-    )
+    order, offsets = sort_choices(experts, rows), compute_offsets(experts.flatten(), count)
+    row_weights = None if weights is None else select_weights(weights, order)
+    results = compute(expand_tokens(x, order), row_weights, offsets, exact=rows is not None)
+    return sum_rows(results, order)
 
 
 def compute_offsets(experts: Tensor, count: int) -> Tensor:
@@ -181,67 +234,11 @@ def compute_offsets(experts: Tensor, count: int) -> Tensor:
     return balance.count_experts(experts, count).cumsum(0).to(torch.int32)
 
 
-def invert_permutation(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation [N]."""
-    positions = torch.arange(order.shape[0], device=order.device)
-    return torch.empty_like(order).scatter_(0, order, positions)
-
-
-def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Return rows [N, D] with zeros behind them, `rows` in all; without a copy where there are as many already."""
-    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
-
-
-class _ExpandTokens(torch.autograd.Function):
-    """Gradients are added token by token in one order; those of indexing are added wherever they come."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = order.shape[0] // x.shape[0]
-        return x[order[:rows] // ctx.copies]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (order,), (grad,) = ctx.saved_tensors, grads
-        row_grads = pad_rows(grad, order.shape[0])[invert_permutation(order)]
-        return row_grads.view(-1, ctx.copies, grad.shape[1]).sum(1), None, None
-
-
-def expand_tokens(x: Tensor, order: Tensor, rows: int | None = None) -> Tensor:
-    """Return a copy of its token for each choice, in some order.
-
-    Args:
-        x: tokens [N, D].
-        order: the choices, token by token, as a permutation [N * K].
-        rows: how many of them; None: all.
-    """
-    out: Tensor = _ExpandTokens.apply(x, order, order.shape[0] if rows is None else rows)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _PermuteRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0][invert_permutation(ctx.saved_tensors[0])], None
-
-
-def permute_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Return rows [N, D] in the order of a permutation [N]."""
-    out: Tensor = _PermuteRows.apply(x, order)  # type: ignore[no-untyped-call]
-    return out
-
-
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of experts (arXiv:1701.06538), and shared ones that compute every token (arXiv:2401.06066).
 
-    The outputs of a token's experts are added in float32 in the order of their scores, so that the sum does not depend
-    on which other tokens there are.
+    The weighted outputs of a token's experts are added in float32 in the order of their scores, so that the sum does
+    not depend on which other tokens there are.
     """
 
     def __init__(
@@ -288,30 +285,17 @@ class MixtureOfExperts(nn.Module):
 
     def _compute_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the outputs of the experts int64 [N, K] of tokens [N, D] with weights float32 [N, K]."""
-        shape = *weights.shape, x.shape[-1]
-        if self.scale_inputs:
-            x, experts = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1), experts.reshape(-1, 1)
-        expert_outputs = self.dispatch(x, experts, self.router.experts, self.experts).view(shape)
-        if self.scale_inputs:
-            return expert_outputs.float().sum(-2).to(x.dtype)
-        out: Tensor = _WeightedSum.apply(expert_outputs, weights)  # type: ignore[no-untyped-call]
-        return out.to(x.dtype)
+        count = self.router.experts
+        if not self.scale_inputs:
+            return self.dispatch(x, experts, weights, count, self._compute_rows)
+        x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        outputs = self.dispatch(x, experts.reshape(-1, 1), None, count, self._compute_rows)
+        return outputs.view(*weights.shape, -1).sum(-2)
 
-
-class _WeightedSum(torch.autograd.Function):
-    """Sums [N, K, D] times weights float32 [N, K] in float32, and saves them as they are, not in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, expert_outputs: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(expert_outputs, weights)
-        return (expert_outputs.float() * weights[..., None]).sum(-2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        expert_outputs, weights = ctx.saved_tensors
-        grad = grads[0][:, None]
-        weights_grad = (grad * expert_outputs.float()).sum(-1)  # first, while its float32 copies are the only ones
-        return (grad * weights[..., None]).to(expert_outputs.dtype), weights_grad
+    def _compute_rows(self, x: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool = False) -> Tensor:
+        """Return the results of the experts on this rank; see `Compute`. Only a capacity drops choices."""
+        out: Tensor = self.experts(x, offsets, weights, exact or self.balance.capacity is None)
+        return out
 
 
 class MoeBlock(Block):
@@ -331,6 +315,6 @@ class MoeBlock(Block):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None, valid: Tensor | None = None) -> Any:
         """See `titan.model.layers.Block.forward`; with `valid` also `MixtureOfExperts.forward`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        out, values, counts = self.feed_forward(self.ffn_norm(x), valid)
+        x, normed = self.attend(x, cos, sin, mask)
+        out, values, counts = self.feed_forward(normed, valid)
         return x + out if counts is None else (x + out, values, counts)

@@ -16,7 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.layers import CausalAttention, Linear, RMSNorm, inverse_frequencies, rotate_neighbours
+from titan.model.layers import (
+    CausalAttention,
+    Linear,
+    Project,
+    RMSNorm,
+    call_layers,
+    inverse_frequencies,
+    passes_input_to_project,
+    rotate_neighbours,
+)
 
 LATENT_EPS = 1e-6
 """Added to the mean square of latents, whatever the model's other norms add, as in DeepSeek's code."""
@@ -52,6 +61,7 @@ class LatentAttention(nn.Module):
         self.qk_nope_head_dim, self.qk_rope_head_dim = c.qk_nope_head_dim, c.qk_rope_head_dim
         self.v_head_dim = c.v_head_dim
         queries, rank = c.heads * c.head_size, c.q_lora_rank
+        self.project: Project = call_layers
         self.wq = Linear(c.dim, queries) if rank is None else None
         self.wq_a = None if rank is None else Linear(c.dim, rank)
         self.q_norm = None if rank is None else RMSNorm(rank, LATENT_EPS)
@@ -62,29 +72,28 @@ class LatentAttention(nn.Module):
         self.wo = Linear(c.heads * self.v_head_dim, c.dim)
         self.core: nn.Module = CausalAttention(c.score_scale)
 
+    @passes_input_to_project
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
-        q = self._compute_queries(x, cos, sin)
-        k, v = self._compute_keys_and_values(x, cos, sin)
+        q, latent = self.project(x, (self.wq if self.wq_a is None else self.wq_a, self.wkv_a))  # type: ignore[arg-type]
+        q = self._compute_queries(q, cos, sin)
+        k, v = self._compute_keys_and_values(latent, cos, sin)
         v = F.pad(v, (0, q.shape[-1] - self.v_head_dim))
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         projected: Tensor = self.wo(out.transpose(1, 2)[..., : self.v_head_dim].flatten(-2))
         return projected
 
-    def _compute_queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the queries [B, T, H, d]."""
-        if self.wq is not None:
-            q = self.wq(x)
-        elif self.wq_a is not None and self.q_norm is not None and self.wq_b is not None:
-            q = self.wq_b(self.q_norm(self.wq_a(x)))
-        plain, rotated = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
-            (self.qk_nope_head_dim, self.qk_rope_head_dim), -1
-        )
+    def _compute_queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the queries [B, T, H, d] from their latent, or before they are rotated where there is none."""
+        if self.q_norm is not None and self.wq_b is not None:
+            q = self.wq_b(self.q_norm(q))
+        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        plain, rotated = torch.split(q.view(*q.shape[:-1], -1, sum(widths)), widths, -1)
         return torch.cat((plain, rotate_neighbours(rotated, cos, sin)), -1)
 
-    def _compute_keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim]."""
-        latent, rotated = self.wkv_a(x).split((self.kv_norm.weight.shape[0], self.qk_rope_head_dim), -1)
+    def _compute_keys_and_values(self, latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys [B, T, H, d] and the values [B, T, H, v_head_dim] from their latent."""
+        latent, rotated = torch.split(latent, [self.kv_norm.weight.shape[0], self.qk_rope_head_dim], -1)
         keys_and_values = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         plain, v = keys_and_values.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         rotated = rotate_neighbours(rotated[..., None, :], cos, sin)

@@ -5,8 +5,9 @@ type of its input where it uses it (a no-op if the weight has that type already)
 low precision - norms, rotary embedding, loss - compute in float32 and cast back.
 
 What a technique may replace is a plain attribute: how a layer gets its weight (`get_weight`) and in which type
-(`operand`), its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss` from logits,
-or `fused` from hidden states) and what makes logits complete (`complete_logits`).
+(`operand`), its matmul (`product`), the embedding look-up (`lookup`), how one input is multiplied by several layers
+(`project`), attention (`core`), the loss (`loss` from logits, or `fused` from hidden states) and what makes logits
+complete (`complete_logits`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -14,7 +15,7 @@ Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,6 +101,25 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
         return self.product(x, self.get_weight(self.weight, self.operand or x.dtype))
+
+
+Project = Callable[[Tensor, Sequence[Linear]], tuple[Any, ...]]
+"""Maps one input [..., in] by each of several layers to [..., out]."""
+
+
+def call_layers(x: Tensor, layers: Sequence[Linear]) -> tuple[Any, ...]:
+    """Return the output of each layer for the same input."""
+    return tuple(layer(x) for layer in layers)
+
+
+def passes_input_to_project(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Mark a `forward` that passes its first argument to the module's `project` and uses it for nothing else.
+
+    Then `project` may get the rank's shard of that argument and gather it. A subclass with another `forward` has no
+    mark, unless it sets it too.
+    """
+    forward.passes_input_to_project = True  # type: ignore[attr-defined]
+    return forward
 
 
 class RMSNorm(nn.Module):
@@ -307,12 +327,14 @@ class Attention(nn.Module):
         self.wo = Linear(heads * head_dim, dim)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.project: Project = call_layers
         self.core: nn.Module = CausalAttention()
 
+    @passes_input_to_project
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; `mask` is passed to the core."""
         # -1: the weights decide the number of heads, so that a tensor-parallel rank has its part of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, (self.wq, self.wk, self.wv)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
@@ -329,10 +351,13 @@ class FeedForward(nn.Module):
         self.w1 = Linear(dim, ffn)
         self.w2 = Linear(ffn, dim)
         self.w3 = Linear(dim, ffn)
+        self.project: Project = call_layers
 
+    @passes_input_to_project
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.project(x, (self.w1, self.w3))
+        out: Tensor = self.w2(F.silu(gate) * up)
         return out
 
 
@@ -350,6 +375,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> Tensor:
         """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; mask: the core's, None: causal."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        x, normed = self.attend(x, cos, sin, mask)
+        out: Tensor = x + self.feed_forward(normed)
         return out
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the feed-forward layer's input, both [B, T, D]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x, self.ffn_norm(x)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan.model.decoder import Placement
 from titan.model.experts import MoeBlock
-from titan.model.layers import Attention, Block, rotate_neighbours
+from titan.model.layers import Attention, Block, passes_input_to_project, rotate_neighbours
 from titan.model.llama import LlamaModel
 from titan.model.masks import Masks
 from titan.model.moe import MoeDecoder
@@ -45,9 +45,10 @@ class Llama4Attention(Attention):
         self.chunk = config.attention_chunk if has_rope else None
         self.norm_eps = config.norm_eps if config.qk_norm else None
 
+    @passes_input_to_project
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionInputs) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, (self.wq, self.wk, self.wv)))
         if self.has_rope:
             q, k = (self._normalise(rotate_neighbours(heads, cos, sin)) for heads in (q, k))
         elif mask.scale is not None:

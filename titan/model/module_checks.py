@@ -6,16 +6,19 @@ would be skipped, and the layout would train another model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from titan.config.kinds import get_kind
 from titan.console.numbers import format_count
 from titan.errors import ConfigError
 from titan.model.built_counts import BuiltCounts
-from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown
+from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown, iterate_cores
+from titan.model.core_contract import find_core_error
 from titan.model.experts import ExpertLinear, MixtureOfExperts
 from titan.model.schema import Decoder
 from titan.model.tensor_plan import find_plan_errors
@@ -39,7 +42,10 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
     for errors in (
         _find_split_errors(model, name, tensor),
         _find_core_errors(model, name, tensor, context),
+        _find_value_errors(model, name),
+        _find_contract_errors(model, schema, name, tensor),
         _find_expert_errors(model, schema, name, expert),
+        _find_compute_errors(model, name),
         _find_count_errors(model, schema, name),
     ):
         if (error := next(errors, None)) is not None:
@@ -72,6 +78,39 @@ def _find_core_errors(model: Any, name: str, tensor: int, context: int) -> Itera
             )
 
 
+def _find_value_errors(model: Any, name: str) -> Iterator[str]:
+    """Yield which tensors lose the values that `__init__` computes, since it runs on meta, and what is random."""
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            yield f"model={name}: {path} is a {type(module).__name__}, and titan seeds no randomness; leave it out."
+        if tensors := [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
+            yield (
+                f"model={name}: the tensor {tensors[0]} of {path or type(model).__qualname__} is neither a parameter "
+                f"nor a buffer, so that no device gets it; compute it in forward, or register a buffer ({GUIDE})."
+            )
+    for key in _list_unset_buffers(model):
+        yield (
+            f"model={name}: nothing sets the values of the buffer {key}; set them in init_buffers(device) of "
+            f"{type(model).__qualname__}, which calls super().init_buffers(device) ({GUIDE})."
+        )
+
+
+def _list_unset_buffers(model: Any) -> list[str]:
+    """Return the buffers that a model's `init_buffers` neither replaces nor writes to, after calling it."""
+    before = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
+    model.init_buffers("cpu")
+    after = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
+    return [k for k in before if k in after and after[k][0] is before[k][0] and after[k][1] == before[k][1]]
+
+
+def _find_contract_errors(model: Any, schema: Decoder, name: str, tensor: int) -> Iterator[str]:
+    """Yield which attention of one's own does not do what its class states, one of each kind of block; with buffers."""
+    for layers in schema.kinds().values():
+        for core in iterate_cores(model.layers[str(layers[0])]):
+            if error := find_core_error(core, schema.heads, schema.kv_heads, schema.head_size, tensor):
+                yield f"model={name}: attention {type(core).__qualname__} of layers.{layers[0]} {error} ({GUIDE})."
+
+
 def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> Iterator[str]:
     """Yield which experts can't be divided over ranks."""
     for layer in range(schema.layers) if degree > 1 else ():
@@ -84,6 +123,21 @@ def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> 
                 f"parallelism.expert={degree}: the experts of layers.{layer} of the model {name} are in no "
                 "titan.model.experts.MixtureOfExperts, which sends tokens to them; derive from it, or give "
                 "parallelism.expert=1."
+            )
+
+
+def _find_compute_errors(model: Any, name: str) -> Iterator[str]:
+    """Yield which experts can't be called with rows of several experts and their weights."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, MixtureOfExperts):
+            continue
+        try:
+            inspect.signature(module.experts.forward).bind("x", "offsets", "weights", True)
+        except TypeError as error:
+            yield (
+                f"model={name}: {module_name}.experts, a {type(module.experts).__name__}, does not take the rows of "
+                f"experts, their ends, their weights and whether there is no padding ({error}); derive it from "
+                "titan.model.experts.Experts."
             )
 
 

@@ -103,6 +103,22 @@ class Optimizer:
         """
         return 4 * elements if getattr(self, "implementation", "fused") == "foreach" else 0
 
+    def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return the matmuls of one update of a whole matrix of a block; none: the update is element by element.
+
+        Args:
+            rows: of the matrix.
+            columns: of the matrix.
+
+        Returns:
+            (m, n, k) of each product [m, k] x [k, n].
+        """
+        return []
+
+    def choose_matrix_bytes(self, on_cpu: bool) -> int:
+        """Return the bytes per element of a whole matrix where `list_matrix_products` names products."""
+        return 4
+
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
         """Raise ConfigError for settings that contradict each other or the model.
 
@@ -257,6 +273,15 @@ class Muon(AdamW):
     def working_bytes(self, matrix: int, elements: int) -> int:
         """Return the bytes of a Newton-Schulz iteration: five matrices, the gathered one and the broadcast one."""
         return 7 * matrix * (4 if self.newton_schulz == "fp32" else 2)
+
+    def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return the three products of each iteration, with the smaller side as rows; see `titan.optimizer.muon`."""
+        small, large = sorted((rows, columns))
+        return [(small, small, large), (small, small, small), (small, large, small)] * self.iterations
+
+    def choose_matrix_bytes(self, on_cpu: bool) -> int:
+        """Return the bytes per element of the Newton-Schulz iterations."""
+        return {"auto": 4 if on_cpu else 2, "fp32": 4, "bf16": 2}[self.newton_schulz]
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of one momentum for matrices and two moments for others; see `Optimizer.state_bytes`."""

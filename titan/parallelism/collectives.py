@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _OPS = torch.ops._c10d_functional
+SEQUENCE_DIM = 1
+"""The dimension of tokens in hidden states [B, T, D]."""
 
 
 def wait(tensor: Tensor) -> Tensor:
@@ -23,15 +25,38 @@ def wait(tensor: Tensor) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' tensors, all of one shape, along `dim`. No gradient."""
-    out = wait(_OPS.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return out if dim == 0 else torch.cat(out.chunk(group.size()), dim)
+    return finish_all_gather(start_all_gather(x, group.size(), group.group_name), dim, group.size())
+
+
+def start_all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start an all-gather in a group given by its name, and return what `finish_all_gather` takes. No gradient."""
+    pending: Tensor = _OPS.all_gather_into_tensor(x.contiguous(), ranks, group)
+    return pending
+
+
+def finish_all_gather(pending: Tensor, dim: int, ranks: int) -> Tensor:
+    """Wait for an all-gather, and concatenate the ranks' tensors along `dim`; a view where they lie so already."""
+    out = wait(pending)
+    if dim == 0:
+        return out
+    if dim == 1 and out.shape[0] == ranks:  # one row
+        return out.flatten(0, 1).unsqueeze(0)
+    return torch.cat(out.chunk(ranks), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part along `dim` of the sum over ranks; all parts have one size. No gradient."""
-    if dim != 0:
-        x = torch.cat(x.chunk(group.size(), dim))
-    return wait(_OPS.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
+    return wait(start_reduce_scatter(x, dim, group.size(), group.group_name))
+
+
+def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
+    """Start a reduce-scatter in a group given by its name, and return what `wait` takes. No gradient."""
+    if dim == 1 and x.shape[0] == 1:
+        x = x.reshape(ranks, -1, *x.shape[2:])
+    elif dim != 0:
+        x = torch.cat(x.chunk(ranks, dim))
+    pending: Tensor = _OPS.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
+    return pending
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
@@ -42,12 +67,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
 def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
     """Do as `all_reduce`, for a group given by its name: for custom operations, which take no process groups."""
     return wait(_OPS.all_reduce(x.contiguous(), op, group))
-
-
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return row i of this rank's [ranks, ...] from each rank i's tensor; no gradient."""
-    split_sizes = [1] * group.size()
-    return wait(_OPS.all_to_all_single(x.contiguous(), split_sizes, split_sizes, group.group_name))
 
 
 class _ExchangeRows(torch.autograd.Function):

@@ -4,7 +4,7 @@ Gradients are summed, never averaged: the loss is divided by the global number o
 """
 
 # No postponed annotations here: DDP reads those of its communication hook as types.
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from titan.errors import RunError
-from titan.parallelism.grad_norm import local_tensor
-from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assign_groups, list_module_names
+from titan.parallelism.strategy import DEFAULT, Sharding
+from titan.parallelism.units import Unit, build_placement_options, list_units
 
 
 def shard_stage(
@@ -33,9 +32,9 @@ def shard_stage(
 ) -> None:
     """Shard the parameters of a stage over `mesh` (one dimension: FSDP; two, replicate and shard: HSDP).
 
-    Each block, the embedding and the head are gathered in the compute type when they are used, and so is each module
-    that a group matches. The backward pass of an embedding needs no weight. Tied embedding and head are one FSDP group,
-    which stays gathered from the forward pass of the embedding to the backward pass of the head.
+    Each unit (`titan.parallelism.units`) is gathered in the compute type when it is used. The backward pass of an
+    embedding needs no weight. Tied embedding and head are one unit, which stays gathered from the forward pass of the
+    embedding to the backward pass of the head.
 
     Args:
         stage: the module whose forward pass uses all of its `model`.
@@ -52,25 +51,15 @@ def shard_stage(
     """
     model, groups = stage.model, groups or {}
     device_type = next(submesh.device_type for submesh in (mesh, *(group.mesh for group in groups.values())) if submesh)
-    assigned = assign_groups(
-        list_module_names(name for name, _ in model.named_parameters()),
-        {name: group.strategy for name, group in groups.items()},
-    )
     offload_policy = CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
     common: dict[str, Any] = {"offload_policy": offload_policy}
     cast_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for names, reshard_after in _group_modules(model, assigned, reshard):
-        strategy, submesh = groups[assigned[names[0]]] if names[0] in assigned else Sharding(DEFAULT, mesh)
-        if submesh is None:
-            continue
-        options = (
-            common
-            | _make_placement_option(strategy, model)
-            | {"mp_policy": fp32_policy if names == ["norm"] else cast_policy}
-        )
-        options["reshard_after_forward"] = reshard_after if submesh == mesh else bool(reshard_after)
-        _wrap_modules([model.get_submodule(name) for name in names], names, strategy, submesh, options)
+    for unit in list_units(model, mesh, groups, reshard):
+        options = common | build_placement_options(unit, model)
+        options["mp_policy"] = fp32_policy if unit.names == ["norm"] else cast_policy
+        options["reshard_after_forward"] = unit.reshard if unit.sharding.mesh == mesh else bool(unit.reshard)
+        _wrap_modules([model.get_submodule(name) for name in unit.names], unit, options)
     if mesh is not None:
         _shard_root(stage, mesh, common | {"mp_policy": fp32_policy, "reshard_after_forward": False}, prefetch)
     for module in stage.modules():
@@ -80,46 +69,19 @@ def shard_stage(
 
 
 def _shard_root(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefetch: int) -> None:
-    """Shard what is in none of the modules that are gathered by themselves, and set what is gathered when."""
+    """Shard what is in none of the units, and set what is gathered when."""
     model = stage.model
     DEFAULT.wrap([stage], mesh, options)
     if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):
         model.tok_embeddings.set_unshard_in_backward(False)
-    _set_prefetch(model.blocks(), prefetch)
+    _set_prefetch(model, prefetch)
 
 
-def _group_modules(model: Any, assigned: Iterable[str], reshard: bool | int) -> Iterator[tuple[list[str], bool | int]]:
-    """Yield the modules that are gathered together, the innermost first, and whether they are freed after forward."""
-    blocks = [f"{BLOCKS}.{number}" for number in model.layers]
-    end_names = [name for name in ("head", "tok_embeddings") if getattr(model, name) is not None]
-    inner_names = set(assigned).difference(blocks, end_names)
-    for name in (*sorted(inner_names, key=lambda name: (-name.count("."), name)), *blocks):
-        yield [name], reshard
-    if len(end_names) == 2 and model.config.tied:
-        yield end_names[::-1], False
-        return
-    for name in end_names:
-        yield [name], False if name == "head" else reshard
-
-
-def _make_placement_option(strategy: Strategy, model: Any) -> dict[str, Any]:
-    """Return the argument of `fully_shard` with the dimension of each parameter, where it is not always the first."""
-    if type(strategy).dimension is Strategy.dimension:
-        return {}
-    names = {id(parameter): model.aliases.get(name, name) for name, parameter in model.named_parameters()}
-
-    def choose_placement(parameter: nn.Parameter) -> Shard:
-        shape = local_tensor(parameter).shape
-        dimension = strategy.dimension(names[id(parameter)], tuple(shape))
-        return Shard(dimension)
-
-    return {"shard_placement_fn": choose_placement}
-
-
-def _wrap_modules(
-    modules: list[nn.Module], names: list[str], strategy: Strategy, mesh: DeviceMesh, options: Any
-) -> None:
-    """Let a strategy wrap modules, and raise RunError where it left them as they were."""
+def _wrap_modules(modules: list[nn.Module], unit: Unit, options: Any) -> None:
+    """Let a unit's strategy wrap its modules, and raise RunError where it left them as they were."""
+    (strategy, mesh), names = unit.sharding, unit.names
+    if mesh is None:
+        raise RuntimeError(f"{' and '.join(names)}: no ranks to shard over")
     try:
         strategy.wrap(modules, mesh, options)
     except (NotImplementedError, AssertionError, TypeError) as error:
@@ -128,11 +90,26 @@ def _wrap_modules(
         raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")
 
 
-def _set_prefetch(blocks: list[Any], count: int) -> None:
-    """Gather the next `count` blocks of the forward and of the backward pass while one computes."""
-    for i, block in enumerate(blocks if count else []):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
+def _set_prefetch(model: Any, count: int) -> None:
+    """Gather the next `count` blocks of the forward and of the backward pass while one computes.
+
+    The embedding gathers ahead for the first block, the head for the last one.
+    """
+    if count == 0:
+        return
+    blocks = model.blocks()
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(_list_units(blocks[i + 1 : i + 1 + count]))
+        block.set_modules_to_backward_prefetch(_list_units(blocks[max(0, i - count) : i][::-1]))
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.set_modules_to_forward_prefetch(_list_units(blocks[:count]))
+    if model.head is not None:
+        model.head.set_modules_to_backward_prefetch(_list_units(blocks[-count:][::-1]))
+
+
+def _list_units(blocks: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return blocks, each with those of its parts that are units by themselves, in the order in which they are used."""
+    return [module for block in blocks for module in block.modules() if isinstance(module, FSDPModule)]
 
 
 def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:

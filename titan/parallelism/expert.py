@@ -5,11 +5,13 @@ need of them. The group's ranks are consecutive ones of shard, context and tenso
 FSDP over the ranks of other groups that have the same ones. So the gradients of an expert are sums over all ranks,
 through the exchange and FSDP, and no tensor parallelism splits an expert.
 
-The host waits for the device once in each forward pass of a layer, to know how many rows it receives.
+The host waits for the device once in each forward pass of a layer, to know how many rows it receives. A recomputation
+keeps these numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +22,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titan.memory.kept_values import keep
 from titan.model.balance import count_experts
-from titan.model.experts import (
-    Compute,
-    ExpertLinear,
-    MixtureOfExperts,
+from titan.model.expert_rows import (
     expand_tokens,
-    invert_permutation,
-    pad_rows,
     permute_rows,
+    select_weights,
+    sort_choices,
+    sum_rows,
+    transpose_segments,
 )
+from titan.model.experts import Compute, Dispatcher, ExpertLinear, MixtureOfExperts, dispatch
 from titan.parallelism import collectives
+from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
-from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy
 from titan.parallelism.tensor import local_shard
 
@@ -46,6 +49,7 @@ class ExpertSharding(Strategy):
 
     Attributes:
         match: patterns of the experts' modules.
+        shard: number of the ranks that have the same experts.
         experts: number of experts of a layer.
         ranks: number of ranks that divide them.
     """
@@ -54,25 +58,16 @@ class ExpertSharding(Strategy):
     experts: int = 1
     ranks: int = 1
 
-    def shards(self, layout: Layout) -> int:
-        """See `Strategy.shards`."""
-        return layout.expert_shards
-
     def mesh(self, world: World) -> DeviceMesh:
         """See `Strategy.mesh`."""
         if world.experts is None:
             raise RuntimeError(f"{world.layout}: experts are as other weights")
         return world.experts["replicate", "shard"] if world.layout.replicate > 1 else world.experts["shard"]
 
-    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Any) -> None:
+    def dimension(self, name: str, shape: Sequence[int]) -> int:
         """Shard along the dimension of experts where a rank has enough of them, else along the next one if it fits."""
-        ranks = mesh.size(-1)
-
-        def choose_placement(parameter: nn.Parameter) -> Shard:
-            experts, width = parameter._local_tensor.shape[:2]  # type: ignore[attr-defined]
-            return Shard(1 if experts % ranks and not width % ranks else 0)
-
-        super().wrap(modules, mesh, {**options, "shard_placement_fn": choose_placement})
+        shards, (experts, width, *_) = self.shard or 1, shape
+        return 1 if experts % shards and not width % shards else 0
 
     def describe(self, mesh: DeviceMesh) -> str:
         """See `Strategy.describe`."""
@@ -88,21 +83,35 @@ class ExpertDispatch:
         self.group = group
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x: Tensor, experts: Tensor, count: int, compute: Compute) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute) -> Tensor:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
-        ranks, flat_experts = self.group.size(), experts.flatten()
-        order = flat_experts.argsort(stable=True)
-        sent_per_expert = count_experts(flat_experts, count).view(ranks, -1)
-        received_per_expert = collectives.all_to_all(sent_per_expert, self.group)
-        send_counts, receive_counts = _count_exchanged_rows(sent_per_expert, received_per_expert, len(flat_experts))
-        rows = expand_tokens(x, order, sum(send_counts))
-        rows = collectives.exchange_rows(rows, send_counts, receive_counts, self.group)
-        by_expert = _find_local_experts(received_per_expert, sum(receive_counts)).argsort(stable=True)
-        out = compute(permute_rows(rows, by_expert), received_per_expert.sum(0).cumsum(0).to(torch.int32))
-        out = collectives.exchange_rows(
-            permute_rows(out, invert_permutation(by_expert)), receive_counts, send_counts, self.group
-        )
-        return permute_rows(pad_rows(out, len(flat_experts)), invert_permutation(order))
+        received_per_expert, send_counts, receive_counts = keep(lambda: self._exchange_counts(experts.flatten(), count))
+        order = sort_choices(experts, sum(send_counts))
+        by_expert, by_rank = transpose_segments(received_per_expert, sum(receive_counts))
+
+        def receive(sent: Tensor) -> Tensor:
+            received = collectives.exchange_rows(sent, send_counts, receive_counts, self.group)
+            return permute_rows(received, by_expert, by_rank)
+
+        rows = receive(expand_tokens(x, order))
+        row_weights = None if weights is None else receive(select_weights(weights, order))
+        out = compute(rows, row_weights, received_per_expert.sum(0).cumsum(0).to(torch.int32), exact=True)
+        out = permute_rows(out, by_rank, by_expert)
+        return sum_rows(collectives.exchange_rows(out, receive_counts, send_counts, self.group), order)
+
+    def _exchange_counts(self, experts: Tensor, count: int) -> tuple[Tensor, list[int], list[int]]:
+        """Return the rows of each rank and local expert that come here, and the rows to and from each rank.
+
+        Selective checkpointing must not see the exchange, which is not repeated: so it is no functional collective.
+
+        Args:
+            experts: of each row, int64 [N]; `count` where none computes it.
+            count: of experts.
+        """
+        sent_per_expert = count_experts(experts, count).view(self.group.size(), -1)
+        received_per_expert = torch.empty_like(sent_per_expert)
+        dist.all_to_all_single(received_per_expert, sent_per_expert, group=self.group)
+        return received_per_expert, *_count_exchanged_rows(sent_per_expert, received_per_expert, len(experts))
 
 
 def _count_exchanged_rows(
@@ -116,30 +125,30 @@ def _count_exchanged_rows(
     return send_counts, receive_counts
 
 
-def _find_local_experts(received_per_expert: Tensor, rows: int) -> Tensor:
-    """Return the local expert of each received row, int64 [rows]: they come rank by rank, sorted by expert.
-
-    Args:
-        received_per_expert: the rows of each rank and expert, int64 [ranks, experts].
-        rows: their sum.
-    """
-    ends = received_per_expert.flatten().cumsum(0)
-    row_indices = torch.arange(rows, device=received_per_expert.device)
-    return torch.searchsorted(ends, row_indices, right=True) % received_per_expert.shape[1]
+def exchanges_tokens(module: nn.Module) -> bool:
+    """Return whether a module's tokens travel to other ranks' experts, or are dispatched by another library."""
+    return isinstance(module, MixtureOfExperts) and module.dispatch is not dispatch
 
 
-def shard_experts(model: Any, mesh: DeviceMesh) -> None:
+def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") -> None:
     """Divide the experts of a model, built on meta, over a mesh of one dimension.
 
     Args:
         model: its blocks may have a `titan.model.experts.MixtureOfExperts`.
         mesh: the ranks that share the experts of a layer.
+        dispatcher: of `titan.parallelism.schema.Parallelism`.
     """
+    exchange = _build_dispatcher(dispatcher, mesh.get_group())
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.dispatch = ExpertDispatch(mesh.get_group())
+            layer.dispatch = exchange
             for module in layer.experts.children():
                 _shard_weight(module, mesh)
+
+
+def _build_dispatcher(dispatcher: str, group: dist.ProcessGroup) -> Dispatcher:
+    """Return what all layers send their tokens by."""
+    return AddingDispatch(group, DeepEPTransport(group)) if dispatcher == "deepep" else ExpertDispatch(group)
 
 
 def _shard_weight(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -138,6 +138,11 @@ class Parallelism:
         words=("auto",),
         at_least=-1,
     )
+    dispatcher: Literal["alltoall", "deepep"] = setting(
+        "alltoall",
+        "with expert: how tokens reach experts: alltoall: a row for each of their experts; deepep: one copy for each "
+        "rank, which adds its experts' results (CUDA, bf16, the package deep_ep)",
+    )
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",
@@ -156,8 +161,20 @@ class Parallelism:
         "gradient accumulation (FSDP): sharded: reduce after each micro-batch, keep shards; whole: reduce once per "
         "step, keep the stage's gradients unsharded in fp32; auto: sharded, with a pipeline whole",
     )
-    prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one that computes; 0: as torch does", at_least=0)
+    prefetch: int | str = setting(
+        "auto",
+        "blocks that FSDP gathers ahead of the one that computes; 0: as torch does; auto: 1 where ranks share experts, "
+        "else 0",
+        words=("auto",),
+        at_least=0,
+    )
     sequence_parallel: bool = setting(True, "with tensor: split the sequence too, between matmuls")
+    regather: bool | str = setting(
+        "auto",
+        "with tensor: save a rank's part of what matmuls gather, and gather it again in backward; auto: if blocks are "
+        "not recomputed, with sequence_parallel",
+        words=("auto",),
+    )
     loss_parallel: bool = setting(True, "with tensor: compute the loss from split logits, never from whole ones")
     async_tensor: bool = setting(False, "with tensor: overlap matmuls with communication (CUDA, compile=block)")
     context_method: Literal["allgather", "ulysses", "ring"] = setting(
@@ -201,6 +218,14 @@ class Parallelism:
             return layout.pipeline == 1
         return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
 
+    def resolve_prefetch(self, layout: Layout) -> int:
+        """Return the number of blocks that are gathered ahead; 0: as torch does.
+
+        torch gathers the next block when the host reaches it. Where ranks share experts the host waits for the device
+        in each block, so that it comes there too late.
+        """
+        return int(layout.expert > 1) if self.prefetch == "auto" else int(self.prefetch)
+
     def accumulates_whole(self, layout: Layout) -> bool:
         """Whether gradients stay unsharded from micro-batch to micro-batch."""
         return layout.pipeline > 1 if self.accumulate == "auto" else self.accumulate == "whole"
@@ -209,6 +234,11 @@ class Parallelism:
         """Return the number that the length of a row must be a multiple of."""
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
+
+
+def count_token_copies(top_k: float, ranks: int) -> float:
+    """Return the ranks that have an expert of a token, on average, if each of its experts is on any of the ranks."""
+    return float(ranks * (1 - (1 - 1 / ranks) ** top_k))
 
 
 def count_key_repeats(heads: int, size: int) -> int:

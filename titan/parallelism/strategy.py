@@ -134,11 +134,6 @@ def count_shards(names: Iterable[str], groups: Mapping[str, Strategy], layout: L
     return {name: count_module_shards(name) for name in names}
 
 
-def gathers_inside_blocks(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
-    """Return whether a part of a block is in another group than the block, and so gathered by itself."""
-    return any(name.count(".") > 1 for name in assign_groups(list_module_names(parameters), groups))
-
-
 def blocks_are_alike(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
     """Return whether groups have the same parts of every block."""
     names = list_module_names(parameters)

@@ -27,16 +27,22 @@ from titan.model.layers import IGNORED, Product, cross_entropy, look_up
 from titan.model.loss import Results, compute_loss_in_chunks, linear_cross_entropy, make_fake_results, measure_logits
 from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
+from titan.parallelism.collectives import SEQUENCE_DIM
 from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.regather import regather_input
 
-SEQUENCE_DIM = 1
-"""The dimension of tokens in hidden states [B, T, D]."""
 MAX_FLAT_BYTES = 2**22
 """Gradients of at most so many bytes are summed over the tensor ranks as one flat tensor, larger ones in place."""
 
 
 def apply_tensor_plan(
-    model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, chunk: int | None = None
+    model: Any,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    regather: bool = False,
+    chunk: int | None = None,
 ) -> None:
     """Split a model, built on meta, over a mesh of one dimension according to its `tensor_plan`.
 
@@ -45,11 +51,15 @@ def apply_tensor_plan(
         mesh: the ranks that each matmul is split over.
         sequence_parallel: whether the sequence is split between matmuls too.
         loss_parallel: whether the loss is computed from split logits, which are then never whole.
+        regather: whether regions that can (`titan.parallelism.regather`) gather their input again in backward; needs
+            `sequence_parallel`.
         chunk: tokens whose logits exist at a time, split whatever `loss_parallel` is; None: those of all tokens.
     """
     tied = _has_tied_weights(model)
     for name, style in model.tensor_plan().items():
         module = model.get_submodule(name)
+        if regather and style == "region" and regather_input(module, mesh.get_group()):
+            continue
         if not isinstance(getattr(module, "weight", None), DTensor):  # experts may be divided over ranks already
             _STYLES[style](module, mesh, sequence_parallel)
     if tied:

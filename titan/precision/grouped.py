@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,13 +48,15 @@ def quantize_experts(model: nn.Module, precision: Precision, quantized: tuple[st
 
 @cache
 def build_product(kind: str, emulate: bool) -> GroupedProduct:
-    """Return the product of rows [N, in], weights [E, out, in] and the ends of the experts' rows; cached for graphs."""
+    """Return the product of rows [N, in] with weights [E, out, in]; see `titan.model.grouped`. Cached for graphs."""
     return partial(_multiply_experts, kind=kind, emulate=emulate)
 
 
-def _multiply_experts(x: Tensor, weight: Tensor, offsets: Tensor, kind: str, emulate: bool) -> Tensor:
+def _multiply_experts(
+    x: Tensor, weight: Tensor, offsets: Tensor, exact: bool = False, *, kind: str, emulate: bool
+) -> Tensor:
     if not emulate and x.is_cuda and _has_kernel(kind, x.device):
-        return multiply_padded(x, weight, offsets, QUANT_BLOCK[kind], _load_kernel(kind))
+        return multiply_padded(x, weight, offsets, QUANT_BLOCK[kind], _load_kernel(kind), exact)
     out: Tensor = _Loop.apply(x, weight, offsets, kind, emulate)  # type: ignore[no-untyped-call]
     return out
 
@@ -120,7 +123,14 @@ def _pad_rows(x: Tensor, kind: str) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[0] % QUANT_BLOCK[kind])).contiguous()
 
 
-def multiply_padded(x: Tensor, weight: Tensor, offsets: Tensor, multiple: int, kernel: GroupedProduct) -> Tensor:
+def multiply_padded(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    multiple: int,
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+    exact: bool = False,
+) -> Tensor:
     """Return what a kernel does that needs a multiple of so many rows of each expert; its results for others are lost.
 
     The shapes depend on the number of rows only, so the host does not wait.
@@ -131,12 +141,12 @@ def multiply_padded(x: Tensor, weight: Tensor, offsets: Tensor, multiple: int, k
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
     positions = (rows + (starts - (offsets - sizes))[expert]).long()
-    is_assigned = (rows < offsets[-1])[:, None]
+    is_assigned = None if exact else (rows < offsets[-1])[:, None]
     padded_length = x.shape[0] + len(offsets) * (multiple - 1)
-    padded = x.new_zeros(padded_length + -padded_length % multiple, x.shape[1]).index_copy(
-        0, positions, x.where(is_assigned, 0)
-    )
-    return kernel(padded, weight, starts + padded_sizes)[positions].where(is_assigned, 0)
+    assigned_rows = x if is_assigned is None else x.where(is_assigned, 0)
+    padded = x.new_zeros(padded_length + -padded_length % multiple, x.shape[1]).index_copy(0, positions, assigned_rows)
+    out = kernel(padded, weight, starts + padded_sizes)[positions]
+    return out if is_assigned is None else out.where(is_assigned, 0)
 
 
 @cache
@@ -152,7 +162,7 @@ def _has_kernel(kind: str, device: torch.device) -> bool:
 
 
 @cache
-def _load_kernel(kind: str) -> GroupedProduct:
+def _load_kernel(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return torchao's differentiable product of all experts' rows, of which each has a multiple of QUANT_BLOCK."""
     with low_precision.silence_warnings():
         if kind == "mxfp8":

@@ -20,7 +20,7 @@ COLLECTIVES = tuple(dict.fromkeys(_MESSAGES.get(kind, kind) for kind in _COLLECT
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|flex_", re.IGNORECASE)
 _MATMUL = re.compile(
     r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|linear_pointwise|"
-    r"titan::(low_)?grouped_",
+    r"titan::((low_)?grouped|float32)_",
     re.IGNORECASE,
 )
 _COPY = re.compile(r"^Mem(cpy|set)|aten::_to_copy|aten::copy_$", re.IGNORECASE)

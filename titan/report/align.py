@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.settings import format_value, to_plain
-from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.console.numbers import format_count, format_plural, format_tokens, shorten_float
 from titan.report.collect import RawRun, format_setting
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
 from titan.run.identity import SCIENCE
-from titan.run.same_experiment import flatten_config
+from titan.run.run import flatten_config
 from titan.run.schema import Recipe
+from titan.schedule.schema import Schedule
+from titan.sweep.labels import format_number
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # layout and hardware stand for cluster
@@ -29,6 +32,7 @@ IGNORED = re.compile(
 """Settings that distinguish no variants."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They distinguish variants only where the data differ."""
+AUTO = "auto"
 LEARNING_RATE = "optimizer.lr"
 RESERVED_NAMES = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
@@ -54,11 +58,13 @@ class Facts:
         choices: the option of each axis.
         values: resolved settings by dotted name, and what follows from them: layout, devices, hardware, data.
         typed: names of the settings on the command line.
+        resolved: what the option `auto` of an axis, or a setting that is `auto`, meant for the run, by its name.
     """
 
     choices: Mapping[str, str]
     values: Mapping[str, Any]
     typed: frozenset[str]
+    resolved: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class RunGroup:
         if not self.settings:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
-        return " ".join(f"{shorten_name(name, self.facts.values)}={value}" for name, value in self.settings.items())
+        names = {name: shorten_name(name, self.facts.values) for name in self.settings}
+        return " ".join(f"{names[name]}={shorten_float(value)}" for name, value in self.settings.items())
 
     @cached_property
     def other_settings(self) -> str:
@@ -129,7 +136,28 @@ def collect_facts(raw: RawRun) -> Facts:
     hooks = {
         "hooks": format_value(list(raw.config.get("hooks") or {}))
     }  # as on the command line; no axis, so no choice yet
-    return Facts({**(last.get("choices") or {}), **hooks}, values, typed)
+    choices = {**(last.get("choices") or {}), **hooks}
+    return Facts(choices, values, typed, _resolve_auto(choices, values, raw))
+
+
+def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: RawRun) -> dict[str, str]:
+    """Return `Facts.resolved`: of options and settings whose meaning follows from what run.yaml records."""
+    pipelined = int(values.get("parallelism.pipeline") or 1) > 1
+    meanings = {
+        "precision": values.get("precision.compute"),
+        "compile": values.get("compile.scope"),
+        "parallelism.accumulate": "whole" if pipelined else "sharded",
+    }
+    if str(values.get("schedule.class", "titan")).startswith("titan"):
+        meanings["schedule.warmup"] = Schedule().warmup_steps(raw.planned_steps)
+    if int(values.get("parallelism.shard") or 1) > 1:
+        meanings["parallelism.reshard"] = "never" if pipelined else "always"
+    if device := raw.device.get("device"):
+        meanings["optimizer.newton_schulz"] = "fp32" if device == "cpu" else "bf16"
+    current = {**values, **choices}
+    return {
+        name: str(meaning) for name, meaning in meanings.items() if meaning is not None and current.get(name) == AUTO
+    }
 
 
 def _fill_defaults(raw: RawRun) -> dict[str, Any]:
@@ -169,7 +197,7 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
     beside it, others only where the variants would have equal labels without them.
     """
-    columns = {name: [format_setting(f.values.get(name)) for f in facts] for name in _list_names(facts)}
+    columns = {name: _format_column([f.values.get(name) for f in facts]) for name in _list_names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if "data" not in differ:
         differ = {name: column for name, column in differ.items() if not PATHS.fullmatch(name)}
@@ -179,7 +207,25 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
     for name in sorted(differ.keys() - settings.keys(), key=lambda n: (n in DERIVED[1:], n != "devices", n)):
         if not _is_determined(differ[name], settings.values()):
             settings[name] = differ[name]
+    settings = {name: _name_resolved(name, column, facts) for name, column in settings.items()}
     return [{name: column[index] for name, column in settings.items()} for index in range(len(facts))]
+
+
+def _format_column(values: Sequence[Any]) -> list[str]:
+    """Return a setting's values as text; sampled numbers have few digits where these distinguish them."""
+    texts = [format_setting(value) for value in values]
+    short_texts = [
+        format_number(text) if isinstance(value, float) and math.isfinite(value) else text
+        for value, text in zip(values, texts, strict=True)
+    ]
+    return short_texts if len(set(short_texts)) == len(set(texts)) else texts
+
+
+def _name_resolved(name: str, column: Sequence[str], facts: Sequence[Facts]) -> list[str]:
+    """Return the column with what `auto` meant in its place, unless another variant was given the same by name."""
+    resolved = [f.resolved.get(name, value) if value == AUTO else value for value, f in zip(column, facts, strict=True)]
+    named = set(column)
+    return [value if meaning in named else meaning for value, meaning in zip(column, resolved, strict=True)]
 
 
 def _list_names(facts: Sequence[Facts]) -> list[str]:
@@ -215,9 +261,12 @@ def shorten_name(name: str, names: Iterable[str]) -> str:
 
 
 def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
-    """Return the settings that differ, with their values."""
+    """Return the settings that differ, with their values as labels have them."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
-    return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
+    return {
+        name: tuple(dict.fromkeys(shorten_float(g.settings[name]) for g in groups if name in g.settings))
+        for name in names
+    }
 
 
 def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:

@@ -7,7 +7,6 @@ runs and sweeps.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +27,7 @@ from titan.report.findings import FailedRun, State
 from titan.report.run_end import classify_end
 from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
+from titan.sweep.labels import format_label
 from titan.sweep.ledger import SweepSpec, TrialState
 
 ESSENTIAL_KEYS = (
@@ -35,7 +35,7 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
-GAVE_UP = "steps in a row were not finite"
+GAVE_UP = "in a row without finite values"
 """Words of the error that ends a run after `training.bad_steps`."""
 
 
@@ -178,9 +178,8 @@ def collect_runs(directories: Sequence[Path], label: str = "") -> CollectedRuns:
     collection = _RunCollection()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(
-                f"{label or directory}: there is no such directory; give the directory of a run or a sweep."
-            )
+            problem = "is a file, not a directory" if directory.is_file() else "there is no such directory"
+            raise ConfigError(f"{label or directory}: {problem}; give the directory of a run or a sweep.")
         count_before = len(collection.runs) + len(collection.failed)
         resolved = directory.resolve()
         _add_directory(resolved, collection, named_by_user=True)
@@ -245,7 +244,7 @@ def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | No
 
 def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
     """Return a run, or why there is none."""
-    label = sanitize_line(" ".join(map(_shorten_float, trial.overrides)) if trial else directory.name)
+    label = format_label(trial.overrides) if trial else sanitize_line(directory.name)
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
     except ConfigError as error:
@@ -282,16 +281,6 @@ def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
 def format_setting(value: Any) -> str:
     """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
     return (format_exact(value) if isinstance(value, float) else "") or format_value(value)
-
-
-def _shorten_float(override: str) -> str:
-    """Return an override with a float in its shortest form."""
-    name, equals, value = override.partition("=")
-    return (
-        f"{name}={format_setting(float(value))}"
-        if re.fullmatch(r"-?\d+(\.\d*e.*|\.\d*|e.*)", value)
-        else name + equals + value
-    )
 
 
 def _find_missing_key(documents: Sequence[Mapping[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from titan.report.collect import CollectedRuns, collect_runs
 from titan.report.estimate import VariantEstimates
 from titan.report.findings import Comparison, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
+from titan.sweep.labels import format_label
 from titan.sweep.ledger import SweepSpec
 
 FAILED_STATES = ("failed", "stopped")
@@ -140,7 +141,7 @@ def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCand
         label = (
             members_by_directory[raw.directory].run.label
             if raw.directory in members_by_directory
-            else " ".join(raw.overrides)
+            else format_label(raw.overrides)
         )
         reason = raw.reason or "its first step is not finished"
         failed_runs.append(FailedRun(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))

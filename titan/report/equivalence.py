@@ -1,8 +1,9 @@
 """Whether a variant with the baseline's hyperparameters learns the same as the baseline: yes, no or undecided.
 
 Layouts differ in the order of sums only. Over the first steps, where rounding has not grown yet, losses and gradient
-norms must agree within strict bounds. Later, rounding grows as in any chaotic system, so only the final loss is
-compared, for equivalence within a margin that was fixed in advance.
+norms must agree within strict bounds (`titan.report.parity`). Later, rounding grows as in any chaotic system, so only
+the final loss is compared, for equivalence within a margin that was fixed in advance; where it has not grown in any
+step, one pair of runs is enough.
 """
 
 from __future__ import annotations
@@ -12,48 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan.console.numbers import format_interval, format_plural, format_signed
-from titan.metrics.columns import StepColumns
 from titan.report import statistics
 from titan.report.estimate import Member
-from titan.report.findings import Answer, Interval, Learning, Numbers, RepeatsNeeded
+from titan.report.findings import Answer, Interval, Learning, RepeatsNeeded
+from titan.report.parity import (
+    FIRST,
+    Parity,
+    build_replay_command,
+    choose_bounds,
+    compare_steps,
+    describe_rounding,
+    find_first_difference,
+    has_same_evaluation_set,
+    pair_runs,
+    read_compute,
+)
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, MeanDifference
 
 ANSWER_WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
 """The answers for people."""
-FIRST = 5
-"""Steps that must agree within the bounds."""
-BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
-"""Largest relative gaps of loss and gradient norm over the first steps, by the dtype of matmuls.
-
-Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
-1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
-"""
-TINY = 1e-12
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Step-by-step agreement of two runs of one seed.
-
-    Attributes:
-        common: steps that are in both with a batch hash.
-        unequal: of these, how many had another batch.
-        first_unequal: the first of these; None where there is none.
-        loss_gap: the largest relative difference of losses over the first steps; None where these are not in both.
-        norm_gap: the same of gradient norms.
-        identical: whether all losses and the final validation are bitwise equal.
-    """
-
-    common: int
-    unequal: int
-    first_unequal: int | None
-    loss_gap: float | None
-    norm_gap: float | None
-    identical: bool
 
 
 def judge_candidates(candidates: Sequence[VariantCandidate], margin: float) -> list[Learning | None]:
@@ -122,24 +103,17 @@ def judge_equivalence(variant: Sequence[Member], baseline: Sequence[Member], mar
         pairs=difference.count if difference else 0,
         needed=needed.count if needed else None,
         needed_range=needed,
+        command=_build_command(pairs) if answer == "no" else "",
     )
 
 
-def pair_runs(variant: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Return pairs of runs of equal seed and repeat; each run is in one pair, runs without a step are in none.
-
-    Where a seed was run several times, those that came furthest are paired first.
-    """
-    baseline_runs: dict[tuple[int, int], list[Member]] = {}
-    for m in _sort_by_progress(baseline):
-        if m.run.step:
-            baseline_runs.setdefault((m.raw.seed, m.raw.repeat), []).append(m)
-    keys = [((m.raw.seed, m.raw.repeat), m) for m in _sort_by_progress(variant) if m.run.step]
-    return [(m, baseline_runs[key].pop(0)) for key, m in keys if baseline_runs.get(key)]
-
-
-def _sort_by_progress(members: Sequence[Member]) -> list[Member]:
-    return sorted(members, key=lambda m: (m.run.state != "finished", -m.run.step))
+def _build_command(pairs: Sequence[tuple[Member, Member]]) -> str:
+    """Return the command that repeats the first step at which a pair differs; empty where no step does."""
+    for a, b in pairs:
+        bounds = choose_bounds(a.raw.config, b.raw.config)
+        if difference := find_first_difference(a.history.steps, b.history.steps, bounds):
+            return build_replay_command(a.raw.directory, b.raw.directory, difference.step)
+    return ""
 
 
 def drop_repeated_pairs(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Member, Member]]:
@@ -150,45 +124,6 @@ def drop_repeated_pairs(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Me
 
 def _read_final_losses(member: Member) -> tuple[float | None, float | None]:
     return member.run.loss, member.run.validation
-
-
-def compare_steps(a: Member, b: Member) -> Parity:
-    """Compare two runs step by step."""
-    steps_a, steps_b = _select_common_steps(a.history.steps, b.history.steps)
-    hashed = (steps_a.hash != 0) & (steps_b.hash != 0)
-    unequal = np.flatnonzero(hashed & (steps_a.hash != steps_b.hash))
-    same_start = len(steps_a) and steps_a.step[0] == a.history.steps.step[0] == b.history.steps.step[0]
-    first_steps = slice(0, FIRST if same_start else 0)
-    return Parity(
-        common=int(hashed.sum()),
-        unequal=len(unequal),
-        first_unequal=int(steps_a.step[unequal[0]]) if len(unequal) else None,
-        loss_gap=compute_relative_gap(steps_a.loss[first_steps], steps_b.loss[first_steps]),
-        norm_gap=compute_relative_gap(steps_a.norm[first_steps], steps_b.norm[first_steps]),
-        identical=_is_identical(a, b),
-    )
-
-
-def _select_common_steps(a: StepColumns, b: StepColumns) -> tuple[StepColumns, StepColumns]:
-    _, indices_a, indices_b = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
-    return a.select_lines(indices_a), b.select_lines(indices_b)
-
-
-def compute_relative_gap(a: Numbers, b: Numbers) -> float | None:
-    """Return the largest relative difference, infinite where only one side is finite; None without values."""
-    if not len(a):
-        return None
-    differs_in_finiteness: NDArray[np.bool_] = np.isfinite(a) != np.isfinite(b)
-    if differs_in_finiteness.any():
-        return math.inf
-    finite = np.isfinite(a)
-    return float(np.max(np.abs(a - b)[finite] / np.maximum(np.abs(b[finite]), TINY), initial=0.0))
-
-
-def _is_identical(a: Member, b: Member) -> bool:
-    same = np.array_equal(a.history.steps.step, b.history.steps.step)
-    same = same and np.array_equal(a.history.steps.loss, b.history.steps.loss, equal_nan=True)
-    return same and (a.run.validation == b.run.validation or not _has_same_evaluation_set((a, b)))
 
 
 def _decide_answer(
@@ -212,6 +147,9 @@ def _decide_answer(
         return "yes", f"all losses are bitwise equal, in {format_plural(len(pairs), 'pair')}", None
     if diverged := _describe_diverged(pairs):
         return "undecided", diverged, None
+    rounding = describe_rounding(pairs, parities)
+    if rounding and difference is not None and abs(difference.estimate) <= margin:
+        return "yes", rounding, None
     if difference is None:
         agreement = (
             "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"
@@ -248,8 +186,7 @@ def _format_unequal_share(parities: Sequence[Parity]) -> str:
 def _find_exceeded_bound(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) -> str | None:
     """Return the text about first steps beyond the bounds; None where all agree."""
     for (member, _), parity in zip(pairs, parities, strict=True):
-        kind = str(member.raw.config.get("precision", {}).get("compute", "fp32"))
-        bounds = BOUNDS.get(kind, BOUNDS["bf16"])
+        kind, bounds = read_compute(member.raw.config), choose_bounds(member.raw.config)
         for quantity, value, bound in zip(
             ("loss", "gradient norm"), (parity.loss_gap, parity.norm_gap), bounds, strict=True
         ):
@@ -314,20 +251,14 @@ def _compute_final_difference(pair: tuple[Member, Member]) -> float | None:
     a, b = pair[0].run, pair[1].run
     if a.state != "finished" or b.state != "finished":
         return None
-    if (a.validation is not None or b.validation is not None) and _has_same_evaluation_set(pair):
+    if (a.validation is not None or b.validation is not None) and has_same_evaluation_set(pair):
         return None if a.validation is None or b.validation is None else a.validation - b.validation
     return None if a.loss is None or b.loss is None else a.loss - b.loss
 
 
-def _has_same_evaluation_set(pair: tuple[Member, Member]) -> bool:
-    """Return whether both validate on the same rows, which the science_id does not cover."""
-    counts = [m.raw.config.get("evaluation", {}).get("tokens") for m in pair]
-    return bool(counts[0] == counts[1])
-
-
 def _name_measure(finished_pairs: Sequence[tuple[Member, Member]]) -> str:
     validated = [
-        _has_same_evaluation_set(pair) and all(m.run.validation is not None for m in pair) for pair in finished_pairs
+        has_same_evaluation_set(pair) and all(m.run.validation is not None for m in pair) for pair in finished_pairs
     ]
     return "validation loss" if all(validated) else "training loss"
 

@@ -258,6 +258,7 @@ class Learning:
         pairs: how many pairs there were.
         needed: pairs that would decide, where undecided and known.
         needed_range: the same, with its uncertainty.
+        command: repeats the first step at which a pair differs; empty where the answer is not "no", or no step differs.
     """
 
     answer: Answer
@@ -270,6 +271,7 @@ class Learning:
     pairs: int
     needed: int | None
     needed_range: RepeatsNeeded | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def _note_diverged(runs: Sequence[RunResult]) -> list[str]:
     diverged = [run for run in runs if run.diverged]
     examples = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in diverged[:NAMED_RUNS])
     remainder = f" and {len(diverged) - NAMED_RUNS} more" if len(diverged) > NAMED_RUNS else ""
-    note = f"{len(diverged)} of {len(runs)} runs diverged ({examples}{remainder}): the mean loss does not include them"
+    share = f"{len(diverged)} of {format_plural(len(runs), 'run')}"
+    note = f"{share} diverged ({examples}{remainder}): the mean loss does not include them"
     return [note] if diverged else []
 
 
@@ -86,8 +87,8 @@ def _note_spikes(runs: Sequence[RunResult]) -> list[str]:
     count = sum(len(run.spikes) for run in spiked)
     rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda entry: entry[0])
     return [
-        f"loss spikes in {len(spiked)} of {len(runs)} runs: {count} in all, the highest by {rise:.2f} nats to "
-        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}{_format_rows(top)}"
+        f"loss spikes in {len(spiked)} of {format_plural(len(runs), 'run')}: {count} in all, the highest by {rise:.2f} "
+        f"nats to {top.loss:.2f} at step {top.step:,} of seed {run.seed}{_format_rows(top)}"
     ]
 
 

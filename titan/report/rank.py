@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from titan.config.settings import format_value
+from titan.console.numbers import shorten_float
 from titan.errors import ConfigError
 from titan.report.align import LEARNING_RATE, RunGroup, shorten_name
 from titan.report.collect import format_setting
@@ -146,17 +147,21 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
     """Return the values of a setting in a group, by its full or short name."""
     facts = group.facts
     if name in facts.choices:
-        return [facts.choices[name]]
+        return [facts.choices[name], *([facts.resolved[name]] if name in facts.resolved else [])]
     full = [n for n in facts.values if shorten_name(n, facts.values) == name]
+    resolved = [facts.resolved[n] for n in (full or [name]) if n in facts.resolved]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed + resolved
 
 
 def _is_same_value(a: str, b: str) -> bool:
-    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
+    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
+
+    A label's rounded value is equal too: users copy it.
+    """
     text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
     try:
-        return text_a == text_b or float(text_a) == float(text_b)
+        return text_a in (text_b, shorten_float(text_b)) or float(text_a) == float(text_b)
     except ValueError:
         return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
 

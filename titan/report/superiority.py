@@ -10,7 +10,8 @@ Variants that saw different numbers of tokens are not ranked by their final loss
 where there is one, else at equal tokens.
 
 The answer follows from the test, corrected for the number of variants (Holm 1979): better or worse, no difference by
-equivalence, else undecided.
+equivalence, else undecided. One pair of seeds decides nothing but this: where all its losses are equal to rounding, the
+recipes compute the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan.console.numbers import format_interval, format_signed
+from titan.console.numbers import format_interval, format_plural, format_signed
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
 from titan.report.estimate import (
@@ -34,6 +35,7 @@ from titan.report.estimate import (
     find_crossing,
 )
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
+from titan.report.parity import ROUNDING, compare_steps, describe_rounding, pair_runs
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
@@ -177,6 +179,9 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
         return _build_inconclusive(
             measure.name, "the end", "inconclusive: " + _explain_missing(variant, baseline, measure)
         )
+    if rounding := _describe_only_pair(variant, baseline):
+        text, difference = f"no difference: {rounding}", seed_comparison.compute_interval()
+        return UncorrectedComparison(Quality("no", text, measure.name, "the end", difference, None, None, {}, 1, None))
     variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
     suffix = (
         ""
@@ -184,6 +189,17 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
         else f" after {max(variant_tokens):,} tokens (baseline: {max(baseline_tokens):,})"
     )
     return _build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
+
+
+def _describe_only_pair(variant: Sequence[Member], baseline: Sequence[Member]) -> str | None:
+    """Return the sentence on the only pair of runs, if all its losses are equal to rounding; else None.
+
+    In any dtype it is that of fp32: a setting without effect leaves the order of sums as it is.
+    """
+    pairs = pair_runs(variant, baseline)
+    if len(pairs) != 1 or len(variant) != 1 or len(baseline) != 1:
+        return None
+    return describe_rounding(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
 
 
 def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
@@ -194,7 +210,11 @@ def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], meas
             return f"no run {owner} has a final {measure.name}"
     diverged = sum(m.run.diverged for m in (*variant, *baseline))
     phrase = "the variants have no seed in common, and too few seeds for an unpaired comparison"
-    return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else phrase
+    return (
+        f"{format_plural(diverged, 'run')} diverged, and there are no common seeds to count wins over"
+        if diverged
+        else phrase
+    )
 
 
 def _compare_at_unequal_tokens(

@@ -6,13 +6,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.run.directory import read_attempts
+from titan.run.measured import measure_step
 from titan.run.prediction import predict
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.training.schema import Training
+from titan.training.schema import MOST_STEPS, Training
 
 HOUR = 3600.0
 
@@ -39,7 +42,7 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         )
     if training.tokens is None:
         return recipe
-    steps = count_steps(training, training.tokens)
+    steps = check_steps(count_steps(training, training.tokens), given[0])
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps))
 
 
@@ -48,6 +51,16 @@ def count_steps(training: Training, tokens: float) -> int:
     rows = max(1, math.ceil(tokens / training.seq_len))
     phase = [phase for phase in training.phases if phase.rows_before < rows][-1]
     return phase.step - 1 + math.ceil((rows - phase.rows_before) / phase.rows)
+
+
+def check_steps(steps: int, setting: str) -> int:
+    """Return the steps of a budget; raise ConfigError, which names its setting, where they are too many for a run."""
+    if steps > MOST_STEPS:
+        raise ConfigError(
+            f"{setting}: makes {steps:,} steps, and a run has {MOST_STEPS:,} at most; give less, or a larger "
+            "training.global_batch."
+        )
+    return steps
 
 
 def apply_hours(compiled: Run, run: Run) -> Run:
@@ -75,25 +88,58 @@ def _read_steps(run: Run) -> int | None:
 
 
 def _count_steps_in_hours(run: Run) -> int:
-    seconds, hours = estimate_step_seconds(run), run.training.hours or 0.0
-    if seconds is None:
+    time, hours = find_step_time(run), run.training.hours or 0.0
+    if time is None:
         raise ConfigError(
             f"training.hours={hours:g}: the time of a step is not known, because cluster.hardware is not described; "
-            "give training.step_seconds=SECONDS as measured, choose a cluster that describes it, measure this machine "
-            "with python -m titan.calibrate, or give training.steps."
+            "give training.step_seconds=SECONDS or training.measured=RUN as measured, choose a cluster that describes "
+            "it, measure this machine with python -m titan.calibrate, or give training.steps."
         )
-    steps = int(hours * HOUR / (seconds * run.layout.devices))
+    steps = int(hours * HOUR / (time.seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {seconds:.3g} s on {run.layout.devices} devices takes longer; give "
-            f"at least {seconds * run.layout.devices / HOUR:.2g}."
+            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on "
+            f"{format_plural(run.layout.devices, 'device')} takes longer; give at least "
+            f"{time.seconds * run.layout.devices / HOUR:.2g}."
         )
-    return steps
+    return check_steps(steps, f"training.hours={hours:g}")
 
 
-def estimate_step_seconds(run: Run) -> float | None:
-    """Return the seconds of a step: as measured where the user gives them, else as predicted, None where unknown."""
-    if run.training.step_seconds is not None:
-        return run.training.step_seconds
+class StepTime(NamedTuple):
+    """The seconds of a step, and where they are from: "as given", "as predicted" or "measured in PATH"."""
+
+    seconds: float
+    origin: str
+
+
+def find_step_time(run: Run) -> StepTime | None:
+    """Return the time of a step: as given or measured where the user says so, else as predicted; None where unknown.
+
+    Raises:
+        ConfigError: where the runs that it is to be measured by do not fit, and for two sources.
+    """
+    training = run.training
+    if training.step_seconds is not None and training.measured is not None:
+        raise ConfigError(
+            f"training.measured={training.measured}: training.step_seconds={training.step_seconds:g} gives the time of "
+            "a step, too; leave one of them out."
+        )
+    if training.measured is not None:
+        return StepTime(measure_step(run), describe_origin(training))
+    if training.step_seconds is not None:
+        return StepTime(training.step_seconds, describe_origin(training))
     prediction, _ = predict(run)
-    return None if prediction is None else prediction.step_seconds.value
+    return None if prediction is None else StepTime(prediction.step_seconds.value, describe_origin(training))
+
+
+def describe_hours(training: Training) -> str:
+    """Return the device-hours that decide the steps, and where the time of a step is from; empty without them."""
+    hours = training.hours
+    return "" if hours is None else f"{hours:g} device-hours by the time of a step {describe_origin(training)}"
+
+
+def describe_origin(training: Training) -> str:
+    """Return where the time of a step is from; see `StepTime`."""
+    if training.measured is not None:
+        return f"measured in {training.measured}"
+    return "as predicted" if training.step_seconds is None else "as given"

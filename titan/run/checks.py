@@ -12,9 +12,11 @@ from titan.compile.compiler import find_missing_compiler
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
 from titan.config.warning import warn_once
+from titan.console.numbers import format_plural
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
@@ -22,10 +24,15 @@ from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
-from titan.weights.hf_config import FAMILIES
+from titan.weights.hf_config import FAMILIES, OWN_MODELS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from titan.run.run import Run
+
+DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
+"""What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
 
 
 def check(run: Run, started: bool = False, remote: bool = False) -> None:
@@ -44,6 +51,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
     _check_growth(run, remote)
     _check_precision(run, remote)
+    _check_dispatcher(run, remote)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
     ):  # fmt: skip
@@ -94,7 +102,8 @@ def _check_checkpoint(run: Run) -> None:
         )
     if checkpoint.export == "hf" and type(run.model) not in FAMILIES.values():
         raise ConfigError(
-            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null."
+            f"checkpoint.export=hf: Hugging Face has no model {get_kind(type(run.model))}; give checkpoint.export=null "
+            f"({OWN_MODELS})."
         )
 
 
@@ -118,7 +127,7 @@ def _check_growth(run: Run, remote: bool) -> None:
         except ConfigError as error:
             raise ConfigError(
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
-                f"{run.microbatch_rows} rows, and then {error}"
+                f"{format_plural(run.microbatch_rows, 'row')}, and then {error}"
             ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
         fit.check_memory(larger, run.layout, run.machine, count, remote)
@@ -207,6 +216,8 @@ def _check_tensor(run: Run) -> None:
         missing = [name for name, is_met in needed.items() if not is_met]
         if missing:
             raise ConfigError(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
+    if parallelism.regather is True and degree > 1 and (obstacles := list_regather_obstacles(run, run.layout)):
+        raise ConfigError(f"parallelism.regather=true: does not work with {' and '.join(obstacles)}; give auto.")
 
 
 def _check_context(run: Run) -> None:
@@ -253,10 +264,10 @@ def _check_attention(run: Run) -> None:
 def _check_sharding(run: Run) -> None:
     """Reject FSDP settings that this layout does not support."""
     parallelism, layout = run.parallelism, run.layout
-    for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
-        if (value := getattr(parallelism, name)) != idle and (layout.sharded == 1 or layout.only_replicated):
+    for name in ("reshard", "accumulate", "prefetch"):
+        if (value := getattr(parallelism, name)) not in ("auto", 0) and (layout.sharded == 1 or layout.only_replicated):
             raise ConfigError(
-                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
+                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or auto."
             )
     if parallelism.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
         raise ConfigError(
@@ -292,7 +303,10 @@ def _check_experts(run: Run) -> None:
     degree, layout, experts = run.layout.expert, run.layout, getattr(run.model, "experts", 0)
     expert_setting, ranks = f"parallelism.expert={run.parallelism.expert}", layout.sharded * layout.tensor
     if not experts and run.parallelism.expert == "auto":
-        warn_once("parallelism.expert=auto: has no effect, because the model has no experts.")
+        warn_once(
+            "parallelism.expert=auto: has no effect, because the model has no experts; choose parallelism=fsdp, or a "
+            "model with experts such as qwen3_moe_debug."
+        )
     if degree == 1:
         return
     if not experts:
@@ -315,13 +329,38 @@ def _check_experts(run: Run) -> None:
         )
 
 
+def _check_dispatcher(run: Run, remote: bool) -> None:
+    """Reject DeepEP where it can't run; one rank that has all experts exchanges nothing."""
+    if run.parallelism.dispatcher != "deepep":
+        return
+    if run.layout.expert == 1:
+        warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
+    elif (lacking := next(_list_lacking_for_deep_ep(run, remote), None)) is not None:
+        raise ConfigError(f"parallelism.dispatcher=deepep: {lacking}, or parallelism.dispatcher=alltoall.")
+
+
+def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
+    """Yield what DeepEP lacks of a run and its machine, and what to change."""
+    machine, model = run.machine, run.model
+    if machine.device != "cuda" or (machine.capability or DEEP_EP_CAPABILITY) < DEEP_EP_CAPABILITY:
+        yield f"needs CUDA and a Hopper GPU or newer, and the machine has {machine.name}; give one such as cluster=h100"
+    if run.precision.compute != "bf16":
+        yield f"computes in bf16, and precision.compute={run.precision.compute}; give precision=bf16"
+    if model.dim % DEEP_EP_MULTIPLE:
+        yield f"model.dim={model.dim} is no multiple of {DEEP_EP_MULTIPLE}; change it"
+    if getattr(model, "top_k", 0) > DEEP_EP_TOP_K:
+        yield f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={getattr(model, 'top_k', 0)}; change it"
+    if not remote and importlib.util.find_spec("deep_ep") is None:
+        yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
+
+
 def _check_memory(run: Run) -> None:
     """Reject kinds of activation checkpointing that need other settings."""
     memory, schedule, alternative = run.memory, run.staging.schedule, _name_budget_alternative(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
         raise ConfigError(
-            f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be recomputed; "
-            "give fewer."
+            f"memory.every={memory.every}: the model has {format_plural(run.model.layers, 'layer')}, so none would be "
+            "recomputed; give fewer."
         )
     if memory.checkpointing == "budget" and run.debug.detect_anomaly:
         raise ConfigError(

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from titan.config.command import describe_train_option
 from titan.errors import ConfigError
+from titan.files.run_directory import describe_runs_below, is_sweep_directory
 from titan.run import hydra_private, trust
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
+from titan.run.synonyms import DRY_RUNS, FILE_ADVICE, PLAN_ADVICE, suggest_setting
 
 RESUME = "resume="
 SHOWING_OPTIONS = {
@@ -96,6 +98,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.multirun:
         _check_duplicates(overrides)
+        _check_ranges(overrides)
 
 
 def parse_search_path(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -127,7 +130,16 @@ def _parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _reject_arguments(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see --help.")
+    """Raise ConfigError for what argparse rejects: mostly a setting that is written as an option."""
+    if not (unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S*)", message)):
+        raise ConfigError(f"{message}; see --help.")
+    word = unknown[1].partition("=")[0].lstrip("-")
+    advice = f"settings have no dashes: {suggest_setting(word) or 'AXIS.SETTING=VALUE'}"
+    if word.replace("-", "_") in DRY_RUNS:
+        advice = PLAN_ADVICE
+    if word == "config":
+        advice = FILE_ADVICE
+    raise ConfigError(f"{unknown[1]}: there is no such option; {advice}; see --help.")
 
 
 def _find_mode(overrides: Sequence[str]) -> str | None:
@@ -154,6 +166,20 @@ def _check_options(args: argparse.Namespace) -> None:
         key = override.partition("=")[0]
         if key.startswith("~") and not key.startswith("~hydra"):
             raise ConfigError(f"{override}: settings can't be removed; write {key[1:]}=VALUE, or leave it out.")
+
+
+def _check_ranges(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError for a range among other values, and for one with a single value: its step is 1 by default."""
+    for override in overrides:
+        value = override.value()
+        if isinstance(value, ChoiceSweep) and any(isinstance(choice, Sweep) for choice in value.list):
+            raise ConfigError(
+                f"{override.input_line}: a range is no value of a list; write each value, as in 1e-3,3e-3."
+            )
+        if override.is_range_sweep() and len(list(override.sweep_iterator())) < 2:
+            raise ConfigError(
+                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
+            )
 
 
 def _check_duplicates(overrides: Sequence[Override]) -> None:
@@ -192,13 +218,9 @@ def _read_last_attempt(folder: str, word: str) -> dict[str, Any]:
     directory = Path(folder)
     if folder.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
-    is_sweep = folder.strip() and (directory / "multirun.yaml").is_file()
-    hint = (
-        "it holds a sweep: repeat the command of the sweep"
-        if is_sweep
-        else "give the directory of one, such as runs/NAME"
-    )
-    raise ConfigError(f"{word}: there is no run; {hint}.")
+    runs = describe_runs_below(folder) if folder.strip() else None
+    advice = " (the command of the sweep resumes all)" if runs and is_sweep_directory(directory) else ""
+    raise ConfigError(f"{word}: {runs or 'there is no run; give the directory of one, such as runs/NAME'}{advice}.")
 
 
 def quote_value(text: str) -> str:

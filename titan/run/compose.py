@@ -26,10 +26,10 @@ from titan.cluster.schema import Cluster
 from titan.config import modules, settings
 from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redact_nested
-from titan.errors import ConfigError
-from titan.run import command_line, hydra_node, hydra_private
+from titan.errors import ConfigError, UnknownSettingError
+from titan.run import command_line, hydra_node, hydra_private, synonyms
 from titan.run.axes import PLUGGABLE
-from titan.run.hydra_errors import HydraErrors
+from titan.run.hydra_errors import HydraErrors, list_names
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, drop_hydra_node
 from titan.run.open_layout import resolve_open_layout
 from titan.run.paths import check_name
@@ -156,9 +156,12 @@ def _build_recipe(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
         content["cluster"]["environment"] = {**environment, **hydra_environment}  # type: ignore[dict-item]
     modules.check_modules(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
-    if settings.is_foreign(content):
-        _check_before_import(content)
-    typed_recipe: Recipe = settings.build(Recipe, content, allowed=trusted)
+    try:
+        if settings.is_foreign(content):
+            _check_before_import(content)
+        typed_recipe: Recipe = settings.build(Recipe, content, allowed=trusted)
+    except UnknownSettingError as error:  # a name in a file, or added by `+`
+        raise synonyms.build_error(error.typed, error.key, frozenset(list_names(content))) or error from None
     return typed_recipe
 
 

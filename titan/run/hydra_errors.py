@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan.config import launcher_hints
 from titan.config.settings import suggest_nearest
 from titan.errors import ConfigError, UnknownSettingError
+from titan.files.run_directory import RUN
 from titan.run import command_line, hydra_choices, hydra_node, synonyms
 from titan.run.hydra_choices import OPTIONAL_GROUPS, describe_unknown_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
@@ -58,7 +60,7 @@ class HydraErrors:
         if isinstance(error, MissingConfigException) and error.options is not None:
             return self._describe_choice_error(error)
         if isinstance(error, OverrideParseException):
-            return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
+            return f"{error.override}: not understood; {_advise_on_syntax(str(error.override))}."
         if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
             return hydra_choices.describe_unknown_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
@@ -69,6 +71,9 @@ class HydraErrors:
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return self._describe_interpolation(error)
         text = _join_lines(str(error))
+        if text.startswith("BasicSweeper does not support sweep type"):
+            advice = "takes a sweeper that samples, such as hydra/sweeper=optuna; or give values, as in 1e-3,3e-3"
+            return f"{self._find_interval()}: {advice}."
         for beginning, advice in HYDRA_HINTS.items():
             if text.startswith(beginning):
                 return f"{self._find_override(text)}: {advice}."
@@ -82,6 +87,10 @@ class HydraErrors:
         reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
         return f"{self._find_typed_override(str(error.full_key))}: {reason}; correct what stands in the braces."
 
+    def _find_interval(self) -> str:
+        """The override that gives an interval."""
+        return next((o for o in self.overrides if "interval(" in o), "interval")
+
     def _find_override(self, text: str) -> str:
         """The override that `text` quotes, or else the last one that names what it names."""
         quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_parse_key(o))}\b", text)]
@@ -91,7 +100,9 @@ class HydraErrors:
         return next((o for o in self.overrides if _parse_key(o) == key), key)
 
     def _describe_choice_error(self, error: MissingConfigException) -> str:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        group, _, option = str(error.missing_cfg_file).partition("/")
+        if group not in Recipe.axes():
+            group, _, option = str(error.missing_cfg_file).rpartition("/")
         if group == "hydra/launcher" and (advice := launcher_hints.describe_launcher(option)):
             return advice
         return describe_unknown_choice(group, option, error.options or ())
@@ -103,8 +114,8 @@ class HydraErrors:
         if advice := launcher_hints.describe_setting(key, typed) or hydra_node.advise_key(key, typed):
             return ConfigError(advice)
         keys = self._list_keys()
-        if advice := synonyms.find_advice(key, frozenset(keys)):
-            return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+        if synonym_error := synonyms.build_error(typed, key, frozenset(keys)):
+            return synonym_error
         is_nested = any(name.endswith(f".{key}") for name in keys)
         hint = suggest_nearest(key, Recipe.axes()) if "." not in key and not is_nested else "."
         hint = suggest_nearest(key, keys) if hint == "." else hint
@@ -114,15 +125,30 @@ class HydraErrors:
     def _list_keys(self) -> list[str]:
         """Return every key that an override may have, for the choices on this command line."""
         parse = OverridesParser.create().parse_override
-        choices = [o for o in self.overrides if _parse_key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
+        groups = (*Recipe.axes(), "hydra/sweeper", "hydra/launcher")
+        choices = [o for o in self.overrides if _parse_key(o) in groups and not parse(o).is_sweep_override()]
         try:
             with Session():
                 cfg = compose_config(choices)
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, ConfigError):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)
-        names = _list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
-        return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+        names = list_names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
+        parts = {part: content["hydra"][part] for part in ("launcher", "sweeper")}  # type: ignore[call-overload, index]
+        return [*names, *list_names(parts, "hydra."), "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+
+
+def _advise_on_syntax(word: str) -> str:
+    """Return what to write in place of a word that is no override."""
+    if word.endswith((".yaml", ".yml")) and "=" not in word:
+        return synonyms.FILE_ADVICE
+    if os.path.isfile(os.path.join(word, RUN)):
+        return f"it is a run: give it as the first word of a command for runs, or as resume={word}"
+    if os.path.isfile(word):
+        return f"data of a file are dataset=text dataset.path={word}"
+    if "=~" in word:
+        return "write $HOME in place of ~"
+    return "write AXIS=CHOICE or AXIS.SETTING=VALUE, [a,b] for a list, and quote special characters"
 
 
 def _find_config_error(error: BaseException | None) -> ConfigError | None:
@@ -143,10 +169,11 @@ def _parse_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _list_names(content: dict[Any, Any], path: str = "") -> list[str]:
+def list_names(content: dict[Any, Any], path: str = "") -> list[str]:
+    """Return the dotted names of all settings in a composed configuration."""
     names = []
     for key, value in content.items():
         names.append(path + str(key))
         if isinstance(value, dict):
-            names += _list_names(value, f"{path}{key}.")
+            names += list_names(value, f"{path}{key}.")
     return names

@@ -19,6 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_d
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf._utils import get_omega_conf_dumper
@@ -34,6 +35,7 @@ __all__ = [
     "hand_over",
     "load_basic_sweeper",
     "share_store",
+    "watch_files",
 ]
 
 SUPPORTED = ">=1.3.2,<1.4"
@@ -47,6 +49,7 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "hydra._internal.config_loader_impl.get_overrides_dirname": ("overrides", "exclude_keys", "item_sep", "kv_sep"),
     "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config": ("overrides", "cfg"),
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._load_single_config": ("self", "default", "repo"),
     "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration": (
         "self", "config_name", "overrides", "run_mode",
     ),
@@ -96,6 +99,17 @@ def load_basic_sweeper() -> type[Any]:
     Plugins.instance()
     sweeper: type[Any] = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
     return sweeper
+
+
+def watch_files(loader: Any, check: Callable[[ConfigResult, str], None]) -> None:
+    """Let a loader call `check` with each file that it merges, and the file's path in its folder."""
+
+    def load_and_check(default: Any, repo: Any) -> ConfigResult:
+        result: ConfigResult = ConfigLoaderImpl._load_single_config(loader, default, repo)
+        check(result, default.config_path)
+        return result
+
+    loader._load_single_config = load_and_check
 
 
 def share_store() -> ConfigStore:

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from titan.errors import ConfigError
-from titan.run import hydra_private
+from titan.run import hydra_private, searched_files
 from titan.run.hydra_choices import check_optional, describe_value_error
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -49,10 +49,8 @@ class ExtraConfigs(SearchPathPlugin):
         for entry in entry_points(group="titan.plugins"):
             entry.load()  # so that it can register schemas
             search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
-        for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
-            if not os.path.isdir(folder):
-                raise ConfigError(f"TITAN_CONF={folder}: there is no such folder; correct the variable, or unset it.")
-            search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
+        for folder in searched_files.list_own_folders():
+            search_path.append(searched_files.VARIABLE, f"file://{folder}")
         for path in self.search_folders:
             search_path.append("hydra.searchpath in command-line", path)
         if self.config_dir:
@@ -83,17 +81,22 @@ def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunM
     """Return what overrides compose, Hydra's own node included, within a `Session`.
 
     Raises:
-        ConfigError: for a choice that does not exist, or has no name.
+        ConfigError: for a choice that does not exist, or has no name, and for a file that sets what only the user may.
     """
+    loader = GlobalHydra.instance().config_loader()
+
+    def list_choices(group: str) -> list[str]:
+        return loader.get_group_options(group, ObjectType.CONFIG)
+
+    searched_files.guard_loader(loader, CONF, name or CONFIG, overrides)
     try:
         if mode == RunMode.RUN:
             cfg = compose(name or CONFIG, list(overrides), return_hydra_config=True)
         else:
             cfg = hydra_private.compose_mode(overrides, name or CONFIG, mode)
     except ValueError as error:
-        raise ConfigError(describe_value_error(error, overrides)) from error
-    loader = GlobalHydra.instance().config_loader()
-    check_optional(lambda group: loader.get_group_options(group, ObjectType.CONFIG), cfg)
+        raise ConfigError(describe_value_error(error, overrides, list_choices)) from error
+    check_optional(list_choices, cfg)
     return cfg
 
 

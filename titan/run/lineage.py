@@ -15,11 +15,13 @@ from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.checkpoint.select import CheckpointCandidate
 from titan.config.settings import format_value
+from titan.console.numbers import format_plural
 from titan.console.text import redact_nested
 from titan.dataset import permutation
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run.run import Run, as_model
+from titan.weights.origin import check_source
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,7 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
         ConfigError: when it is missing, does not fit, or is another one than the first attempt's.
     """
     resume, weights = run.checkpoint.resume, run.checkpoint.weights
-    if resume and weights:
-        raise ConfigError(
-            f"checkpoint.weights={weights}: checkpoint.resume={resume} contains weights already; give one of the two."
-        )
+    _reject_both(run)
     recorded = attempts[0].get("parent") if attempts else None
     if recorded and has_checkpoint and _is_unchanged(run, attempts[-1]):
         return Parent(str(recorded))
@@ -62,6 +61,28 @@ def find_parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, has_c
     if resume:
         return _find_recorded_fork(run, resume, recorded) if recorded else _find_fork(run, resume, mix)
     return Parent()
+
+
+def check_start(run: Run) -> None:
+    """Check what a new run starts from, before its data are prepared, which may take hours.
+
+    Raises:
+        ConfigError: when it is missing, or a checkpoint of another model.
+    """
+    _reject_both(run)
+    if run.checkpoint.resume:
+        _load_fork(run, run.checkpoint.resume)
+    elif run.checkpoint.weights:
+        check_source(run.checkpoint.weights, "checkpoint.weights")
+
+
+def _reject_both(run: Run) -> None:
+    """Raise ConfigError where a run would start from a checkpoint and from other weights."""
+    resume, weights = run.checkpoint.resume, run.checkpoint.weights
+    if resume and weights:
+        raise ConfigError(
+            f"checkpoint.weights={weights}: checkpoint.resume={resume} contains weights already; give one of the two."
+        )
 
 
 def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
@@ -74,16 +95,26 @@ def _is_unchanged(run: Run, last: Mapping[str, Any]) -> bool:
 
 
 def _find_fork(run: Run, resume: str, mix: RowMixture) -> Parent:
+    checkpoint = _load_fork(run, resume)
+    count_rows_read(run, mix, checkpoint.manifest)
+    return Parent(checkpoint.id, checkpoint)
+
+
+def _load_fork(run: Run, resume: str) -> CheckpointCandidate:
+    """Return the checkpoint that a run is to start from.
+
+    Raises:
+        ConfigError: when it is missing, or does not fit.
+    """
     checkpoint = select.load_named(resume)
     check_resumable(checkpoint.manifest, resume)
     _check_model(run, checkpoint)
-    count_rows_read(run, mix, checkpoint.manifest)
     if checkpoint.manifest.step >= run.training.steps:
         raise ConfigError(
             f"training.steps={run.training.steps}: the checkpoint to start from has done {checkpoint.manifest.step} "
             "steps already; give more steps."
         )
-    return Parent(checkpoint.id, checkpoint)
+    return checkpoint
 
 
 def _find_recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
@@ -139,7 +170,7 @@ def count_rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     rows = permutation.check_state(saved.data, mix.compute_fingerprint)
     if rows != run.training.count_rows_before(saved.step + 1):
         raise ConfigError(
-            f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
-            "steps; give the global_batch and grow of the checkpoint, up to that step."
+            f"training.global_batch={run.training.global_batch}: the checkpoint read {format_plural(rows, 'row')} in "
+            f"{format_plural(saved.step, 'step')}; give the checkpoint's global_batch and grow, up to that step."
         )
     return rows

@@ -15,6 +15,11 @@ from titan.files import locks
 from titan.files.untrusted import truncate_text
 from titan.run.paths import BEGUN
 
+WRITTEN_FOLDERS = ("log", "profile", "debug")
+"""Folders of a run with files of fixed names that are written to as they are."""
+LINKED_FOLDERS = (*WRITTEN_FOLDERS, "checkpoints", "tensorboard", "wandb")
+"""Folders of a run that may be on another disk."""
+
 
 @contextmanager
 def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
@@ -26,7 +31,7 @@ def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
             is freed some time later.
 
     Raises:
-        ConfigError: when another job has locked it, or it can't be written to.
+        ConfigError: when another job has locked it, it can't be written to, or what is written would go elsewhere.
     """
     new_folders = [f for f in (directory, *directory.parents) if not f.exists()]
     fresh = not (directory / ".lock").exists()
@@ -38,6 +43,7 @@ def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
         raise build_write_error(directory, error) from error
     try:
         _acquire_lock(lock, directory, patience)
+        _check_links(directory)
         yield
     finally:
         if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
@@ -62,6 +68,21 @@ def _acquire_lock(lock: int, directory: Path, patience: float) -> None:
     with contextlib.suppress(OSError):  # on a full disk the message lacks the name
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _check_links(directory: Path) -> None:
+    """Raise ConfigError for a link in a run's directory through which titan would write files elsewhere.
+
+    Links are not files of a run: whoever made a directory that somebody else resumes may have put them there.
+    """
+    for folder in (directory, *(directory / name for name in WRITTEN_FOLDERS)):
+        for entry in os.scandir(folder) if folder.is_dir() and not folder.is_symlink() else ():
+            may_be_link = folder == directory and entry.name in LINKED_FOLDERS
+            if entry.is_symlink() and not may_be_link:
+                raise ConfigError(
+                    f"hydra.run.dir={directory}: {entry.path} is a symbolic link to {os.readlink(entry.path)}, and a "
+                    "run would write there; remove it, or replace it by what it links to."
+                )
 
 
 def build_write_error(directory: Path, error: OSError) -> ConfigError:

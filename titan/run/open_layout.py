@@ -9,25 +9,31 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError
-from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
+from titan.parallelism.schema import DIMENSIONS, Layout
 from titan.run import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
-OPEN = (-1, "auto")
-"""Values of a degree that is derived from the others."""
+OPEN = (-1, "auto", ())
+"""Values of a setting that is derived from the others."""
+SEARCHED = ("schedule", "stages", "starts", "reshard", "microbatches", "async_tensor")
+"""Settings of the parallelism axis beside degrees that differ between the layouts of a search."""
 
 
-def list_typed_degrees(parallelism: Parallelism, overrides: Sequence[str]) -> dict[str, int]:
-    """Return the degrees that a command line sets to a number, by themselves or by its choice of parallelism."""
-    names = [override.lstrip("+").partition("=")[0] for override in overrides]
-    degrees = {name: getattr(parallelism, name) for name in (*DIMENSIONS, "expert")}
-    is_chosen = "parallelism" in names
-    return {
-        name: int(degree)
-        for name, degree in degrees.items()
-        if degree not in OPEN and (is_chosen or f"parallelism.{name}" in names)
-    }
+def list_typed_settings(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that a search would vary, and that a command line gives a value, by their name.
+
+    Degrees count by themselves or by the choice of parallelism, activation checkpointing by itself or by the choice of
+    memory; the others by themselves.
+    """
+    names = {override.lstrip("+").partition("=")[0] for override in overrides}
+    parallelism = recipe.parallelism
+    degrees = [n for n in (*DIMENSIONS, "expert") if names & {"parallelism", f"parallelism.{n}"}]
+    others = [name for name in SEARCHED if f"parallelism.{name}" in names]
+    typed = {name: getattr(parallelism, name) for name in (*degrees, *others)}
+    if names & {"memory", "memory.checkpointing"}:
+        typed["checkpointing"] = recipe.memory.checkpointing
+    return {name: value for name, value in typed.items() if value not in OPEN}
 
 
 def resolve_open_layout(
@@ -53,7 +59,7 @@ def resolve_open_layout(
     Raises:
         ConfigError: for combinations that no layout makes work.
     """
-    devices = count_devices(recipe, machine, list_typed_degrees(recipe.parallelism, overrides))
+    devices = count_devices(recipe, machine, list_typed_settings(recipe, overrides))
     try:
         run = resolve.resolve(recipe, machine, directory, overrides=overrides, **options)
         if devices in (None, run.layout.devices):
@@ -65,19 +71,19 @@ def resolve_open_layout(
     return dataclasses.replace(run, parallelism=recipe.parallelism, cluster=recipe.cluster)
 
 
-def count_devices(recipe: Recipe, machine: Machine, degrees: Mapping[str, int]) -> int | None:
+def count_devices(recipe: Recipe, machine: Machine, typed: Mapping[str, Any]) -> int | None:
     """Return the devices that layouts are searched for; None: as many as the layout of the recipe asks for.
 
     Args:
         recipe: the composed choices.
         machine: a node.
-        degrees: those that are typed; all of them together make the number.
+        typed: settings that are typed; all degrees together make the number.
     """
     cluster = recipe.cluster
     if cluster.devices != "auto":
         return int(cluster.devices)
-    if degrees.keys() >= set(DIMENSIONS):
-        return math.prod(degrees[name] for name in DIMENSIONS)
+    if typed.keys() >= set(DIMENSIONS):
+        return math.prod(int(typed[name]) for name in DIMENSIONS)
     if cluster.devices_per_node != "auto":
         return int(cluster.devices_per_node) * cluster.nodes
     return machine.count * cluster.nodes if machine.device == "cuda" else None

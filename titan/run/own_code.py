@@ -29,20 +29,31 @@ RESULTS = ("run.yaml", "ledger.jsonl")
 
 def find_packages(run: Run) -> tuple[str, ...]:
     """Return the top-level packages outside of titan that a run names, in order."""
-    named_packages = {name.partition(".")[0] for name in run.modules}
-    all_packages = named_packages | {
-        cls.__module__.partition(".")[0] for cls in _find_classes({a: getattr(run, a) for a in (*run.axes(), "hooks")})
-    }
-    return tuple(sorted(all_packages - {"titan"} - sys.stdlib_module_names))
+    return tuple(list_uses(run))
 
 
-def _find_classes(value: Any) -> Iterator[type]:
-    """Yield the classes of all schemas in a value."""
+def list_uses(run: Run) -> dict[str, tuple[str, ...]]:
+    """Return the settings whose classes are of each package outside of titan, in order; none where it is only imported.
+
+    The standard library's are no packages of the user.
+    """
+    names: dict[str, list[str]] = {name.partition(".")[0]: [] for name in run.modules}
+    for name, cls in _find_classes({axis: getattr(run, axis) for axis in (*run.axes(), "hooks")}):
+        names.setdefault(cls.__module__.partition(".")[0], []).append(name)
+    own_packages = names.keys() - {"titan"} - sys.stdlib_module_names
+    return {package: tuple(names[package]) for package in sorted(own_packages)}
+
+
+def _find_classes(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the dotted name and the class of all schemas in a value."""
     if dataclasses.is_dataclass(value):
-        yield type(value)
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        yield from _find_classes(part)
+        yield name, type(value)
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, part in parts:
+        yield from _find_classes(part, f"{name}.{key}".lstrip("."))
 
 
 def find_files(package: str) -> dict[str, Path]:

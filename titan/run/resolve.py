@@ -9,6 +9,7 @@ from typing import Any
 
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
+from titan.console.numbers import format_plural
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.hooks import schema as hooks
@@ -170,5 +171,6 @@ def _choose_microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> in
 def _check_ranks(cluster: Cluster, ranks: int) -> None:
     if cluster.devices not in ("auto", ranks):
         raise ConfigError(
-            f"cluster.devices={cluster.devices}: {ranks} ranks were started; start as many, or give auto."
+            f"cluster.devices={cluster.devices}: torchrun or srun has {format_plural(ranks, 'rank')}; start as many, "
+            "or give auto."
         )

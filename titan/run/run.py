@@ -83,7 +83,7 @@ class Run(Recipe):
         return format_fields("Run", self.list_facts())
 
     def _repr_html_(self) -> str:
-        return build_table(self.list_facts())
+        return build_table(self.list_facts().items())
 
     def describe(self) -> str:
         """Return the choices that decide how much memory the run needs, for messages."""
@@ -96,6 +96,14 @@ def as_config(run: Recipe) -> dict[str, Any]:
         f.name: redact_nested(to_plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"
     }
     return config | ({"hooks": _describe_hooks(run.hooks)} if run.hooks else {})
+
+
+def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a nested configuration by dotted names."""
+    flattened: dict[str, Any] = {}
+    for key, value in config.items():
+        flattened |= flatten_config(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flattened
 
 
 def _describe_hooks(hooks: Mapping[str, Hook]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from titan.errors import ConfigError
 from titan.files.run_directory import RUN
 from titan.run import identity
 from titan.run.lineage import count_rows_read
-from titan.run.run import Run, as_config
+from titan.run.run import Run, as_config, flatten_config
 
 _DEFAULT = object()
 
@@ -89,11 +89,3 @@ def _name_setting(run: Run) -> str:
     if (Path(run.directory) / RUN).is_file() or run.checkpoint.path is None:
         return f"hydra.run.dir={run.directory}"
     return f"checkpoint.path={run.checkpoint.path}"
-
-
-def flatten_config(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested configuration by dotted names."""
-    flattened: dict[str, Any] = {}
-    for key, value in config.items():
-        flattened |= flatten_config(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flattened

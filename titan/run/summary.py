@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.config.kinds import get_kind
 from titan.config.modules import VARIABLE
 from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_rounded
 from titan.console.progress import format_duration, format_loss, print_table
 from titan.estimate import fit
-from titan.run import branch
+from titan.run import branch, own_code
+from titan.run.budget import describe_hours
 from titan.run.directory import describe_hook_end
 from titan.run.run import Run
 
@@ -38,14 +40,31 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             f"{run.rank_rows} per rank in {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
             f"{_describe_growth(run)}",
             "steps": f"{training.steps:,}, {format_count(training.total_tokens)} tokens; "
-            f"{choices.get('optimizer', '')}, lr {run.optimizer.lr:g}, {choices.get('schedule', '')}; seed "
+            f"{choices.get('optimizer', '')}, lr {format_value(run.optimizer.lr)}, {choices.get('schedule', '')}; seed "
             f"{training.seed}",
+            **({"budget": hours} if (hours := describe_hours(training)) else {}),
+            **_describe_extensions(run),
             "layout": f"{choices.get('parallelism', '')}: {run.layout}",
             **_describe_dimensions(run),
             **{f"{'' if i else 'applied':<9}{i + 1}": step for i, step in enumerate(applied)},
             "devices": f"{run.machine.describe()}; {memory_per_rank}{_describe_prediction(attempt)}",
         }
     )
+
+
+def _describe_extensions(run: Run) -> dict[str, str]:
+    """Return a line each on loss terms, hooks and packages outside of titan; none where there are none."""
+    terms = [f"{name} {term.coefficient:g}{_name_own_class(term)}" for name, term in run.training.terms.items()]
+    hooks = [f"{name}{_name_own_class(hook)}" for name, hook in (run.hooks or {}).items()]
+    uses = [f"{package} ({', '.join(names) or 'imported'})" for package, names in own_code.list_uses(run).items()]
+    lines = {"loss terms": terms, "hooks": hooks, "own code": uses}
+    return {name: ", ".join(parts) for name, parts in lines.items() if parts}
+
+
+def _name_own_class(value: Any) -> str:
+    """Return the path of a class outside of titan in brackets; empty for titan's own."""
+    path = get_kind(type(value))
+    return "" if path.startswith("titan.") else f" ({path})"
 
 
 def _describe_prediction(attempt: Attempt) -> str:

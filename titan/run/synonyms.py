@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+
+from titan.errors import UnknownSettingError
+from titan.run.axes import PLUGGABLE
+from titan.run.experiments import advise_on_experiment
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "training.steps": ("max_steps", "total_steps", "num_steps", "train_iters", "max_iters", "steps"),
@@ -17,6 +22,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "optimizer.lr": ("learning_rate", "max_lr", "peak_lr", "base_lr", "lr"),
     "optimizer.weight_decay": ("weight_decay", "wd"),
     "schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule", "lr_decay_style"),
+    "schedule.final_lr": ("min_lr", "lr_min", "eta_min", "lr_end", "min_lr_ratio"),
     "schedule.warmup": ("warmup_steps", "num_warmup_steps", "warmup_iters", "warmup_ratio", "lr_warmup_iters"),
     "cluster.devices": ("gpus", "num_gpus", "n_gpus", "world_size", "nproc_per_node", "devices", "ngpu"),
     "cluster.nodes": ("num_nodes", "nnodes", "n_nodes", "nodes"),
@@ -45,7 +51,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "metrics": ("logger", "loggers", "log_with", "report_to", "tracker"),
     "metrics.wandb": ("wandb", "use_wandb", "enable_wandb"),
     "metrics.tensorboard": ("tensorboard", "use_tensorboard", "enable_tensorboard"),
-    "recipe": ("experiment", "exp", "preset"),
+    "recipe": ("preset",),
     "name": ("run_name", "experiment_name", "job_name"),
     "hydra.run.dir": ("output_dir", "out_dir", "save_dir", "dump_folder", "default_root_dir"),
     "model.top_k": ("num_experts_per_tok", "moe_router_topk", "experts_per_token"),
@@ -59,28 +65,101 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
 """titan's settings, and the last parts of what others call them."""
 SYNONYMS = {word: name for name, words in _WORDS.items() for word in words}
 """titan's name of each of these."""
-AXES = {"trainer": "training", "train": "training", "data": "dataset", "optim": "optimizer", "parallel": "parallelism"}
+VALUES = {
+    "training.global_batch": "TOKENS", "training.tokens": "TOKENS", "schedule.warmup": "STEPS",
+    "schedule.final_lr": "SHARE (of optimizer.lr)", "checkpoint.every": "STEPS", "evaluation.every": "STEPS",
+}  # fmt: skip
+"""What a setting's value is, where another unit is usual elsewhere."""
+AXES = {
+    "trainer": "training", "train": "training", "data": "dataset", "optim": "optimizer", "parallel": "parallelism",
+    "eval": "evaluation", "ckpt": "checkpoint", "checkpointing": "checkpoint", "lr_scheduler": "schedule",
+}  # fmt: skip
 """Other names of axes."""
+PERIODS = ("interval", "frequency", "freq", "every_n_steps")
+"""What others call the steps between evaluations, or between checkpoints."""
+CHOICES: Mapping[str, Mapping[str, str]] = {
+    "parallelism": {
+        **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "deepspeed"), "fsdp"), "data_parallel": "ddp", "dp": "ddp",
+        "tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep",
+        "none": "single",
+    },
+    "precision": {
+        **dict.fromkeys(("float16", "fp16", "half", "16-mixed", "bf16-mixed", "bfloat16", "mixed"), "bf16"),
+        **dict.fromkeys(("float32", "32-true", "full"), "fp32"), "fp8": "float8",
+    },
+    "schedule": {
+        "cosine_with_warmup": "cosine", "cosine_annealing": "cosine", "linear_with_warmup": "linear",
+        "constant_with_warmup": "constant", "trapezoidal": "wsd", "warmup_stable_decay": "wsd",
+    },
+    "memory": dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recompute"), "full"),
+    "optimizer": {"adam": "adamw"},
+}  # fmt: skip
+"""titan's choice of an axis for what others call it."""
+EXPERIMENT = ("experiment", "experiments", "exp")
+"""Names of a config group that other projects have."""
+DRY_RUNS = ("dry_run", "dryrun", "plan_only")
+"""What others call a command that starts nothing."""
+PLAN_ADVICE = "python -m titan.plan with the same settings predicts the run, and starts nothing"
+FILE_ADVICE = "a file of settings is recipe=NAME, from recipe/NAME.yaml in the folder of --config-dir"
 EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "expert_ffn", "top_k")
 """Settings of models with experts."""
 
 
-def find_advice(key: str, known_keys: frozenset[str]) -> str | None:
-    """Return what to write in place of a setting that there is not; None where nothing is known.
+def build_error(typed: str, key: str, known_keys: frozenset[str]) -> UnknownSettingError | None:
+    """Return the error that answers a name of other software; None where nothing is known.
 
     Args:
-        key: as typed, without its value.
+        typed: the setting with its value.
+        key: the setting.
         known_keys: every setting of the composed configuration.
     """
+    advice = _find_advice(key, typed.partition("=")[2], known_keys)
+    if advice is None:
+        return None
+    return UnknownSettingError(f"{typed}: there is no such setting; {advice}.", typed, key, f"; {advice}.")
+
+
+def suggest_setting(word: str) -> str | None:
+    """Return titan's setting for a name of other software, as it is typed; None for other words."""
+    name = SYNONYMS.get(word.replace("-", "_").lower())
+    if name is None:
+        return None
+    value = "CHOICE" if "." not in name and name != "name" else "VALUE"
+    return f"{name}={VALUES.get(name, value)}"
+
+
+def _find_advice(key: str, value: str, known_keys: frozenset[str]) -> str | None:
+    """Return what to write in place of a setting that there is not; None where nothing is known."""
     axis, _, rest = key.partition(".")
-    word = key.rpartition(".")[2].replace("-", "_").lower()
+    word = key.rpartition(".")[2]
+    if key in EXPERIMENT:
+        return advise_on_experiment(value)
+    if key.replace("-", "_") in DRY_RUNS:
+        return PLAN_ADVICE
+    if key.isupper():
+        return f"variables of the environment stand before the command: {key}={value} python -m titan.train"
     if axis == "model" and word in EXPERTS:
         return "this model has no experts; choose one that has, such as model=qwen3_moe_debug"
-    if axis in AXES and f"{AXES[axis]}.{rest}" in known_keys:
-        return f"write {AXES[axis]}.{rest}"
-    if word not in SYNONYMS:
-        return f"write {AXES[axis]}" if key in AXES else None
-    name = SYNONYMS[word]
-    if "." not in key and name.endswith(f".{word}"):
+    for name in (f"{AXES.get(axis)}.{rest}", f"metrics.{axis}_{rest}"):
+        if name in known_keys:
+            return f"write {name}"
+    if word in PERIODS and (name := f"{AXES.get(axis, axis)}.every") in known_keys:
+        return f"write {name}=STEPS"
+    return _advise_on_kinds(axis, rest) or _advise_on_word(key, word)
+
+
+def _advise_on_kinds(axis: str, rest: str) -> str | None:
+    """Return which choices of an axis have a setting that the present one has not; None where none has."""
+    name = rest.partition(".")[0]
+    kinds = {} if axis == "model" else PLUGGABLE.get(axis, {})
+    owners = [kind for kind, cls in kinds.items() if kind != "base" and name in {f.name for f in fields(cls)}]
+    return f"choose {axis}={' or '.join(owners)} for it" if owners else None
+
+
+def _advise_on_word(key: str, word: str) -> str | None:
+    if key in AXES:
+        return f"write {AXES[key]}"
+    setting = suggest_setting(word)
+    if setting is None or ("." not in key and setting.partition("=")[0].endswith(f".{word}")):
         return None  # the nearest setting is suggested
-    return f"write {name}={'CHOICE' if '.' not in name and name != 'name' else 'VALUE'}"
+    return f"write {setting}"

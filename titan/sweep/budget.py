@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from titan.config.settings import format_value
+from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
-from titan.run.budget import count_steps, estimate_step_seconds
+from titan.run.budget import StepTime, check_steps, count_steps, find_step_time
 from titan.run.run import Run
 from titan.sweep.schema import Sweep
 
 Budget = Literal["tokens", "flops", "time"]
+REPEATED = ("training.seed=", "training.repeat=")
+"""Beginnings of overrides that make runs of one variant."""
 STEP_SETTINGS = ("training.steps", "training.tokens", "training.hours")
 
 
@@ -36,8 +39,12 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     for override in (override for trial in varied for override in trial):
         if override.lstrip("+").startswith(STEP_SETTINGS):
             raise ConfigError(f"sweep.budget={sweep.budget}: decides the steps, and the sweep varies {override}.")
+    if any(run.checkpoint.decay_steps is not None for run in runs):
+        raise ConfigError(
+            f"sweep.budget={sweep.budget}: decides the steps, and so does checkpoint.decay_steps; drop one."
+        )
     baseline = runs[find_baseline(varied, sweep)]
-    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget)) for run in runs]
+    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget), sweep.budget) for run in runs]
 
 
 def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
@@ -66,10 +73,29 @@ def _is_same_value(typed: str | None, wanted: str) -> bool:
         return False
 
 
+def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[str]:
+    """Return a line for each variant with the steps that `sweep.budget=time` gives it, and the time of a step.
+
+    Args:
+        runs: of all trials, with their steps.
+        varied: see `equalise_steps`.
+        sweep: its `budget`.
+    """
+    if sweep.budget != "time":
+        return []
+    lines: dict[str, None] = {}
+    for run, trial in zip(runs, varied, strict=True):
+        label = " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED)) or "all trials"
+        time = _require_time(run)
+        steps = f"{run.training.steps:,} steps of {format_rounded(time.seconds)} s, {time.origin}"
+        lines[f"sweep.budget=time: {label}: {steps}"] = None
+    return list(lines)
+
+
 def _count_equal_steps(run: Run, baseline: Run, budget: str) -> int:
     """Return the steps that a run has of the baseline's budget: the nearest number for time, else the fewest."""
     if budget == "time":
-        seconds, baseline_seconds = (_require_seconds(side) * side.layout.devices for side in (run, baseline))
+        seconds, baseline_seconds = (_require_time(side).seconds * side.layout.devices for side in (run, baseline))
         return max(1, round(baseline.training.steps * baseline_seconds / seconds))
     tokens = float(baseline.training.total_tokens)
     if budget == "flops":
@@ -81,22 +107,27 @@ def _count_flops(run: Run) -> float:
     return run.model.flops_per_token(run.training.seq_len)
 
 
-def _require_seconds(run: Run) -> float:
-    seconds = estimate_step_seconds(run)
-    if seconds is None:
+def _require_time(run: Run) -> StepTime:
+    time = find_step_time(run)
+    if time is None:
         raise ConfigError(
             "sweep.budget=time: the time of a step is not known, because cluster.hardware is not described; choose a "
-            "cluster that describes it, measure this machine with python -m titan.calibrate, or give training.steps of "
-            "each variant."
+            "cluster that describes it, measure this machine with python -m titan.calibrate, give training.measured="
+            "DIR, the folder of finished runs of the same variants, or give training.steps of each variant."
         )
-    return seconds
+    return time
 
 
-def _set_steps(run: Run, steps: int) -> Run:
-    """Return the run with other steps, and with the overrides that compose it."""
+def _set_steps(run: Run, steps: int, budget: str) -> Run:
+    """Return the run with other steps, and with the overrides that compose it, whatever files set.
+
+    Raises:
+        ConfigError: where no schedule has so many steps.
+    """
     if steps == run.training.steps:
         return run
-    run.schedule.check(steps)
+    run.schedule.check(check_steps(steps, f"sweep.budget={budget}"))
+    undone = [f"training.{name}=null" for name in ("tokens", "hours") if getattr(run.training, name) is not None]
     training = dataclasses.replace(run.training, steps=steps, tokens=None, hours=None)
     others = tuple(o for o in run.overrides if not o.lstrip("+").startswith(STEP_SETTINGS))
-    return dataclasses.replace(run, training=training, overrides=(*others, f"training.steps={steps}"))
+    return dataclasses.replace(run, training=training, overrides=(*others, *undone, f"training.steps={steps}"))

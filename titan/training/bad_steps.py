@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from titan.config.settings import format_value
+from titan.console.numbers import format_plural
 from titan.dataset.loader import Batch
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
@@ -87,8 +89,9 @@ class BadSteps:
             saved_step: the step of the last checkpoint.
         """
         return RunError(
-            f"{self.count} steps in a row were not finite, the last one step {last.step}: {last.symptom}: "
-            f"{last.cause}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
+            f"{format_plural(self.count, 'step')} in a row without finite values, the last one step {last.step}: "
+            f"{last.symptom}: "
+            f"{last.cause}; lower optimizer.lr={format_value(self.run.optimizer.lr)}, or raise "
             f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {saved_step}."
         )
 

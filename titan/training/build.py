@@ -14,18 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from titan.compile.backend import compile_stage
+from titan.compile.graphs import GraphLabel
 from titan.config.kinds import get_kind
 from titan.errors import ConfigError, RunError
+from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import RecurrentCore, iterate_cores
+from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, create_p2p_groups
 from titan.parallelism.row_parts import RowParts
 from titan.parallelism.schema import Parallelism
-from titan.parallelism.strategy import Sharding, Strategy, gathers_inside_blocks, is_in_group
+from titan.parallelism.strategy import Sharding, Strategy, is_in_group
+from titan.parallelism.units import list_units, list_units_inside_blocks
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
@@ -57,8 +61,9 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     initializers = [stage.model.initial() for stage in stages.values()]
     groups = {name: strategy.build(world) for name, strategy in _collect_groups(run).items()}
     row_exchange = _build_row_exchange(stages, run, world)
+    labels: list[GraphLabel] = []
     for stage in stages.values():
-        _transform_stage(stage, run, world, groups)
+        labels += _transform_stage(stage, run, world, groups)
         balance.set_row_exchange(stage.model, row_exchange)
     _log_layout(run, world, add_note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
@@ -82,6 +87,7 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
         terms=(*run.training.terms, *_list_model_terms(stages)),
         num_block_sums=_count_block_sums(stages) if _has_split_rows(run) else 0,
         expert_load=build_expert_load(tuple(stages.values()), run.model),
+        graph_labels=tuple(labels),
     )
 
 
@@ -90,7 +96,8 @@ def _collect_groups(run: Run) -> dict[str, Strategy]:
     groups: dict[str, Strategy] = dict(run.parallelism.groups or {})
     if (ranks := run.layout.expert) > 1:
         model: Any = run.model
-        groups = {"experts": expert.ExpertSharding(experts=model.experts, ranks=ranks), **groups}
+        sharding = expert.ExpertSharding(experts=model.experts, ranks=ranks, shard=run.layout.expert_shards)
+        groups = {"experts": sharding, **groups}
     return groups
 
 
@@ -153,28 +160,39 @@ def _wrap_stage(model: Any, run: Run, world: World) -> ModelStage:
     return StageWithLosses(model, world.get_coordinate("tensor"), run.layout.tensor if _has_split_rows(run) else 1)
 
 
-def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
-    """Apply the techniques to one stage, in the one order that works."""
+def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[str, Sharding]) -> list[GraphLabel]:
+    """Apply the techniques to one stage, in the one order that works; return what is compiled."""
     model, parallelism = stage.model, run.parallelism
     quantized = run.precision.select_layers(run.model.matmuls(), run.layout.tensor).quantized
     mesh, chunk = _find_fsdp_mesh(world), run.training.loss_chunk
     terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
-        model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None, terms=terms
+        model,
+        run.precision,
+        parallelism,
+        world,
+        quantized,
+        chunk=chunk,
+        sharded=mesh is not None,
+        terms=terms,
+        regather=regathers_input(run, run.layout),
     )
     attention.set_kernels(model, run.training.attention, world.device, use_flex=run.training.attention == "flex")
     if world.context is not None:
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
     hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
-    checkpoint_blocks(model.blocks(), run.memory, first=int(next(iter(model.layers))))
-    compile_stage(
+    parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
+    first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
+    checkpoint_blocks(model.blocks(), run.memory, first, parts, is_compiled)
+    labels = compile_stage(
         stage,
         run.compile,
         fullgraph=mesh is None and not hands_on,
-        fullgraph_blocks=not hands_on and not gathers_inside_blocks(run.model.parameter_names(), _collect_groups(run)),
+        fullgraph_blocks=not hands_on,
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
+        parts=parts,
     )
     if mesh is not None and (gathered := _select_float8_gathered(run)):
         low_precision.use_float8_gather(model, gathered)
@@ -184,10 +202,18 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
             mesh,
             run.precision.dtype,
             reshard=parallelism.resolve_reshard(run.layout),
-            prefetch=parallelism.prefetch,
+            prefetch=parallelism.resolve_prefetch(run.layout),
             offload=run.memory.offload,
             groups=groups,
         )
+    return labels
+
+
+def _list_block_parts(model: Any, mesh: Any, groups: Mapping[str, Sharding], reshard: bool | int) -> list[list[Part]]:
+    """Return the parts of each block that one graph can hold: without exchanges of tokens and hooks of FSDP inside."""
+    units = list_units_inside_blocks(list_units(model, mesh, groups, reshard))
+    hooked = {id(model.get_submodule(name)) for name in units}
+    return [list_parts(block, expert.exchanges_tokens, lambda module: id(module) in hooked) for block in model.blocks()]
 
 
 def _select_float8_gathered(run: Run) -> tuple[str, ...]:
@@ -213,6 +239,7 @@ def _apply_precision_and_tensor(
     chunk: int | None = None,
     sharded: bool = False,
     terms: tuple[loss_terms.Term, ...] = (),
+    regather: bool = False,
 ) -> None:
     """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
 
@@ -225,16 +252,19 @@ def _apply_precision_and_tensor(
         chunk: tokens whose logits exist at a time; None: all.
         sharded: whether FSDP gathers weights.
         terms: of the loss, next to cross-entropy.
+        regather: whether regions gather their input again in backward.
     """
     set_compute_dtype(model, precision, quantized, sharded)
     loss_terms.set_head_loss(model.head, terms, chunk, model.config.logit_cap)
     if world.experts is not None:
-        expert.shard_experts(model, world.experts["expert"])
+        expert.shard_experts(model, world.experts["expert"], parallelism.dispatcher)
     if (mesh := world.get_submesh("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.enable_async_tensor(mesh)
         sequence, loss_parallel = parallelism.sequence_parallel, parallelism.loss_parallel
-        tensor.apply_tensor_plan(model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, chunk=chunk)
+        tensor.apply_tensor_plan(
+            model, mesh, sequence_parallel=sequence, loss_parallel=loss_parallel, regather=regather, chunk=chunk
+        )
 
 
 def build_for_generation(schema: Decoder, precision: Precision, world: World) -> Any:
@@ -334,6 +364,8 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
         sequence = "with" if parallelism.sequence_parallel else "without"
         logits = "split" if parallelism.loss_parallel or run.training.loss_chunk else "whole"
         note(f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {logits} logits")
+        if regathers_input(run, layout):
+            note("inputs of split matmuls gathered again in backward")
     if layout.context > 1:
         balance = ", balanced" if parallelism.balance else ""
         note(f"context parallel over {layout.context} ranks by {parallelism.context_method}{balance}")

@@ -147,6 +147,11 @@ class CheckpointPolicy:
         self._check_last_save(step)
         return records
 
+    def save_initial(self, rows: int) -> None:
+        """Save the state that a run begins with as that of step 0, as `finish_saving` does; a run never does this."""
+        self.saved_step = self.started_step = -1
+        self.finish_saving(0, rows)
+
     def _check_last_save(self, step: int) -> None:
         if self.saved_step != step:
             raise RunError(

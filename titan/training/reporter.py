@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan.compile.graphs import GraphWatch
 from titan.console.progress import Progress
 from titan.dataset.mixture import RowMixture
 from titan.debug.activity import FINISHING
@@ -95,6 +96,16 @@ class RunReporter:
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, mix, notes)
             self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
+
+    def report_graphs(self, graphs: GraphWatch) -> None:
+        """Report which compiled graphs ran in the first step."""
+        if graphs.labels:
+            self.show(f"compiled graphs: {graphs.describe()}")
+        for label in graphs.list_missing():
+            self.warn(
+                f"compile={self.run.compile.scope}: no graph of {label} ran in the first step: torch could not compile "
+                "it; TORCH_LOGS=graph_breaks shows why."
+            )
 
     def report_step(
         self, result: StepResult, cause: str, poll_saves: Callable[[], Sequence[Mapping[str, Any]]]

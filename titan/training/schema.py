@@ -13,12 +13,15 @@ from titan.errors import ConfigError
 from titan.training.loss_terms import LabelSmoothing, ZLoss
 from titan.training.loss_terms import LossTerm as LossTerm  # other packages import schemas only
 
+MOST_STEPS = 10**9
+"""The most accepted steps."""
+
 
 @dataclass(frozen=True)
 class Training:
     """The number of steps and the global batch."""
 
-    steps: int = setting(200, "optimizer updates", at_least=1, cap=10**9)
+    steps: int = setting(200, "optimizer updates", at_least=1, cap=MOST_STEPS)
     global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10)
     grow: tuple[tuple[int, int], ...] = setting(
         (),
@@ -69,6 +72,15 @@ class Training:
         above=0,
         cap=1e9,
         science=False,
+        later=True,
+    )
+
+    measured: str | None = setting(
+        None,
+        "with hours or sweep.budget=time: a finished run, or a sweep of such, whose measured steps give the time of a "
+        "step; null: as predicted",
+        science=False,
+        in_ids=False,
         later=True,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.compile.graphs import GraphLabel
 from titan.model.layers import IGNORED
 from titan.model.loss_terms import join_with_gradient, weigh_figures
 from titan.parallelism import data, grad_norm, tensor
@@ -161,6 +162,7 @@ class TrainStep:
         terms: names of the loss terms: of the logits, then of the model's blocks.
         num_block_sums: how many of the last figures of the loss each tensor rank sums over its own tokens.
         expert_load: what is done with the counts of experts; None for a model without.
+        graph_labels: what is compiled; see `titan.compile.graphs`.
     """
 
     stages: tuple[ModelStage, ...]
@@ -175,6 +177,7 @@ class TrainStep:
     terms: tuple[str, ...] = ()
     num_block_sums: int = 0
     expert_load: ExpertLoad | None = None
+    graph_labels: tuple[GraphLabel, ...] = ()
 
     @property
     def device(self) -> torch.device:

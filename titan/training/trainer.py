@@ -18,6 +18,7 @@ from torch import Tensor
 from titan.checkpoint.reader import CheckpointReader
 from titan.checkpoint.state import init_optimizer_state
 from titan.cluster.heap import HeapTrimmer
+from titan.compile.graphs import GraphWatch
 from titan.dataset import corpora
 from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING
@@ -160,11 +161,14 @@ class Trainer:
         last = self.run.training.steps if steps is None else self.step + steps
         previous: InFlightStep | None = None
         self.heap.begin_steps()
+        graphs = GraphWatch(self.train_step.graph_labels)
         while self.step < last and not self.requests.stop:
             self.timeouts.allow_step(self.step + 1)
             ended = self.profiler.begin_step(self.step + 1)
             current = self._step(previous.timer if previous and not ended else None)
             self.heap.end_step()
+            if self.step == self.attempt.step + 1:
+                self.reporter.report_graphs(graphs)
             if previous and self._finalize_step(previous):
                 current = self._step(batch=current.batch)  # the device left the weights as they were
             previous = self._run_periodic_tasks(current, last)

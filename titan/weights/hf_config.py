@@ -23,6 +23,11 @@ FAMILIES: dict[str, type[Decoder]] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV2ForCausalLM": DeepseekV3,
 }
+OWN_MODELS = (
+    "writing them there takes a Hugging Face name for each weight, from the module's hf_names(), and code that builds "
+    "the model in transformers: docs/weights.md shows it"
+)
+"""What the export of a class that Hugging Face does not have takes."""
 FIELDS = {
     "hidden_size": "dim",
     "num_hidden_layers": "layers",
@@ -268,7 +273,8 @@ def _find_architecture(model: Decoder) -> str:
     if name is None:
         family_names = ", ".join(family.__name__ for family in FAMILIES.values())
         raise ConfigError(
-            f"format=hf: Hugging Face has no {type(model).__name__} (it has {family_names}); give format=titan."
+            f"format=hf: Hugging Face has no {type(model).__name__} (it has {family_names}); give format=titan "
+            f"({OWN_MODELS})."
         )
     if model.logit_cap is not None:
         raise ConfigError(

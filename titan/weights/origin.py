@@ -17,6 +17,7 @@ from titan.config.optional import import_optional
 from titan.console.text import sanitize_line
 from titan.dataset.sources.hub import translate_hub_error
 from titan.errors import ConfigError
+from titan.files.run_directory import describe_runs_below
 from titan.model.schema import Decoder
 
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -60,14 +61,21 @@ class WeightsLocation:
             raise ConfigError(f"{self.label}: {prefix}{problem}") from error
 
 
-def check_source(name: str) -> None:
-    """Raise ConfigError for a command's first word that can't be a model's path, before torch is imported.
+def check_source(name: str, setting: str = "") -> None:
+    """Raise ConfigError for what can't be a model's path, before torch is imported and data are prepared.
 
     A name at Hugging Face's hub looks like a path, too.
+
+    Args:
+        name: the path.
+        setting: the name of the user's setting, whose value may be of the hub; empty for a command's first word.
     """
     path = Path(name).expanduser()
+    if setting and _ON_HUB.fullmatch(name):
+        return
     if not os.path.exists(path) and (os.path.isdir(path.parent) or len(path.parts) != 2):
-        raise ConfigError(f"{name}: there is no such directory; correct the path.")
+        advice = "correct the path" if "/" in name else "correct the path, or give OWNER/NAME of the hub"
+        raise ConfigError(f"{settings.format_setting(setting, name)}: there is no such directory; {advice}.")
 
 
 def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> WeightsLocation:
@@ -92,7 +100,7 @@ def find_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
         return WeightsLocation("meta", str(folder), label)
     if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
         return WeightsLocation("hf", str(folder), label)
-    raise ConfigError(_explain_absence(folder, label))
+    raise ConfigError(_explain_absence(folder, path, label))
 
 
 def _use_last_checkpoint(candidate: select.CheckpointCandidate) -> str:
@@ -121,7 +129,8 @@ def build_model(saved_manifest: Manifest, label: str) -> Any:
         raise ConfigError(f"{label}: its {manifest.NAME} describes no model: {error}") from None
 
 
-def _explain_absence(folder: Path, label: str) -> str:
+def _explain_absence(folder: Path, typed: str | Path, label: str) -> str:
+    """Return the sentence on a folder without weights, as the user has typed it."""
     if any(folder.glob("pytorch_model*.bin")):
         return f"{label}: has its weights in pytorch_model.bin, which titan doesn't read; save them as safetensors."
     for name, problem in ((manifest.DAMAGED, "is corrupt"), (manifest.RETIRED, "is about to be deleted")):
@@ -129,6 +138,8 @@ def _explain_absence(folder: Path, label: str) -> str:
             return f"{label}: {problem}; give another checkpoint."
     if (folder / ".metadata").exists():
         return f"{label}: is an incomplete checkpoint ({manifest.NAME} is missing); give a complete one."
+    if runs := describe_runs_below(typed):
+        return f"{label}: {runs}."
     return (
         f"{label}: holds no weights: neither a run's checkpoints or one of them ({manifest.NAME}), nor Hugging Face's "
         "config.json and *.safetensors, nor Meta's params.json and consolidated.NN.pth; correct the path."

@@ -45,6 +45,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());  // else one that reads the offsets
+  m.impl("mm.dtype", [](const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {  // which a CPU lacks
+    return at::mm(a.to(type), b.to(type));
+  });
   m.impl("_fused_sdp_choice", &choose_kernel);
   m.impl("_scaled_dot_product_flash_attention", &flash);
   m.impl("_scaled_dot_product_flash_attention_backward", &flash_backward);

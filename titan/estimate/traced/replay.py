@@ -34,6 +34,8 @@ OUTSIDE = "US"
 """Actions that are not compiled."""
 COPIES = ("all_gather_copy_in", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
 """Copies of FSDP, which the compiler does not fuse with anything."""
+ROW_COPIES = ("index",)
+"""Copies of rows to experts and back, which no graph has where the rows travel between ranks."""
 MATMUL = 3
 """Sizes in the shape of a matmul; that of attention has four."""
 
@@ -125,6 +127,7 @@ class Pricing:
         self.compiled = recipe.compile.scope in ("block", "model")
         self.launch = speeds.launch * (LAUNCHES[True] / LAUNCHES[False] if self.compiled else 1.0)
         self.fused = speeds.eager if self.compiled else 1.0
+        self.unfused = (*COPIES, *ROW_COPIES) if layout.expert > 1 else COPIES
         self.exposed = speeds.overlapped if recipe.parallelism.async_tensor else 1.0
         self.eight_bit = _list_eight_bit_sizes(recipe, layout)
         self.prices: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -132,7 +135,7 @@ class Pricing:
     def price_operation(self, event: Event) -> float:
         """Return the seconds of an operation."""
         if not event.shape:
-            fused = 1.0 if event.region.action in OUTSIDE or event.name in COPIES else self.fused
+            fused = 1.0 if event.region.action in OUTSIDE or event.name in self.unfused else self.fused
             return event.size / fused / self.speeds.memory
         key = (event.name, event.shape)
         if key not in self.prices:

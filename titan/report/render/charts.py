@@ -1,11 +1,12 @@
-"""What all charts share, heading, caption and the colour of each variant; and bar charts.
+"""What all charts share, heading, caption, sizes, legends and the colour of each variant; and bar charts.
 
-Bars are rows of a table, so that labels wrap and many variants scroll.
+Drawings come in two sizes, one for screens and one for phones, and the page shows the one that fits. Bars are rows of a
+table, so that labels wrap and many variants scroll.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
@@ -13,23 +14,104 @@ from itertools import zip_longest
 import numpy as np
 
 from titan.console.numbers import format_rounded
+from titan.metrics.svg import Frame, Scale
 from titan.report.findings import Comparison, Interval, Variant
 from titan.report.render.table_data import compute_step_ms, find_peak_memory
 
 COLOURS = 6
 """Coloured variants beside the baseline: as many as colour-blind readers can distinguish."""
-WIDTH, HEIGHT = 880.0, 400.0
-"""Of a chart as wide as the page, in SVG units."""
+REST = "rest"
+"""The colour of all other variants."""
+
+
+@dataclass(frozen=True)
+class ChartSize:
+    """The size of a drawing, in SVG units.
+
+    Attributes:
+        width: of the drawing.
+        height: of the drawing; charts of rows have another one.
+        left: room beside the plot for the values of the axis.
+        right: the least room on the other side.
+        labels: room there for labels of lines.
+        is_narrow: for phones: lines have letters that a legend explains, instead of labels.
+    """
+
+    width: float
+    height: float
+    left: float
+    right: float
+    labels: float
+    is_narrow: bool = False
+
+    @property
+    def x_ends(self) -> tuple[float, float]:
+        """The ends of the horizontal axis."""
+        return self.left, self.width - self.right
+
+    @property
+    def y_ends(self) -> tuple[float, float]:
+        """The ends of the vertical axis."""
+        return self.height - 60, 40
+
+    def build_frame(self, x: tuple[float, float], y: tuple[float, float], log: str = "") -> Frame:
+        """Return a frame with room for labels of lines.
+
+        Args:
+            x: the lowest and the highest value.
+            y: the same for the vertical axis.
+            log: the axes that are logarithmic, "x" or "y".
+        """
+        x_scale = Scale(*x, self.left, self.width - self.labels, log == "x")
+        return Frame(x_scale, Scale(*y, *self.y_ends, log == "y"), self.width, self.height)
+
+
+WIDE = ChartSize(880, 400, 70, 30, 210)
+NARROW = ChartSize(360, 320, 50, 16, 32, is_narrow=True)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its heading and caption; `html` is escaped."""
+    """A chart with its heading and caption, as HTML that is escaped.
+
+    Attributes:
+        title: its heading.
+        caption: the sentences below it.
+        html: the chart.
+        wide: whether it takes the whole width of the page.
+        narrow_html: the chart for phones; empty where `html` fits all screens.
+    """
 
     title: str
     caption: str
     html: str
     wide: bool = True
+    narrow_html: str = ""
+
+
+def build_chart(title: str, caption: str, draw: Callable[[ChartSize], str]) -> Chart:
+    """Return a chart in both sizes."""
+    return Chart(title, caption, draw(WIDE), narrow_html=draw(NARROW))
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """A name in a legend, its colours, and more attributes of its element."""
+
+    name: str
+    colours: tuple[str, ...]
+    attributes: str = ""
+
+
+def format_legend(entries: Sequence[LegendEntry]) -> str:
+    """Return a legend above a chart; empty without entries."""
+    spans = "".join(_format_entry(entry) for entry in entries)
+    return f'<p class="legend">{spans}</p>' if spans else ""
+
+
+def _format_entry(entry: LegendEntry) -> str:
+    keys = "".join(f'<span class="key {colour}"></span>' for colour in entry.colours)
+    return f"<span{f' {entry.attributes}' if entry.attributes else ''}>{keys}{escape(entry.name)}</span> "
 
 
 def choose_coloured(comparison: Comparison) -> list[int]:
@@ -56,11 +138,34 @@ def _read_estimate(interval: Interval | None, default: float) -> float:
     return default if interval is None else interval.estimate
 
 
+def find_colour(comparison: Comparison, index: int) -> str:
+    """Return the colour of a variant."""
+    coloured_indices = choose_coloured(comparison)
+    return f"c{coloured_indices.index(index)}" if index in coloured_indices else REST
+
+
 def format_marks(comparison: Comparison, index: int) -> str:
     """Return the attributes that give an element its variant's colour and highlight it with the variant."""
-    coloured_indices = choose_coloured(comparison)
-    colour = f"c{coloured_indices.index(index)}" if index in coloured_indices else "rest"
-    return f'class="{colour}" data-variant="{index}"'
+    return f'class="{find_colour(comparison, index)}" data-variant="{index}"'
+
+
+def name_line(position: int) -> str:
+    """Return the letter of a line in a narrow chart: A, B, and so on."""
+    return chr(ord("A") + position % 26)
+
+
+def format_variant_legend(comparison: Comparison) -> str:
+    """Return the legend of a narrow chart, with the letter of each coloured variant."""
+    return format_legend(
+        [
+            LegendEntry(
+                f"{name_line(position)}: {comparison.variants[index].label}",
+                (find_colour(comparison, index),),
+                f'data-variant="{index}"',
+            )
+            for position, index in enumerate(choose_coloured(comparison))
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +180,7 @@ class Bar:
     whisker: tuple[float, float] | None = None
 
 
-def draw_throughput(comparison: Comparison) -> Chart | None:
+def draw_speed(comparison: Comparison) -> Chart | None:
     """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
     for i, variant in enumerate(comparison.variants):
@@ -92,7 +197,7 @@ def draw_throughput(comparison: Comparison) -> Chart | None:
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
-    return draw_bar_chart(bars, "Throughput", caption)
+    return draw_bar_chart(bars, "Speed", caption)
 
 
 def draw_memory_bars(comparison: Comparison) -> Chart | None:

@@ -11,14 +11,24 @@ import numpy as np
 from titan.console.numbers import format_log_tick, format_tick, format_tokens
 from titan.metrics import svg
 from titan.metrics.plot import POINTS, SMOOTHING_SHARE, Points, thin_curve
-from titan.metrics.svg import Frame, Label, Scale
+from titan.metrics.svg import Frame, Label
 from titan.report.findings import Comparison, RunResult
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
+from titan.report.render.charts import (
+    Chart,
+    ChartSize,
+    build_chart,
+    choose_coloured,
+    format_marks,
+    format_variant_legend,
+    name_line,
+)
 
 POINTS_IN_ALL = 40_000
 """The most points of a chart: with very many runs each curve gets fewer."""
 WINDOWS = 100
 """Points of a curve of differences, which are noisy: each is the median over a window of steps."""
+NARROW_POINTS = 120
+"""The most points of a curve in a narrow chart, roughly."""
 FLOOR = 1e-9
 """The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
 
@@ -138,33 +148,61 @@ def _draw_losses(
     if not lines:
         return None
     low, high, cut = compute_loss_range([line.points for line in lines])
-    frame = Frame(_build_token_scale(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    body = frame.draw_axes("tokens", unit, format_tokens, format_tick) + _draw_lines(comparison, frame, lines, name)
     legend = caption + _format_legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
-    return Chart(title, legend, svg.draw_picture(frame, title, body))
+
+    def draw(size: ChartSize) -> str:
+        frame = size.build_frame((0, _find_most_tokens(lines)), (low, high))
+        axes = frame.draw_axes("tokens", unit, format_tokens, format_tick)
+        return _draw_picture(comparison, size, frame, title, axes + _draw_lines(comparison, size, frame, lines, name))
+
+    return build_chart(title, legend, draw)
 
 
-def _build_token_scale(lines: Sequence[Line]) -> Scale:
-    """Return a scale from 0 to the most tokens, with room for labels beside it."""
-    return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
+def _draw_picture(comparison: Comparison, size: ChartSize, frame: Frame, title: str, body: str) -> str:
+    """Return a drawing of lines, with a legend where labels have no room."""
+    legend = format_variant_legend(comparison) if size.is_narrow else ""
+    return legend + svg.draw_picture(frame, title, body)
 
 
-def _draw_lines(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
-    """Return the lines, grey ones below, and the labels at their ends."""
+def _find_most_tokens(lines: Sequence[Line]) -> float:
+    return max(float(line.points[0][-1]) for line in lines) or 1.0
+
+
+def _draw_lines(comparison: Comparison, size: ChartSize, frame: Frame, lines: Sequence[Line], name: str) -> str:
+    """Return the lines, grey ones below, and their labels, or letters in a narrow chart, at their ends."""
     above = choose_coloured(comparison)[::-1]
     order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
+    most = min(NARROW_POINTS, _count_points(comparison)) if size.is_narrow else POINTS
     body = "".join(
-        svg.draw_line(frame, *line.points, format_marks(comparison, line.variant), line.title) for line in order
+        svg.draw_line(frame, *thin_to_extremes(line.points, most), format_marks(comparison, line.variant), line.title)
+        for line in order
     )
     end_labels = []
-    for i in above:
+    for position, i in enumerate(choose_coloured(comparison)):
+        words = name_line(position) if size.is_narrow else comparison.variants[i].label
         ends = [_find_end(frame, line) for line in lines if line.variant == i]
-        end_labels += (
-            [Label(float(np.mean(ends)), comparison.variants[i].label, format_marks(comparison, i))] if ends else []
-        )
-    return svg.clip_body(frame, name, f'<g class="{_choose_classes(comparison)}">{body}</g>') + svg.draw_labels(
+        end_labels += [Label(float(np.mean(ends)), words, format_marks(comparison, i))] if ends else []
+    clip = f"{name}-narrow" if size.is_narrow else name
+    return svg.clip_body(frame, clip, f'<g class="{_choose_classes(comparison)}">{body}</g>') + svg.draw_labels(
         frame, end_labels
     )
+
+
+def thin_to_extremes(points: Points, most: int) -> Points:
+    """Return about `most` of the points, the lowest and the highest of each stretch, so that no spike disappears.
+
+    Args:
+        points: [points] each.
+        most: of them to be kept.
+    """
+    x, y = points
+    stretch_count = max(1, most // 2)
+    if len(x) <= 2 * stretch_count:
+        return points
+    stretches = np.array_split(np.arange(len(x)), stretch_count)
+    extremes = [stretch[find(y[stretch])] for stretch in stretches for find in (np.argmin, np.argmax)]
+    kept = np.unique([0, *extremes, len(x) - 1])
+    return x[kept], y[kept]
 
 
 def _find_end(frame: Frame, line: Line) -> float:
@@ -200,10 +238,15 @@ def _draw_difference_chart(
         return Chart(name, caption, "") if equal else None
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
     levels = {name: level for name, level in levels.items() if level > 0}
-    frame = _build_difference_frame(lines, list(levels.values()))
-    body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
-    body += _draw_lines(comparison, frame, lines, "differences") + _draw_levels(frame, levels)
-    return Chart(name, caption + _format_legend(comparison), svg.draw_picture(frame, name, body))
+    low, high = _compute_difference_range(lines, list(levels.values()))
+
+    def draw(size: ChartSize) -> str:
+        frame = size.build_frame((0, _find_most_tokens(lines)), (low, high), log="y")
+        body = frame.draw_axes("tokens", "difference, nats", format_tokens, format_log_tick)
+        body += _draw_lines(comparison, size, frame, lines, "differences") + _draw_levels(frame, levels)
+        return _draw_picture(comparison, size, frame, name, body)
+
+    return build_chart(name, caption + _format_legend(comparison), draw)
 
 
 def _drop_zeros(points: Points) -> Points:
@@ -212,10 +255,9 @@ def _drop_zeros(points: Points) -> Points:
     return points[0][is_positive], points[1][is_positive]
 
 
-def _build_difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
+def _compute_difference_range(lines: Sequence[Line], levels: Sequence[float]) -> tuple[float, float]:
     values = np.concatenate([levels, *(line.points[1] for line in lines)])
-    low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
-    return Frame(_build_token_scale(lines), Scale(low, high, 340, 40, log=True), WIDTH, HEIGHT)
+    return 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
 
 
 def _draw_levels(frame: Frame, levels: Mapping[str, float]) -> str:

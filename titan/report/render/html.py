@@ -15,7 +15,7 @@ from titan.console.numbers import format_fixed, format_rounded
 from titan.report import rank
 from titan.report.findings import Comparison, RunResult
 from titan.report.render import predicted
-from titan.report.render.charts import Chart, draw_memory_bars, draw_throughput, format_marks
+from titan.report.render.charts import Chart, draw_memory_bars, draw_speed, format_marks
 from titan.report.render.curves import draw_differences, draw_training_loss, draw_validation_loss
 from titan.report.render.pareto import draw_pareto
 from titan.report.render.sentences import (
@@ -23,6 +23,7 @@ from titan.report.render.sentences import (
     format_lead,
     format_missing_heading,
     format_notes,
+    list_commands,
 )
 from titan.report.render.sweep_chart import draw_settings
 from titan.report.render.table_data import (
@@ -43,7 +44,7 @@ CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
     draw_training_loss,
     draw_validation_loss,
     draw_differences,
-    draw_throughput,
+    draw_speed,
     draw_memory_bars,
     draw_pareto,
 )
@@ -54,12 +55,13 @@ RUN_HEAD = ("run", "directory", "state", "steps", "seed", "devices", "loss", "va
 
 @dataclass(frozen=True)
 class AnswerItem:
-    """The answer for a variant: attributes of its element, its label, the answer, and the sentences."""
+    """The answer for a variant: attributes of its element, its label, the answer, the sentences, and a command."""
 
     marks: Markup
     label: str
     cell: Cell
     text: str
+    command: str
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,14 @@ def render_page(comparison: Comparison, footer: str = "") -> str:
 
 def _build_answers(comparison: Comparison) -> list[AnswerItem]:
     indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
+    commands = dict(list_commands(comparison))
     return [
         AnswerItem(
             Markup(format_marks(comparison, indices[id(variant)])),
             variant.label,
             format_answer(variant),
             " ".join(sentences),
+            commands.get(variant.label, ""),
         )
         for variant, sentences in format_answers(comparison)
     ]

@@ -8,10 +8,12 @@ from titan.report import rank
 from titan.report.findings import Comparison
 from titan.report.render import predicted
 from titan.report.render.sentences import (
+    COMMANDS_TITLE,
     format_answers,
     format_lead,
     format_missing_heading,
     format_notes,
+    list_commands,
 )
 from titan.report.render.table_data import (
     OWN_METRICS,
@@ -37,6 +39,7 @@ def format_markdown(comparison: Comparison) -> str:
                 for variant, parts in format_answers(comparison)
             ],
         ),
+        _format_section(COMMANDS_TITLE, _format_commands(comparison)),
         _format_section("Results", _format_results(comparison)),
         _format_section("By source", _format_sources(comparison)),
         _format_section(OWN_METRICS, _format_hook_metrics(comparison)),
@@ -86,6 +89,11 @@ def _format_sources(comparison: Comparison) -> list[str]:
 def _format_hook_metrics(comparison: Comparison) -> list[str]:
     head, rows = tabulate_own_metrics(comparison)
     return _format_table(head, rows, figures=len(head) - 1) if rows else []
+
+
+def _format_commands(comparison: Comparison) -> list[str]:
+    blocks = [[f"{_escape_text(label)}:", "", f"    {command}", ""] for label, command in list_commands(comparison)]
+    return [line for block in blocks for line in block][:-1]
 
 
 def _format_failures(comparison: Comparison) -> list[str]:

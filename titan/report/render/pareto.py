@@ -10,7 +10,15 @@ from titan.console.numbers import format_rounded, format_tick
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
 from titan.report.findings import Comparison
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, choose_coloured, format_marks
+from titan.report.render.charts import (
+    Chart,
+    ChartSize,
+    build_chart,
+    choose_coloured,
+    format_marks,
+    format_variant_legend,
+    name_line,
+)
 from titan.report.render.table_data import find_peak_memory, format_answer
 
 Box = tuple[float, float, float, float]
@@ -38,28 +46,21 @@ def draw_pareto(comparison: Comparison) -> Chart | None:
     ]
     if len(spots) < 2:
         return None
-    frame = Frame(
-        build_padded_scale([spot.x for spot in spots], 78, WIDTH - 30),
-        build_padded_scale([spot.y for spot in spots], 340, 40),
-        WIDTH,
-        HEIGHT,
-    )
-    best = select_front(spots)
-    axes = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", format_tick, format_tick)
-    body = (
-        axes
-        + draw_front(frame, best)
-        + "".join(_draw_spot(comparison, frame, spot) for spot in _sort_for_drawing(comparison, spots))
-    )
-    labelled = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in choose_coloured(comparison))]
-    body += _draw_labels(comparison, frame, spots, list(dict.fromkeys(labelled)))
-    hollow_note = (
-        " Hollow: does not learn the same, so it is not on the Pareto front."
-        if any(s.is_excluded for s in spots)
-        else ""
-    )
+    is_hollow = any(spot.is_excluded for spot in spots)
+    hollow_note = " Hollow: does not learn the same, so it is not on the Pareto front." if is_hollow else ""
     caption = f"The line joins the variants that no other beats in both speed and memory.{hollow_note}"
-    return Chart("Speed and memory", caption, svg.draw_picture(frame, "Speed and memory", body))
+    return build_chart("Speed and memory", caption, lambda size: _draw_picture(comparison, size, spots))
+
+
+def _draw_picture(comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot]) -> str:
+    frame = build_padded_frame(size, spots)
+    best = select_front(spots)
+    body = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", format_tick, format_tick)
+    body += draw_front(frame, best)
+    body += "".join(_draw_spot(comparison, frame, spot) for spot in _sort_for_drawing(comparison, spots))
+    body += _draw_labels(frame, spots, _list_labels(comparison, size, spots, best))
+    legend = format_variant_legend(comparison) if size.is_narrow else ""
+    return legend + svg.draw_picture(frame, "Speed and memory", body)
 
 
 def select_front(spots: Iterable[ParetoSpot]) -> list[ParetoSpot]:
@@ -71,7 +72,14 @@ def select_front(spots: Iterable[ParetoSpot]) -> list[ParetoSpot]:
     return best
 
 
-def build_padded_scale(values: Sequence[float], start: float, end: float) -> Scale:
+def build_padded_frame(size: ChartSize, spots: Sequence[ParetoSpot], heights: Sequence[float] = ()) -> Frame:
+    """Return a frame with room around the spots, and around more values of the vertical axis."""
+    x = _build_padded_scale([spot.x for spot in spots], *size.x_ends)
+    y = _build_padded_scale([*(spot.y for spot in spots), *heights], *size.y_ends)
+    return Frame(x, y, size.width, size.height)
+
+
+def _build_padded_scale(values: Sequence[float], start: float, end: float) -> Scale:
     """Return a scale with room around the values, of at least a fifth of them: small differences look small."""
     low, high = min(values), max(values)
     pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
@@ -102,20 +110,29 @@ def _draw_spot(comparison: Comparison, frame: Frame, spot: ParetoSpot) -> str:
     return f'<g {marks}><circle class="{hollow}" {position}><title>{title}</title></circle></g>'
 
 
-def _draw_labels(
-    comparison: Comparison, frame: Frame, spots: Sequence[ParetoSpot], labelled: Sequence[ParetoSpot]
-) -> str:
+def _list_labels(
+    comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot], best: Sequence[ParetoSpot]
+) -> list[tuple[ParetoSpot, str, str]]:
+    """Return the spots that have a label, with the label and its attributes; letters in a narrow chart."""
+    coloured_indices = choose_coloured(comparison)
+    if size.is_narrow:
+        names = {index: name_line(position) for position, index in enumerate(coloured_indices)}
+    else:
+        labelled_spots = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured_indices)]
+        names = {spot.index: comparison.variants[spot.index].label for spot in labelled_spots}
+    by_index = {spot.index: spot for spot in spots}
+    return [(by_index[i], name, format_marks(comparison, i)) for i, name in names.items() if i in by_index]
+
+
+def _draw_labels(frame: Frame, spots: Sequence[ParetoSpot], labelled: Sequence[tuple[ParetoSpot, str, str]]) -> str:
     """Return labels beside the spots where there is room; the others have a tooltip."""
     occupied: list[Box] = [compute_spot_box(frame, spot) for spot in spots]
     labels = []
-    for spot in labelled:
-        words = comparison.variants[spot.index].label
+    for spot, words, marks in labelled:
         for letters in (34, 20):  # a shorter label may find room where a longer one does not
-            label = place_label(
-                frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", occupied
-            )
-            if label:
-                labels.append(f"<g {format_marks(comparison, spot.index)}>{label}</g>")
+            short = words if len(words) <= letters else words[: letters - 1] + "\u2026"
+            if label := place_label(frame, spot, short, occupied):
+                labels.append(f"<g {marks}>{label}</g>")
                 break
     return "".join(labels)
 

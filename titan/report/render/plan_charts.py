@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from titan.console.numbers import format_plural, format_rounded, format_tick
 from titan.estimate.plan import Plan
 from titan.estimate.step_time import CAUSES, StepTime
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
-from titan.report.render.charts import WIDTH, Chart
+from titan.report.render.charts import REST, Chart, ChartSize, LegendEntry, build_chart, format_legend
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import ActionSpan
 
-ROW, TOP = 26.0, 6.0
-"""Height of a row of the waterfall, and the room above charts of rows."""
-GROUPS = {
-    "computation": ("c1", ("matmuls", "attention", "experts", "memory-bound")),
-    "recomputation": ("c6", ("recomputation",)),
-    "communication": (
-        "c2",
-        (
-            "tensor parallelism", "context parallelism", "expert parallelism", "weights and gradients",
-            "pipeline transfers",
-        ),
-    ),
-    "idle": ("rest", ("pipeline idle",)),
-    "optimizer and host": ("c3", ("optimizer", "host")),
-}  # fmt: skip
-"""The colour of each kind of cause, and its causes."""
+ROW, NARROW_ROW, TOP = 26.0, 40.0, 6.0
+"""Height of a row of the waterfall, in a narrow one with its text above the bar, and the room above charts of rows."""
+CAUSE_COLOURS: Mapping[str, Mapping[str, str]] = {
+    "computation": {"matmuls": "c1", "attention": "c7", "experts": "c5", "memory-bound": "c11"},
+    "recomputation": {"recomputation": "c6"},
+    "communication": {
+        "tensor parallelism": "c2",
+        "context parallelism": "c10",
+        "expert parallelism": "c13",
+        "weights and gradients": "c4",
+        "pipeline transfers": "c12",
+    },
+    "idle": {"pipeline idle": "c8"},
+    "optimizer and host": {"optimizer": "c3", "host": "c9"},
+}
+"""The colour of each cause, by kind."""
 KINDS = {
     "F": ("c1", "forward"),
     "B": ("c2", "backward"),
-    "I": ("c6", "backward for inputs"),
-    "W": ("c3", "backward for weights"),
+    "I": ("c5", "backward for inputs"),
+    "W": ("c11", "backward for weights"),
 }
 """The colour and the name of each kind of a pipeline's actions."""
 VISIBLE = 0.0005
 """Share of a step from which a cause is shown."""
 MANY = 2000
 """From so many actions on, the timetable has one shape per rank and kind, without their numbers."""
-NUMBER = 16.0
-"""The width from which an action shows its micro-batch's number."""
-
-
-class LegendEntry(NamedTuple):
-    """An entry of a legend."""
-
-    colour: str
-    name: str
-
-
-def format_legend(keys: Sequence[LegendEntry]) -> str:
-    """Return a legend above a chart."""
-    entries = (f'<span class="{key.colour}"><span class="key"></span>{escape(key.name)}</span>' for key in keys)
-    return f'<p class="legend">{" ".join(entries)}</p>'
+NUMBER, LETTERED = 16.0, 26.0
+"""The width from which an action shows its micro-batch's number, and from which its kind's letter too."""
 
 
 def choose_time_unit(seconds: float) -> tuple[float, str]:
@@ -84,23 +72,52 @@ def draw_traced_waterfall(step: StepTime) -> Chart:
     return _draw_step_waterfall("The traced step by cause", caption, step, (step.seconds,) * 3)
 
 
+@dataclass(frozen=True)
+class _Waterfall:
+    """What a waterfall shows: times by cause and the interval (value, low, high) of the step, in `unit`."""
+
+    name: str
+    parts: Mapping[str, float]
+    interval: tuple[float, float, float]
+    unit: str
+
+
 def _draw_step_waterfall(name: str, caption: str, step: StepTime, interval: tuple[float, float, float]) -> Chart:
-    """Return a step by cause, with the interval (value, low, high) of the whole in seconds."""
+    """Return a step by cause, with the interval (value, low, high) of the step in seconds."""
     factor, unit = choose_time_unit(step.seconds)
     parts = {
         cause: factor * step.parts[cause] for cause in CAUSES if step.parts.get(cause, 0.0) > VISIBLE * step.seconds
     }
-    end = TOP + ROW * (len(parts) + 1)
-    x = Scale(0.0, factor * interval[2], 176, WIDTH - 130)
-    frame = Frame(x, Scale(0, 1, end, TOP), WIDTH, end + 44)
-    bars = "".join(_draw_part(frame, k, cause, *span) for k, (cause, span) in enumerate(_stack_parts(parts).items()))
-    total = _draw_total(frame, len(parts), [factor * value for value in interval], unit)
-    used = [LegendEntry(colour, name) for name, (colour, causes) in GROUPS.items() if set(causes) & set(parts)]
-    drawing = svg.draw_picture(frame, name, _draw_time_axis(frame, unit) + bars + total)
-    return Chart(name, caption, format_legend(used) + drawing)
+    value, low, high = (factor * end for end in interval)
+    waterfall = _Waterfall(name, parts, (value, low, high), unit)
+    return build_chart(name, caption, lambda size: _draw_waterfall_picture(size, waterfall))
 
 
-def _stack_parts(parts: dict[str, float]) -> dict[str, tuple[float, float, float]]:
+def _draw_waterfall_picture(size: ChartSize, waterfall: _Waterfall) -> str:
+    """Return the drawing: names and times beside the bars, or above them in a narrow one."""
+    row = NARROW_ROW if size.is_narrow else ROW
+    end = TOP + row * (len(waterfall.parts) + 1)
+    ends = (8.0, size.width - 20) if size.is_narrow else (176.0, size.width - 130)
+    frame = Frame(Scale(0.0, waterfall.interval[2], *ends), Scale(0, 1, end, TOP), size.width, end + 44)
+    bars = "".join(
+        _draw_part(frame, size, TOP + row * k, cause, *span)
+        for k, (cause, span) in enumerate(_stack_parts(waterfall.parts).items())
+    )
+    total = _draw_total(frame, size, TOP + row * len(waterfall.parts), waterfall.interval, waterfall.unit)
+    drawing = svg.draw_picture(frame, waterfall.name, _draw_time_axis(frame, waterfall.unit) + bars + total)
+    return format_legend(_list_kinds(waterfall.parts)) + drawing
+
+
+def _list_kinds(parts: Mapping[str, float]) -> list[LegendEntry]:
+    """Return the kinds of the causes, each with the colours of those that are shown."""
+    colours = {
+        kind: tuple(colour for cause, colour in causes.items() if cause in parts)
+        for kind, causes in CAUSE_COLOURS.items()
+    }
+    return [LegendEntry(kind, kind_colours) for kind, kind_colours in colours.items() if kind_colours]
+
+
+def _stack_parts(parts: Mapping[str, float]) -> dict[str, tuple[float, float, float]]:
     """Return where each bar begins and ends, and the sum of all."""
     spans, start, total = {}, 0.0, sum(parts.values())
     for cause, value in parts.items():
@@ -111,42 +128,65 @@ def _stack_parts(parts: dict[str, float]) -> dict[str, tuple[float, float, float
 
 def _draw_time_axis(frame: Frame, unit: str) -> str:
     """Return vertical grid lines with their times below."""
-    low, high = frame.y.start, frame.y.end
-    lines = "".join(f"M{frame.x.at(value):.1f} {high:.1f}V{low:.1f}" for value in frame.x.compute_ticks())
+    low, high, ticks = frame.y.start, frame.y.end, frame.x.compute_ticks(frame.count_x_ticks())
+    lines = "".join(f"M{frame.x.at(value):.1f} {high:.1f}V{low:.1f}" for value in ticks)
     words = "".join(
-        svg.draw_text(frame.x.at(value), low + 18, format_tick(value), "middle") for value in frame.x.compute_ticks()
+        svg.draw_text(frame.x.at(value), low + 18, text, "middle")
+        for value, text in zip(ticks, svg.format_ticks(ticks, format_tick), strict=True)
     )
     name = svg.draw_text((frame.x.start + frame.x.end) / 2, low + 36, f"time in the step, {unit}", "middle", "name")
     return f'<path class="grid" d="{lines}"/>{words}{name}'
 
 
-def _draw_part(frame: Frame, row: int, cause: str, start: float, end: float, total: float) -> str:
-    colour = next(colour for colour, causes in GROUPS.values() if cause in causes)
-    top, left, right = TOP + ROW * row, frame.x.at(start), frame.x.at(end)
+def find_cause_colour(cause: str) -> str:
+    """Return the colour of a cause."""
+    return next((causes[cause] for causes in CAUSE_COLOURS.values() if cause in causes), REST)
+
+
+def _draw_part(frame: Frame, size: ChartSize, top: float, cause: str, start: float, end: float, total: float) -> str:
+    left, right = frame.x.at(start), frame.x.at(end)
     share = (end - start) / total
     words = f"{format_rounded(end - start)} ({f'{share:.0%}' if share >= 0.005 else '<1%'})"
+    bar = _draw_bar(size, top, find_cause_colour(cause), left, max(1.0, right - left), f"{cause}: {words}")
+    connector = f'<path class="axis" d="M{right:.1f} {top + _find_row_end(size):.1f}v8"/>'
+    return bar + connector + _draw_row_text(frame, size, top, right, cause, words)
+
+
+def _draw_bar(size: ChartSize, top: float, colour: str, left: float, width: float, title: str) -> str:
+    height = ROW - 8
+    y = top + _find_row_end(size) - height
     return (
-        svg.draw_text(frame.x.start - 10, top + 17, cause, "end", "name")
-        + f'<rect class="bar {colour}" x="{left:.2f}" y="{top + 4:.1f}" width="{max(1.0, right - left):.2f}" '
-        f'height="{ROW - 8:g}"><title>{escape(f"{cause}: {words}")}</title></rect>'
-        + f'<path class="axis" d="M{right:.1f} {top + ROW - 4:.1f}v8"/>'
-        + svg.draw_text(right + 7, top + 17, words, "start", "halo")
+        f'<rect class="bar {colour}" x="{left:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:g}">'
+        f"<title>{escape(title)}</title></rect>"
     )
 
 
-def _draw_total(frame: Frame, row: int, figure: Sequence[float], unit: str) -> str:
+def _find_row_end(size: ChartSize) -> float:
+    """Return how far below the top of its row a bar ends."""
+    return (NARROW_ROW if size.is_narrow else ROW) - 4
+
+
+def _draw_row_text(frame: Frame, size: ChartSize, top: float, end: float, name: str, words: str) -> str:
+    """Return the name and the figure of a row: at both sides of its bar, which ends at `end`, or above it."""
+    if size.is_narrow:
+        return svg.draw_text(frame.x.start, top + 13, f"{name}: {words}", "start", "halo")
+    return svg.draw_text(frame.x.start - 10, top + 17, name, "end", "name") + svg.draw_text(
+        end + 7, top + 17, words, "start", "halo"
+    )
+
+
+def _draw_total(frame: Frame, size: ChartSize, top: float, figure: tuple[float, float, float], unit: str) -> str:
     value, low, high = figure
-    top, (at, left, right) = TOP + ROW * row, frame.x(figure)
-    middle = top + ROW / 2
-    words = f"{format_rounded(value)} {unit} ({format_rounded(low)} to {format_rounded(high)})"
-    return (
-        svg.draw_text(frame.x.start - 10, top + 17, "step", "end", "name")
-        + f'<rect class="bar total" x="{frame.x.start:.2f}" y="{top + 4:.1f}" width="{at - frame.x.start:.2f}" '
-        f'height="{ROW - 8:g}"><title>{escape(f"step: {words}")}</title></rect>'
-        + f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
+    at, left, right = frame.x(figure)
+    middle = top + _find_row_end(size) - (ROW - 8) / 2
+    words, interval = f"{format_rounded(value)} {unit}", f" ({format_rounded(low)} to {format_rounded(high)})"
+    title = f"step: {words}{interval if low < high else ''}"
+    bar = _draw_bar(size, top, "total", frame.x.start, at - frame.x.start, title)
+    whisker = (
+        f'<path class="whisker" d="M{left:.1f} {middle:.1f}H{right:.1f}M{left:.1f} {middle - 5:.1f}v10'
         f'M{right:.1f} {middle - 5:.1f}v10"/>'
-        + svg.draw_text(right + 7, top + 17, f"{format_rounded(value)} {unit}", "start", "halo")
     )
+    return bar + (whisker if low < high else "") + _draw_row_text(frame, size, top, right, "step", words)
 
 
 # ---- timetable ----
@@ -156,35 +196,50 @@ def draw_timetable(step: StepTime) -> Chart | None:
     """Return when each pipeline rank executes which micro-batch; None without a pipeline."""
     if not step.spans:
         return None
+    ranks = 1 + max(span.rank for span in step.spans)
+    caption = _describe_timetable(step, ranks)
+    return build_chart("Timetable of the pipeline", caption, lambda size: _draw_timetable_picture(size, step))
+
+
+def _draw_timetable_picture(size: ChartSize, step: StepTime) -> str:
+    """Return the drawing; one with many actions, and a narrow one, has one shape per rank and kind."""
     ranks, end = 1 + max(span.rank for span in step.spans), max(span.end for span in step.spans)
     factor, unit = choose_time_unit(end)
     height = min(26.0, max(7.0, 400 / ranks))
-    frame = Frame(Scale(0, factor * end, 70, WIDTH - 80), Scale(0, 1, TOP + height * ranks, TOP), WIDTH, 0)
-    frame = Frame(frame.x, frame.y, WIDTH, frame.y.start + 44)
-    spans_by_rank = [[span for span in step.spans if span.rank == rank] for rank in range(ranks)]
-    many = len(step.spans) > MANY
-    rows = "".join(_draw_rank_row(frame, rank, height, spans, factor, many) for rank, spans in enumerate(spans_by_rank))
+    ends = (50.0, size.width - 60) if size.is_narrow else (70.0, size.width - 80)
+    low = TOP + height * ranks
+    frame = Frame(Scale(0, factor * end, *ends), Scale(0, 1, low, TOP), size.width, low + 44)
+    spans_by_rank: dict[int, list[ActionSpan]] = {rank: [] for rank in range(ranks)}
+    for span in step.spans:
+        spans_by_rank[span.rank].append(span)
+    is_merged = size.is_narrow or len(step.spans) > MANY
+    rows = "".join(
+        _draw_rank_row(frame, rank, height, spans, factor, is_merged) for rank, spans in spans_by_rank.items()
+    )
+    body = _draw_time_axis(frame, unit) + rows
+    numbers = [LegendEntry("numbers: micro-batches", ())] if 'class="inside"' in rows else []
+    return format_legend([*_list_action_kinds(step), *numbers]) + svg.draw_picture(
+        frame, "Timetable of the pipeline", body
+    )
+
+
+def _list_action_kinds(step: StepTime) -> list[LegendEntry]:
     used = {span.action.kind for span in step.spans}
-    keys = [LegendEntry(colour, name) for kind, (colour, name) in KINDS.items() if kind in used] + [
-        LegendEntry("idle", "idle")
-    ]
-    drawing = svg.draw_picture(frame, "Timetable of the pipeline", _draw_time_axis(frame, unit) + rows)
-    numbered = 'class="inside"' in drawing
-    return Chart("Timetable of the pipeline", _describe_timetable(step, ranks, numbered), format_legend(keys) + drawing)
+    entries = [LegendEntry(f"{kind}: {name}", (colour,)) for kind, (colour, name) in KINDS.items() if kind in used]
+    return [*entries, LegendEntry("idle", ("idle",))]
 
 
-def _describe_timetable(step: StepTime, ranks: int, numbered: bool) -> str:
+def _describe_timetable(step: StepTime, ranks: int) -> str:
     busy = sum(span.end - span.start for span in step.spans)
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
-    numbers = " Numbers are micro-batches." if numbered else ""
     return (
         f"When each of {format_plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this "
-        f"time. Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"
+        f"time. Gathers of weights, reductions of gradients and the optimizer come on top."
     )
 
 
 def _draw_rank_row(
-    frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, many: bool
+    frame: Frame, rank: int, height: float, spans: Sequence[ActionSpan], factor: float, is_merged: bool
 ) -> str:
     """Return a rank's row: its name, its idle time as the background, its actions, and the idle share."""
     top, wide = frame.y.end + height * rank, frame.x.end - frame.x.start
@@ -194,7 +249,7 @@ def _draw_rank_row(
     )
     actions = (
         _draw_merged_actions(frame, spans, top, height, factor)
-        if many
+        if is_merged
         else _draw_actions(frame, spans, top, height, factor)
     )
     return name + background + "".join(actions) + share
@@ -213,7 +268,7 @@ def _draw_row_labels(
 
 
 def _draw_actions(frame: Frame, spans: Sequence[ActionSpan], top: float, height: float, factor: float) -> Iterator[str]:
-    """Yield a rectangle for each action, with the number of its micro-batch."""
+    """Yield a rectangle for each action, with its kind and the number of its micro-batch where there is room."""
     for span in spans:
         left, right = frame.x([factor * span.start, factor * span.end])
         colour, name = KINDS[span.action.kind]
@@ -226,9 +281,8 @@ def _draw_actions(frame: Frame, spans: Sequence[ActionSpan], top: float, height:
             f'height="{height - 2:.1f}"><title>{escape(title)}</title></rect>'
         )
         if right - left >= NUMBER and height >= 14:
-            yield svg.draw_text(
-                (left + right) / 2, top + height / 2 + 4, str(span.action.microbatch), "middle", "inside"
-            )
+            words = f"{span.action.kind if right - left >= LETTERED else ''}{span.action.microbatch}"
+            yield svg.draw_text((left + right) / 2, top + height / 2 + 4, words, "middle", "inside")
 
 
 def _draw_merged_actions(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import format_plural, format_rounded
-from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue
+from titan.estimate.plan import SECONDS_PER_DAY, Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout, SearchOutcome
 from titan.estimate.single_changes import list_overrides
@@ -17,11 +17,17 @@ from titan.estimate.step_time import StepTime
 if TYPE_CHECKING:
     from titan.estimate.refine import Refinement
     from titan.estimate.traced.result import TracedStep
+    from titan.report.render.table_data import Mood
     from titan.run.run import Run
 
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
+MOODS: dict[str, Mood] = {"": "", "fits": "good", "fits closely": "open", "does not fit": "bad"}
+"""The mood of each verdict on memory."""
+CLOSELY = "the interval reaches beyond the device"
+PRECISE = 0.05
+"""Relative error of step times below which ratios have two decimals, in place of one."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,34 @@ class PlanOutcome:
 
     @property
     def faster(self) -> list[PredictedLayout]:
-        """The single changes that make a step visibly faster."""
-        return [result for result in self.changes if self.compute_gain(result) >= 0.005]
+        """The single changes that make a step visibly faster: by more than the precision of ratios hides."""
+        return [result for result in self.changes if self.compute_speed(result) - 1 >= self.least_gain]
 
-    def compute_gain(self, result: PredictedLayout) -> float:
-        """Return by what fraction a result is faster than the plan."""
-        return self.plan.step.seconds / result.step.seconds - 1
+    @property
+    def least_gain(self) -> float:
+        """Half a unit of the last decimal of ratios."""
+        return 0.5 * 10.0**-self.decimals
+
+    @property
+    def decimals(self) -> int:
+        """The decimals of ratios: the errors of ratios are as large as those of times (docs/plan_accuracy.md)."""
+        return 2 if self.plan.error < PRECISE else 1
+
+    def compute_speed(self, result: PredictedLayout) -> float:
+        """Return the speed of a result as a multiple of the plan's."""
+        return self.plan.step.seconds / result.step.seconds
+
+    def format_speed(self, result: PredictedLayout) -> str:
+        """Return the speed of a result as a multiple of the plan's, with the decimals that it has."""
+        return f"{self.compute_speed(result):.{self.decimals}f}x"
+
+    def build_step_seconds(self, result: PredictedLayout) -> PredictedValue:
+        """Return the step time of a result with its interval."""
+        return build_interval(result.step.seconds, self.plan.error)
+
+    def build_gib(self, result: PredictedLayout) -> PredictedValue:
+        """Return the memory of a result with its interval."""
+        return build_interval(result.gib, self.plan.memory_error)
 
     def build_overrides(self, result: PredictedLayout) -> tuple[str, ...]:
         """Return what changes the planned run into a result."""
@@ -84,18 +112,25 @@ class PlanOutcome:
 
 
 class FigureText(NamedTuple):
-    """A figure as text: its name, its value, the unit, its interval, and what it is compared with."""
+    """A figure as text: its name, its value, the unit, its interval, what it is compared with, and whether it fits."""
 
     name: str
     value: str
     unit: str = ""
     interval: str = ""
     note: str = ""
+    verdict: str = ""
+
+    @property
+    def mood(self) -> Mood:
+        """Whether the verdict is good or bad."""
+        return MOODS[self.verdict]
 
     def format_line(self) -> str:
         """Return the figure in one line, without its name."""
         interval = f"({self.interval})" if self.interval else ""
-        return " ".join(filter(None, (self.value, self.unit, interval, self.note)))
+        verdict = f", {self.verdict}" if self.mood in ("open", "bad") else ""
+        return " ".join(filter(None, (self.value, self.unit, interval, self.note))) + verdict
 
 
 def format_figure(name: str, figure: PredictedValue, unit: str = "", note: str = "") -> FigureText:
@@ -113,10 +148,12 @@ def format_run_time(plan: Plan) -> FigureText:
 
 
 def format_memory(plan: Plan) -> FigureText:
-    """Return the memory of the fullest rank, of what a device has."""
-    return format_figure(
-        "memory", plan.memory_gib_needed, "GiB", "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
-    )
+    """Return the memory of the fullest rank, of what a device has, and whether it fits."""
+    return format_figure("memory", plan.memory_gib_needed, "GiB", _format_device(plan))._replace(verdict=plan.fit)
+
+
+def _format_device(plan: Plan) -> str:
+    return "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
 
 
 def list_figures(plan: Plan) -> list[FigureText]:
@@ -126,7 +163,7 @@ def list_figures(plan: Plan) -> list[FigureText]:
     cost = [] if plan.cost is None else [format_figure("cost", plan.cost)]
     return [
         format_figure("step", plan.step_seconds, "s"),
-        format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
         use,
         format_memory(plan),
         format_run_time(plan),
@@ -147,20 +184,20 @@ def fits_closely(plan: Plan, result: PredictedLayout) -> bool:
     return plan.memory_gib is not None and result.gib * (1 + plan.memory_error) > plan.memory_gib
 
 
-def format_result_memory(plan: Plan, result: PredictedLayout) -> str:
+def format_result_step(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
+    """Return the step time of a result."""
+    return format_figure("step", outcome.build_step_seconds(result), "s")
+
+
+def format_result_memory(outcome: PlanOutcome, result: PredictedLayout) -> FigureText:
     """Return the memory of a result, with whether it fits only up to its interval."""
-    return f"{format_rounded(result.gib)} GiB{', fits closely' if fits_closely(plan, result) else ''}"
+    figure = format_figure("memory", outcome.build_gib(result), "GiB", _format_device(outcome.plan))
+    return figure._replace(verdict="fits closely" if fits_closely(outcome.plan, result) else "")
 
 
-def judge_fit(plan: Plan) -> tuple[str, str]:
+def judge_fit(plan: Plan) -> tuple[str, Mood]:
     """Return whether the memory suffices, in words, and its mood on the page."""
-    if plan.memory_gib is None:
-        return "", ""
-    if plan.memory_gib_needed.high <= plan.memory_gib:
-        return "fits", "good"
-    if plan.fullest.gib <= plan.memory_gib:
-        return "fits closely: the interval reaches beyond the device", "open"
-    return "does not fit", "bad"
+    return f"{plan.fit}: {CLOSELY}" if plan.fit == "fits closely" else plan.fit, MOODS[plan.fit]
 
 
 def sum_device_hours(plans: Sequence[Plan]) -> float:

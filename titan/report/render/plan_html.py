@@ -15,16 +15,17 @@ from titan.estimate.plan import Plan, PredictedValue
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.report.render import plan_charts, plan_memory
-from titan.report.render.charts import Bar, Chart, draw_bar_chart
+from titan.report.render.charts import Bar, Chart, draw_bar_chart, name_line
 from titan.report.render.plan_data import (
+    CLOSELY,
     FigureText,
     PlanOutcome,
     fits_closely,
     format_figure,
     format_memory,
     format_result_memory,
+    format_result_step,
     format_run_time,
-    judge_fit,
     list_figures,
     name_largest_loss,
     sum_device_hours,
@@ -32,9 +33,9 @@ from titan.report.render.plan_data import (
 from titan.report.render.plan_memory import ActionPhases
 from titan.report.render.template import POLICY, content, load_template
 
-RESULT_HEAD = ("", "step", "speed", "memory", "largest loss", "command line")
+RESULT_HEAD = ("", "step", "speed", "memory", "after matmuls")
 CHANGE_HEAD = ("change", "step", "speed", "memory")
-GRID_HEAD = ("trial", "step", "throughput", "MFU", "memory", "device-hours", "run", "cost")
+GRID_HEAD = ("trial", "step", "speed", "MFU", "memory", "device-hours", "run", "cost")
 
 
 def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: str = "") -> str:
@@ -58,7 +59,8 @@ def render_page(outcome: PlanOutcome, rank: int, steps: ActionPhases, footer: st
         title=f"Plan of {run.describe()}",
         question=f"{run.model.describe_size()} on {plan.step.devices} x {run.machine.name}. {outcome.layout}.",
         lead=_format_lead(outcome),
-        cards=_list_cards(plan),
+        cards=list_figures(plan),
+        closely=CLOSELY,
         command=outcome.format_command(),
         charts=_drop_missing(charts),
         changes=[_format_change(outcome, result) for result in outcome.faster],
@@ -76,11 +78,14 @@ def render_grid_page(labels: Sequence[str], plans: Sequence[Plan], footer: str =
     total = format_rounded(sum_device_hours(plans))
     priced = [plan.cost.value for plan in plans if plan.cost is not None]
     cost = f", cost {format_rounded(sum(priced))}" if priced else ""
+    rows = [_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)]
+    columns = [k for k in range(len(GRID_HEAD)) if any(row[k].value for row in rows)]
     return _render_template(
         title=f"Plan of {format_plural(len(plans), 'trial')}",
         question=f"{total} device-hours in all{cost}.",
         lead=_format_grid_lead(labels, plans),
-        trials=[_format_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
+        grid_head=[GRID_HEAD[k] for k in columns],
+        trials=[[row[k] for k in columns] for row in rows],
         charts=_drop_missing(_draw_grid_charts(labels, plans)),
         intervals="; ".join(dict.fromkeys(plan.intervals for plan in plans)),
         made=footer,
@@ -92,7 +97,7 @@ def _render_template(**parts: Any) -> str:
         "policy": Markup(POLICY),
         "css": Markup(content("page.css") + content("plan.css")),
     }
-    heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD, "grid_head": GRID_HEAD}
+    heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD}
     return load_template("plan.html.jinja").render(**common, **heads, **parts)
 
 
@@ -122,46 +127,35 @@ def _describe_trace(outcome: PlanOutcome) -> dict[str, Any]:
 def _format_lead(outcome: PlanOutcome) -> str:
     """Return the most important figures in words."""
     plan = outcome.plan
-    words = (
-        f"A step takes {format_figure('', plan.step_seconds, 's').format_line()}; its largest part after matmuls is "
-    )
-    words += f"{name_largest_loss(plan.step)}. "
+    step = format_figure("", plan.step_seconds, "s").format_line()
+    words = f"A step takes {step}; its largest part after matmuls is {name_largest_loss(plan.step)}. "
     if outcome.faster:
         best = outcome.faster[0]
-        words += (
-            f"{' '.join(outcome.build_overrides(best))} would make it {1 + outcome.compute_gain(best):.2f}x as fast."
-        )
+        words += f"{' '.join(outcome.build_overrides(best))} would make it {outcome.format_speed(best)} as fast."
     else:
-        words += "No single change would make it faster."
+        words += f"No single change would make it more than {100 * outcome.least_gain:g} % faster."
     return words
 
 
-def _list_cards(plan: Plan) -> list[tuple[FigureText, str, str]]:
-    """Return each headline figure, with whether the memory suffices."""
-    return [(figure, *(judge_fit(plan) if figure.name == "memory" else ("", ""))) for figure in list_figures(plan)]
-
-
-def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[str]:
+def _format_change(outcome: PlanOutcome, result: PredictedLayout) -> list[FigureText]:
     return [
-        " ".join(outcome.build_overrides(result)),
-        f"{format_rounded(result.step.seconds)} s",
-        f"{1 + outcome.compute_gain(result):.2f}x",
-        format_result_memory(outcome.plan, result),
+        FigureText("change", " ".join(outcome.build_overrides(result))),
+        format_result_step(outcome, result),
+        FigureText("speed", outcome.format_speed(result)),
+        format_result_memory(outcome, result),
     ]
 
 
-def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[str]]]]:
+def _tabulate_results(outcome: PlanOutcome) -> list[tuple[str, str, list[list[FigureText]]]]:
     """Return the tables of a search: heading, caption and rows."""
     search_result = outcome.search_result
     if search_result is None:
         return []
     best = [_format_result(outcome, str(k), result) for k, result in enumerate(search_result.best, 1)]
-    front = [
-        _format_result(outcome, plan_memory.name_layout(k), result) for k, result in enumerate(search_result.front)
-    ]
+    front = [_format_result(outcome, name_line(k), result) for k, result in enumerate(search_result.front)]
     caption = f"{search_result.tried:,} layouts on the same devices were compared; these are the fastest that fit."
     if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
-        caption += " Fits closely: the interval of the memory reaches beyond the device."
+        caption += f" Fits closely: {CLOSELY}."
     caption += _format_traced_results(outcome)
     return [
         ("Fastest layouts", caption, best),
@@ -178,14 +172,14 @@ def _format_traced_results(outcome: PlanOutcome) -> str:
     return f" Traced, {'; '.join(figures)}." if figures else ""
 
 
-def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[str]:
+def _format_result(outcome: PlanOutcome, name: str, result: PredictedLayout) -> list[FigureText]:
     return [
-        name,
-        f"{format_rounded(result.step.seconds)} s",
-        f"{1 + outcome.compute_gain(result):.2f}x",
-        format_result_memory(outcome.plan, result),
-        name_largest_loss(result.step),
-        outcome.format_command(result),
+        FigureText("", name),
+        format_result_step(outcome, result),
+        FigureText("speed", outcome.format_speed(result)),
+        format_result_memory(outcome, result),
+        FigureText("after matmuls", name_largest_loss(result.step)),
+        FigureText("command line", outcome.format_command(result)),
     ]
 
 
@@ -203,7 +197,7 @@ def _format_grid_lead(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     speed = format_figure("", plans[fastest].tokens_per_second_per_device, "tokens/s per device").format_line()
     smallest = min(range(len(plans)), key=lambda k: plans[k].fullest.bytes)
     return (
-        f"Highest throughput: {labels[fastest]}, {speed}. "
+        f"Highest speed: {labels[fastest]}, {speed}. "
         f"Least memory: {labels[smallest]}, {format_memory(plans[smallest]).format_line()}."
     )
 
@@ -215,7 +209,7 @@ def _format_trial(label: str, plan: Plan) -> list[FigureText]:
     return [
         FigureText("trial", label),
         format_figure("step", plan.step_seconds, "s"),
-        format_figure("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        format_figure("speed", plan.tokens_per_second_per_device, "tokens/s per device"),
         mfu,
         format_memory(plan),
         format_figure("device-hours", plan.device_hours),
@@ -225,8 +219,14 @@ def _format_trial(label: str, plan: Plan) -> list[FigureText]:
 
 
 def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Chart | None]:
-    steps = [_build_bar(label, plan.step_seconds, "s") for label, plan in zip(labels, plans, strict=True)]
-    sizes = [_build_bar(label, plan.memory_gib_needed, "GiB") for label, plan in zip(labels, plans, strict=True)]
+    steps = [
+        _build_bar(label, plan.step_seconds, format_figure("step", plan.step_seconds, "s"))
+        for label, plan in zip(labels, plans, strict=True)
+    ]
+    sizes = [
+        _build_bar(label, plan.memory_gib_needed, format_memory(plan))
+        for label, plan in zip(labels, plans, strict=True)
+    ]
     return [
         draw_bar_chart(
             steps, "Step time", "Seconds of a step, the fastest first. The line is the interval.", rising=True
@@ -237,8 +237,7 @@ def _draw_grid_charts(labels: Sequence[str], plans: Sequence[Plan]) -> list[Char
     ]
 
 
-def _build_bar(label: str, figure: PredictedValue, unit: str) -> Bar:
-    interval = f"{format_rounded(figure.low)} to {format_rounded(figure.high)}"
-    return Bar(
-        label, 'class="c1"', figure.value, f"{format_rounded(figure.value)} {unit}", interval, (figure.low, figure.high)
-    )
+def _build_bar(label: str, figure: PredictedValue, text: FigureText) -> Bar:
+    """Return a bar with its interval, and whether the memory fits where that is not certain."""
+    note = f"{text.interval}, {text.verdict}" if text.mood in ("open", "bad") else text.interval
+    return Bar(label, 'class="c1"', figure.value, f"{text.value} {text.unit}", note, (figure.low, figure.high))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from titan.console.numbers import format_rounded, format_tick
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan
+from titan.estimate.plan import Plan, PredictedValue, build_interval
 from titan.estimate.rank_sizes import GIB
 from titan.estimate.search import PredictedLayout
 from titan.estimate.traced.events import describe_region
@@ -16,10 +19,18 @@ from titan.estimate.traced.result import RankResult
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Scale
 from titan.report.render import pareto
-from titan.report.render.charts import HEIGHT, WIDTH, Chart
+from titan.report.render.charts import (
+    REST,
+    Chart,
+    ChartSize,
+    LegendEntry,
+    build_chart,
+    format_legend,
+    name_line,
+)
 from titan.report.render.pareto import ParetoSpot
-from titan.report.render.plan_charts import LegendEntry, choose_time_unit, format_legend
-from titan.report.render.plan_data import PlanOutcome
+from titan.report.render.plan_charts import choose_time_unit
+from titan.report.render.plan_data import CLOSELY, PlanOutcome, fits_closely
 
 if TYPE_CHECKING:
     from titan.parallelism.pipeline.schedules import Action
@@ -27,30 +38,40 @@ if TYPE_CHECKING:
 ActionPhases = Sequence[tuple["Action | None", Sequence[Usage]]]
 """What a rank does in a step, each with its phases; see `titan.estimate.memory.iterate_step_phases`."""
 CATEGORIES = {
-    "context": ("c8", "device context and libraries"),
-    "weights": ("c1", "weights"),
-    "optimizer": ("c5", "optimizer state"),
-    "gradients": ("c3", "gradients"),
-    "gathered": ("c4", "gathered weights"),
-    "communication": ("c7", "communication buffers"),
-    "activations": ("c2", "activations"),
-    "logits": ("c6", "logits and loss"),
-    "kernels": ("c9", "kernels' own memory"),
-    "checkpoint": ("c0", "copy for the checkpoint"),
-    "imbalance": ("rest", "imbalance: rows of experts beyond an even load"),
-    "allocator": ("rest", "allocator: reserved, not usable"),
+    "context": ("c8", "of the device, and libraries"),
+    "weights": ("c1", ""),
+    "optimizer": ("c6", "its state"),
+    "gradients": ("c3", ""),
+    "gathered": ("c4", "weights of other ranks"),
+    "communication": ("c5", "buffers"),
+    "activations": ("c2", ""),
+    "logits": ("c11", "and the loss"),
+    "kernels": ("c10", "workspaces"),
+    "checkpoint": ("c9", "copy that is written"),
+    "imbalance": ("c13", "rows of experts beyond an even load"),
+    "allocator": ("c7", "reserved, not usable"),
 }
-"""The colour and the name of each category, in the order of the stack."""
+"""The colour of each category and a note on it, in the order of the stack; see `list_categories`."""
 POINTS = 700
 """Most points of the chart over a step."""
 FAR = 2.5
 """A limit this many times as large as the peak is beyond the scale."""
+NEAR = 1.3
+"""Up to this many times the most memory of a search's results, the limit is on their chart."""
 SMALL = 0.005
 """GiB below which a category is not listed."""
+NAMED = 15.0
+"""Height from which a layer of the chart over a step has its name in it."""
 WEIGHT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """The width of an action in a chart that is not to scale."""
 END, HEAD = 0.35, 0.08
 """The width of the end of a step, and the part of a forward pass that is the head's."""
+
+
+def list_categories(usages: Iterable[Mapping[str, float]]) -> dict[str, tuple[str, str]]:
+    """Return the categories of usages in the order of the stack; those that `CATEGORIES` lacks are grey, on top."""
+    names = dict.fromkeys(name for usage in usages for name in usage)
+    return CATEGORIES | {name: (REST, "") for name in names if name not in CATEGORIES}
 
 
 class Moment(NamedTuple):
@@ -80,20 +101,30 @@ class MemoryCourse(NamedTuple):
 def draw_over_step(plan: Plan, rank: int, steps: ActionPhases) -> Chart:
     """Return the memory of a pipeline rank over a step, stacked by category, with the device's limit."""
     course = _place_in_seconds(plan, rank, steps) if plan.step.spans else _place_in_order(steps)
-    moments = _thin_moments(course.moments)
-    peak = max(moments, key=lambda moment: moment.total)
+    course = course._replace(moments=_thin_moments(course.moments))
     limit = _choose_limit(plan)
-    top = 1.08 * max(peak.total, limit or 0.0)
-    frame = Frame(Scale(moments[0].x, moments[-1].x, 78, WIDTH - 20), Scale(0, top, 340, 40), WIDTH, HEIGHT)
+    caption = _describe_step(plan, rank, limit, course)
+    return build_chart("Memory over the step", caption, lambda size: _draw_course(size, plan, course, limit))
+
+
+def _draw_course(size: ChartSize, plan: Plan, course: MemoryCourse, limit: float | None) -> str:
+    moments = course.moments
+    peak = max(moments, key=lambda moment: moment.total)
+    interval = build_interval(peak.total, plan.memory_error)
+    frame = _build_frame(size, moments, 1.08 * max(interval.high, limit or 0.0))
     body = (
-        _draw_axes(frame, course)
+        _draw_axes(frame, size, course)
         + "".join(_draw_layers(frame, moments))
-        + _draw_limit(frame, limit, peak)
-        + _draw_peak(frame, peak)
+        + _draw_limit(frame, size, limit, peak)
+        + _draw_interval(frame, peak, interval)
+        + _draw_peak(frame, size, peak, limit)
     )
-    name = "Memory over the step"
-    drawing = svg.draw_picture(frame, name, body)
-    return Chart(name, _describe_step(plan, rank, limit, course), format_legend(_list_legend(moments)) + drawing)
+    return format_legend(_list_legend(moments)) + svg.draw_picture(frame, "Memory over the step", body)
+
+
+def _build_frame(size: ChartSize, moments: Sequence[Moment], top: float) -> Frame:
+    x = Scale(moments[0].x, moments[-1].x, *size.x_ends)
+    return Frame(x, Scale(0, top, *size.y_ends), size.width, size.height)
 
 
 def draw_over_traced_step(rank: RankResult) -> Chart:
@@ -103,14 +134,16 @@ def draw_over_traced_step(rank: RankResult) -> Chart:
         for k, live in enumerate(rank.course)
     ]
     peak = max(moments, key=lambda moment: moment.total)
-    frame = Frame(
-        Scale(0.0, float(len(moments) - 1), 78, WIDTH - 20), Scale(0, 1.08 * peak.total, 340, 40), WIDTH, HEIGHT
-    )
-    axes = frame.draw_axes("events of the step in their order", "GiB", lambda value: "", format_tick)
-    body = axes + "".join(_draw_layers(frame, moments)) + _draw_peak(frame, peak)
     name = "Memory over the traced step"
+
+    def draw(size: ChartSize) -> str:
+        frame = _build_frame(size, moments, 1.08 * peak.total)
+        axes = frame.draw_axes("events of the step in their order", "GiB", lambda value: "", format_tick)
+        body = axes + "".join(_draw_layers(frame, moments)) + _draw_peak(frame, size, peak)
+        return format_legend(_list_legend(moments)) + svg.draw_picture(frame, name, body)
+
     caption = f"Live tensors on rank {rank.rank} after each of {rank.events:,} events, GiB by category."
-    return Chart(name, caption, format_legend(_list_legend(moments)) + svg.draw_picture(frame, name, body))
+    return build_chart(name, caption, draw)
 
 
 def _describe_step(plan: Plan, rank: int, limit: float | None, course: MemoryCourse) -> str:
@@ -118,7 +151,8 @@ def _describe_step(plan: Plan, rank: int, limit: float | None, course: MemoryCou
     scale = f"in {course.unit}" if course.unit else "by phase, not to scale"
     repeat_note = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
     far_note = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
-    return f"{subject}, GiB by category over one step ({scale}{repeat_note}).{far_note}"
+    interval_note = "" if plan.memory_error == 0 else " The line through the peak is its interval."
+    return f"{subject}, GiB by category over one step ({scale}{repeat_note}).{interval_note}{far_note}"
 
 
 def _choose_limit(plan: Plan) -> float | None:
@@ -165,7 +199,7 @@ def _place_phases(phases: Sequence[Usage], start: float, end: float, flat: bool)
     """Yield phases from start to end; `flat` ones have the same memory until the next."""
     positions = _compute_positions(phases, flat)
     for usage, position, next_position in zip(phases, positions, [*positions[1:], 1.0], strict=True):
-        gib = {name: max(0.0, size) / GIB for name, size in usage.parts.items()}
+        gib = list_gib(usage)
         yield Moment(start + position * (end - start), gib, usage.phase)
         if flat:
             yield Moment(start + next_position * (end - start), gib, usage.phase)
@@ -193,45 +227,73 @@ def _thin_moments(moments: list[Moment]) -> list[Moment]:
     return [*selected, moments[-1]]
 
 
-def _draw_axes(frame: Frame, course: MemoryCourse) -> str:
-    """Return the axes: to scale in time, or with bands of actions."""
+def _draw_axes(frame: Frame, size: ChartSize, course: MemoryCourse) -> str:
+    """Return the axes: to scale in time, or with bands of actions, whose names alternate in height where narrow."""
     if course.unit:
         return frame.draw_axes(f"time in the step, {course.unit}", "GiB", format_tick, format_tick)
     axes = frame.draw_axes("phases of a step in their order", "GiB", lambda value: "", format_tick)
     words = (
-        svg.draw_text(frame.x.at((start + end) / 2), frame.y.start + 18, name, "middle")
-        for start, end, name in course.bands
+        _draw_band_name(frame, size, k, (start + end) / 2, name) for k, (start, end, name) in enumerate(course.bands)
     )
     lines = "".join(f"M{frame.x.at(start):.1f} {frame.y.end:.1f}V{frame.y.start:.1f}" for start, _, _ in course.bands)
     return f'{axes}<path class="grid" d="{lines}"/>{"".join(words)}'
 
 
+def _draw_band_name(frame: Frame, size: ChartSize, number: int, middle: float, name: str) -> str:
+    """Return the name of a band, within the drawing."""
+    half = svg.LETTER * len(name) / 2
+    x = min(frame.x.at(middle), size.width - half)
+    y = frame.y.start + (14 + 10 * (number % 2) if size.is_narrow else 18)
+    return svg.draw_text(x, y, name, "middle")
+
+
 def _draw_layers(frame: Frame, moments: Sequence[Moment]) -> Iterator[str]:
-    """Yield the area of each category, on top of the ones before."""
-    xs = [float(x) for x in frame.x([moment.x for moment in moments])]
+    """Yield the area of each category, on top of the ones before, and the names of those with room for them."""
+    xs, names = [float(x) for x in frame.x([moment.x for moment in moments])], ""
     below = [0.0] * len(moments)
-    for name, (colour, words) in CATEGORIES.items():
+    for name, (colour, _) in list_categories(moment.gib for moment in moments).items():
         above = [low + moment.gib.get(name, 0.0) for low, moment in zip(below, moments, strict=True)]
         if above != below:
-            top = [f"{x:.1f},{y:.1f}" for x, y in zip(xs, frame.y(above), strict=True)]
-            base = [f"{x:.1f},{y:.1f}" for x, y in zip(xs, frame.y(below), strict=True)]
-            points = "L".join([*top, *reversed(base)])
-            yield f'<path class="bar {colour}" d="M{points}z"><title>{escape(words)}</title></path>'
+            tops, bases = ([float(y) for y in frame.y(heights)] for heights in (above, below))
+            edge = [f"{x:.1f},{y:.1f}" for x, y in zip(xs, tops, strict=True)]
+            base = [f"{x:.1f},{y:.1f}" for x, y in zip(xs, bases, strict=True)]
+            points = "L".join([*edge, *reversed(base)])
+            yield f'<path class="bar layer {colour}" d="M{points}z"><title>{escape(name)}</title></path>'
+            names += _name_layer(name, xs, tops, bases)
         below = above
+    yield names
+
+
+def _name_layer(name: str, xs: Sequence[float], tops: Sequence[float], bases: Sequence[float]) -> str:
+    """Return the name of a layer near the middle of where it is thick enough; empty where it is nowhere."""
+    half, spots = svg.LETTER * len(name) / 2, []
+    for x in np.arange(xs[0] + half, xs[-1] - half, 8.0):
+        span = np.linspace(x - half, x + half, 9)
+        top, base = float(np.interp(span, xs, tops).max()), float(np.interp(span, xs, bases).min())
+        spots.append((base - top, float(x), (top + base) / 2))
+    thickest = max((room for room, *_ in spots), default=0.0)
+    if thickest < NAMED:
+        return ""
+    middle = (xs[0] + xs[-1]) / 2
+    _, x, y = min((spot for spot in spots if spot[0] >= max(NAMED, 0.8 * thickest)), key=lambda s: abs(s[1] - middle))
+    return svg.draw_text(x, y + 4, name, "middle", "halo")
 
 
 def _list_legend(moments: Sequence[Moment]) -> list[LegendEntry]:
+    """Return the categories of the chart in the order of the stack, from the bottom to the top."""
     used = {name for moment in moments for name, gib in moment.gib.items() if gib >= SMALL}
-    return [LegendEntry(colour, words) for name, (colour, words) in CATEGORIES.items() if name in used]
+    categories = list_categories(moment.gib for moment in moments)
+    return [LegendEntry(name, (colour,)) for name, (colour, _) in categories.items() if name in used]
 
 
-def _draw_limit(frame: Frame, limit: float | None, peak: Moment) -> str:
+def _draw_limit(frame: Frame, size: ChartSize, limit: float | None, peak: Moment) -> str:
     """Return the line of the device's memory, with its label away from the peak's."""
     if limit is None:
         return ""
     at, is_left = frame.y.at(limit), _is_right(frame, peak)
     x, anchor = (frame.x.start + 6, "start") if is_left else (frame.x.end - 4, "end")
-    words = svg.draw_text(x, at - 6, f"memory of a device: {limit:.1f} GiB", anchor, "halo")
+    name = "device" if size.is_narrow else "memory of a device"
+    words = svg.draw_text(x, at - 6, f"{name}: {limit:.1f} GiB", anchor, "halo")
     return f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>{words}'
 
 
@@ -239,12 +301,20 @@ def _is_right(frame: Frame, peak: Moment) -> bool:
     return frame.x.at(peak.x) > (frame.x.start + frame.x.end) / 2
 
 
-def _draw_peak(frame: Frame, peak: Moment) -> str:
-    """Return the mark of the peak, with its phase."""
+def _draw_interval(frame: Frame, peak: Moment, interval: PredictedValue) -> str:
+    """Return the line through the peak from the low to the high end of its interval."""
+    x, low, high = frame.x.at(peak.x), frame.y.at(interval.low), frame.y.at(interval.high)
+    return f'<path class="span" d="M{x:.1f} {low:.1f}V{high:.1f}m-5 0h10M{x - 5:.1f} {low:.1f}h10"/>'
+
+
+def _draw_peak(frame: Frame, size: ChartSize, peak: Moment, limit: float | None = None) -> str:
+    """Return the mark of the peak, with its phase where there is room, above the device's line where this is near."""
     x, y = frame.x.at(peak.x), frame.y.at(peak.total)
+    line = y if limit is None else frame.y.at(limit)
+    text_y = line - 6 if y - 7 - svg.LINE < line < y else y - 7
     right = _is_right(frame, peak)
-    words = f"peak {format_rounded(peak.total)} GiB: {peak.phase}"
-    label = svg.draw_text(x - 8 if right else x + 8, y - 7, words, "end" if right else "start", "halo")
+    words = f"peak {format_rounded(peak.total)} GiB" + ("" if size.is_narrow else f": {peak.phase}")
+    label = svg.draw_text(x - 10 if right else x + 10, text_y, words, "end" if right else "start", "halo")
     return f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>{label}'
 
 
@@ -253,11 +323,15 @@ def _draw_peak(frame: Frame, peak: Moment) -> str:
 
 def draw_at_peak(plan: Plan) -> Chart:
     """Return what is in memory at the peak of the fullest rank: a table with bars."""
-    parts = {name: plan.fullest.parts.get(name, 0.0) / GIB for name in CATEGORIES}
+    parts, categories = list_gib(plan.fullest), list_categories([plan.fullest.parts])
     most, total = max(parts.values()), plan.fullest.gib
     rows = "".join(
         _format_row(
-            CATEGORIES[name][1], _draw_bar(0, gib / most, CATEGORIES[name][0]), f"{gib:.2f} GiB", f"{gib / total:.0%}"
+            name,
+            _draw_bar(0, gib / most, categories[name][0]),
+            f"{gib:.2f} GiB",
+            f"{gib / total:.0%}",
+            categories[name][1],
         )
         for name, gib in sorted(parts.items(), key=lambda part: -part[1])
         if gib >= SMALL
@@ -279,17 +353,23 @@ def draw_by_rank(plan: Plan) -> Chart | None:
     most = max(plan.fullest.gib, limit or 0.0)
     rows = "".join(_draw_rank_row(rank, usage, most, limit) for rank, usage in enumerate(plan.memory))
     limit_note = "" if limit is None else " The line is the memory of a device."
+    legend = _list_legend([Moment(0.0, list_gib(usage), usage.phase) for usage in plan.memory])
     return Chart(
         "Memory by pipeline rank",
         f"The peak of each rank by category, in GiB.{limit_note}",
-        f'<div class="bars"><table>{rows}</table></div>',
+        f'{format_legend(legend)}<div class="bars"><table>{rows}</table></div>',
         wide=False,
     )
 
 
+def list_gib(usage: Usage) -> dict[str, float]:
+    """Return the GiB of each category."""
+    return {name: max(0.0, size) / GIB for name, size in usage.parts.items()}
+
+
 def _draw_rank_row(rank: int, usage: Usage, most: float, limit: float | None) -> str:
     shapes, start = "", 0.0
-    for name, (colour, _) in CATEGORIES.items():
+    for name, (colour, _) in list_categories([usage.parts]).items():
         end = start + max(0.0, usage.parts.get(name, 0.0)) / GIB / most
         shapes += _draw_bar(start, end, colour) if end > start else ""
         start = end
@@ -301,59 +381,95 @@ def _draw_bar(start: float, end: float, colour: str) -> str:
     return f'<rect class="{colour}" x="{100 * start:.2f}" y="2" width="{100 * (end - start):.2f}" height="12"/>'
 
 
-def _format_row(label: str, shapes: str, words: str, note: str = "") -> str:
+def _format_row(label: str, shapes: str, words: str, note: str = "", label_note: str = "") -> str:
     picture = (
         f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>' if shapes else ""
     )
-    small = f" <small>{escape(note)}</small>" if note else ""
-    return f'<tr><th scope="row">{escape(label)}</th><td>{picture}</td><td>{escape(words)}{small}</td></tr>'
+    small, label_small = (f" <small>{escape(text)}</small>" if text else "" for text in (note, label_note))
+    return (
+        f'<tr><th scope="row">{escape(label)}{label_small}</th><td>{picture}</td><td>{escape(words)}{small}</td></tr>'
+    )
 
 
 # ---- against speed ----
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """The results of a search in a chart: their spots, names and classes, and how many of them are the front."""
+
+    spots: Sequence[ParetoSpot]
+    names: Sequence[str]
+    kinds: Sequence[str]
+    front_size: int
 
 
 def draw_speed_and_memory(outcome: PlanOutcome) -> Chart | None:
     """Return the results of a search by speed and memory with their front; None without a search."""
     if outcome.search_result is None:
         return None
-    front = list(outcome.search_result.front)
-    best = [r for r in outcome.search_result.best if r not in outcome.search_result.front]
-    spots = [_build_spot(k, result) for k, result in enumerate([*front, *best])]
-    given_spot = ParetoSpot(len(spots), outcome.plan.step.tokens_per_second_per_device, outcome.plan.fullest.gib)
-    all_spots = [*spots, given_spot]
-    xs, ys = [spot.x for spot in all_spots], [spot.y for spot in all_spots]
-    frame = Frame(pareto.build_padded_scale(xs, 78, WIDTH - 30), pareto.build_padded_scale(ys, 340, 40), WIDTH, HEIGHT)
-    names = [name_layout(k) for k in range(len(front))] + [""] * len(best) + ["as given"]
+    layouts = _collect_layouts(outcome)
+    close_note = f" Triangles fit closely: {CLOSELY}."
+    caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
+    caption += close_note if any("close" in kind for kind in layouts.kinds) else ""
+    return build_chart("Speed and memory", caption, lambda size: _draw_layouts(size, layouts, outcome.plan.memory_gib))
+
+
+def _name_plan(outcome: PlanOutcome) -> str:
+    """Return the name of the planned run: the layout as given, unless that is open, and the search decided on it."""
+    return "as given" if outcome.open_run is None else "planned"
+
+
+def _collect_layouts(outcome: PlanOutcome) -> _Layouts:
+    """Return the layouts of the front, the other results, and the plan itself."""
+    plan, search_result = outcome.plan, outcome.search_result
+    front = list(search_result.front) if search_result else []
+    best = [result for result in (search_result.best if search_result else ()) if result not in front]
+    results = [*front, *best]
+    spots = [_build_spot(k, result) for k, result in enumerate(results)]
+    spots.append(ParetoSpot(len(spots), plan.step.tokens_per_second_per_device, plan.fullest.gib))
+    kinds = ["dot c1"] * len(front) + ["hollow c1"] * len(best)
+    kinds = [
+        f"{kind} close" if fits_closely(plan, result) else kind for kind, result in zip(kinds, results, strict=True)
+    ]
+    kinds.append("dot c2 close" if plan.fit == "fits closely" else "dot c2")
+    names = [name_line(k) for k in range(len(front))] + [""] * len(best) + [_name_plan(outcome)]
+    return _Layouts(spots, names, kinds, len(front))
+
+
+def _draw_layouts(size: ChartSize, layouts: _Layouts, limit: float | None) -> str:
+    highest = max(spot.y for spot in layouts.spots)
+    frame = pareto.build_padded_frame(size, layouts.spots, [limit] if limit and limit < NEAR * highest else [])
     body = frame.draw_axes(
         "tokens/s per device (right is faster)", "memory of the fullest rank, GiB", format_tick, format_tick
     )
-    body += pareto.draw_front(frame, spots[: len(front)]) + _draw_device_line(frame, outcome.plan.memory_gib)
-    kinds = ["dot c1"] * len(front) + ["hollow c1"] * len(best) + ["dot c2"]
-    body += "".join(_draw_dot(frame, spot, kind) for spot, kind in reversed([*zip(all_spots, kinds, strict=True)]))
-    body += _draw_names(frame, all_spots, names)
-    keys = [LegendEntry("c1", "Pareto front, and hollow the other results"), LegendEntry("c2", "the plan as given")]
-    caption = "Layouts of the search by speed and memory. Letters are those of the table of the front."
-    return Chart("Speed and memory", caption, format_legend(keys) + svg.draw_picture(frame, "Speed and memory", body))
-
-
-def name_layout(number: int) -> str:
-    """Return the name of a layout of the front: A, B, and so on."""
-    return chr(ord("A") + number % 26)
+    body += pareto.draw_front(frame, layouts.spots[: layouts.front_size]) + _draw_device_line(frame, size, limit)
+    marks = reversed([*zip(layouts.spots, layouts.kinds, strict=True)])
+    body += "".join(_draw_mark(frame, spot, kind) for spot, kind in marks)
+    body += _draw_names(frame, layouts.spots, layouts.names)
+    entries = [
+        LegendEntry("Pareto front, and hollow the other results", ("c1",)),
+        LegendEntry("the plan", ("c2",)),
+    ]
+    return format_legend(entries) + svg.draw_picture(frame, "Speed and memory", body)
 
 
 def _build_spot(index: int, result: PredictedLayout) -> ParetoSpot:
     return ParetoSpot(index, result.step.tokens_per_second_per_device, result.gib)
 
 
-def _draw_device_line(frame: Frame, limit: float | None) -> str:
+def _draw_device_line(frame: Frame, size: ChartSize, limit: float | None) -> str:
     if limit is None or not frame.y.low < limit < frame.y.high:
         return ""
-    return _draw_limit(frame, limit, Moment(frame.x.high, {}, ""))
+    return _draw_limit(frame, size, limit, Moment(frame.x.high, {}, ""))
 
 
-def _draw_dot(frame: Frame, spot: ParetoSpot, kind: str) -> str:
+def _draw_mark(frame: Frame, spot: ParetoSpot, kind: str) -> str:
+    """Return a dot, or a triangle for a layout that fits closely."""
     title = f"{format_rounded(spot.x)} tokens/s per device, {format_rounded(spot.y)} GiB"
     x, y = frame.x.at(spot.x), frame.y.at(spot.y)
+    if "close" in kind:
+        return f'<path class="{kind}" d="M{x:.1f} {y - 8:.1f}l8 14h-16z"><title>{title}, fits closely</title></path>'
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{title}</title></circle>'
 
 

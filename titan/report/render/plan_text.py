@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,16 +19,20 @@ from titan.report.render.plan_data import (
     format_figure,
     format_memory,
     format_result_memory,
+    format_result_step,
     format_run_time,
     judge_fit,
     name_largest_loss,
     sum_device_hours,
 )
+from titan.run.budget import describe_hours
 
-WIDTH = 30
-"""Characters of the longest bar."""
+WIDTH, LINE = 30, 120
+"""Characters of the longest bar, and of a line of words."""
 STAGES = 16
 """Most pipeline ranks whose memory is shown one by one."""
+MARKS = {"": " ", "good": " ", "open": "!", "bad": "x"}
+"""The mark of a plan in a sweep by the mood of its memory."""
 
 
 def format_plan(outcome: PlanOutcome) -> str:
@@ -51,15 +56,16 @@ def format_plan(outcome: PlanOutcome) -> str:
 
 
 def _format_memory(plan: Plan) -> list[str]:
-    lines = [f"memory       {format_memory(plan).format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
+    figure = format_memory(plan)._replace(verdict="")  # on the next line
+    lines = [f"memory       {figure.format_line()} at the peak of the fullest rank ({plan.fullest.phase})"]
     verdict, mood = judge_fit(plan)
     lines += [f"  {verdict}"] if mood in ("open", "bad") else []
     lines += _format_bars(list_memory_parts(plan), "GiB")
     rank_gibs = [usage.gib for usage in plan.memory]
     if len(rank_gibs) > STAGES:
-        lines.append(f"  by stage   {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
+        lines.append(f"  by rank    {format_rounded(min(rank_gibs))} to {format_rounded(max(rank_gibs))} GiB")
     elif len(rank_gibs) > 1:
-        lines.append(f"  by stage   {', '.join(map(format_rounded, rank_gibs))} GiB")
+        lines.append(f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB")
     return lines
 
 
@@ -83,21 +89,27 @@ def _format_speed(outcome: PlanOutcome) -> list[str]:
     per_device = format_figure("", plan.tokens_per_second_per_device, "tokens/s per device")
     cost = "" if plan.cost is None else f", cost {format_figure('', plan.cost).format_line()}"
     hours = format_figure("", plan.device_hours, "device-hours")
+    budget = describe_hours(outcome.run.training)
     return [
         f"speed        {per_device.format_line()}, {format_rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {format_plural(plan.steps, 'step')}, {tokens} tokens: {format_run_time(plan).format_line()}, "
         f"{hours.format_line()}{cost}",
+        *([f"budget       {budget}"] if budget else []),
         f"checkpoint   {format_rounded(plan.checkpoint_bytes / GIB)} GiB",
-        f"intervals    (low to high): {plan.intervals}",
+        *_wrap(f"intervals    (low to high): {plan.intervals}"),
     ]
+
+
+def _wrap(line: str) -> list[str]:
+    return textwrap.wrap(line, LINE, subsequent_indent=" " * 13, break_long_words=False)
 
 
 def _format_changes(outcome: PlanOutcome) -> list[str]:
     return [
-        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.compute_gain(result):+.0%}, "
-        f"{format_result_memory(outcome.plan, result)}"
+        f"{' '.join(outcome.build_overrides(result)):<60} {outcome.format_speed(result)}, "
+        f"{format_result_memory(outcome, result).format_line()}"
         for result in outcome.faster
-    ] or ["no single change"]
+    ] or [f"no single change by more than {100 * outcome.least_gain:g} %"]
 
 
 def _format_trace(outcome: PlanOutcome) -> list[str]:
@@ -111,7 +123,7 @@ def _format_trace(outcome: PlanOutcome) -> list[str]:
     reserved = "" if fullest.reserved is None else f"{format_rounded(fullest.gib)} GiB reserved; "
     lines += [f"  memory     {reserved}{_format_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
-        lines.append(f"  by stage   {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
+        lines.append(f"  by rank    {', '.join(format_rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {format_rounded(traced.step.seconds)} s, of which")
     return lines + _format_bars(traced.step.parts, "s")
 
@@ -133,7 +145,9 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
         f"search       {search_result.tried:,} layouts, {search_result.predicted:,} predicted; the fastest that fit",
     ]
     lines += [_format_result(outcome, number, result) for number, result in enumerate(search_result.best, 1)]
-    lines += [f"  after matmuls, {name_largest_loss(search_result.best[0].step)} takes most of the step of the fastest"]
+    lines += [
+        f"  largest part of the fastest one's step after matmuls: {name_largest_loss(search_result.best[0].step)}"
+    ]
     if any(fits_closely(outcome.plan, result) for result in (*search_result.best, *search_result.front)):
         lines += ["  !: fits closely, the interval of the memory reaches beyond the device"]
     lines += [
@@ -146,21 +160,32 @@ def _format_search(outcome: PlanOutcome) -> list[str]:
 
 def _format_result(outcome: PlanOutcome, number: int, result: PredictedLayout) -> str:
     words = " ".join(outcome.build_overrides(result)) or "(as given)"
-    ratio, mark = 1 + outcome.compute_gain(result), "!" if fits_closely(outcome.plan, result) else " "
-    return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB {mark} {words}"
+    step, memory = (
+        f"{figure.value:>5} {figure.unit} {f'({figure.interval})':<16}"
+        for figure in (format_result_step(outcome, result), format_result_memory(outcome, result))
+    )
+    mark = "!" if fits_closely(outcome.plan, result) else " "
+    return f"  {number:>2}  {step}  {outcome.format_speed(result)}  {memory} {mark} {words}"
 
 
 def format_grid(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     """Return one line per trial of a sweep, and the total."""
     width = max(map(len, labels))
-    lines = [f"{'trial':<{width}}  {'step':>8}  {'tokens/s':>9}  {'GiB':>6}  device-hours"]
+    lines = [f"{'trial':<{width}}  {'step':>8}  {'tokens/s':>9}  {'GiB':>6}    device-hours"]
     for label, plan in zip(labels, plans, strict=True):
         lines.append(
             f"{label:<{width}}  {plan.step.seconds:>6.3g} s  {plan.tokens_per_second_per_device.value:>9,.0f}  "
-            f"{plan.fullest.gib:>6.1f}  {format_rounded(plan.device_hours.value)}"
+            f"{plan.fullest.gib:>6.1f} {MARKS[judge_fit(plan)[1]]}  {format_rounded(plan.device_hours.value)}"
         )
+    lines += [f"{mark}: {meaning}" for mark, meaning in _explain_marks(plans)]
     total = f"{format_plural(len(plans), 'trial')}, {format_rounded(sum_device_hours(plans))} device-hours"
     return "\n".join([*lines, total]) + "\n"
+
+
+def _explain_marks(plans: Sequence[Plan]) -> list[tuple[str, str]]:
+    """Return each mark of a sweep's lines, with what it means."""
+    verdicts = dict.fromkeys(judge_fit(plan) for plan in plans)
+    return [(MARKS[mood], verdict) for verdict, mood in verdicts if MARKS[mood].strip()]
 
 
 def build_grid_data(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
@@ -179,8 +204,8 @@ def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
     if search_result is not None:
         content["search"] = {
             "tried": search_result.tried,
-            "best": [_convert_result(result) for result in search_result.best],
-            "front": [_convert_result(result) for result in search_result.front],
+            "best": [_convert_result(outcome, result) for result in search_result.best],
+            "front": [_convert_result(outcome, result) for result in search_result.front],
             "traced": [_convert_trace(traced) for traced in outcome.traced_results],
         }
     return content
@@ -191,6 +216,7 @@ def _collect_figures(plan: Plan) -> dict[str, Any]:
         "step_seconds": _convert_figure(plan.step_seconds),
         "tokens_per_second_per_device": _convert_figure(plan.tokens_per_second_per_device),
         "memory_gib": _convert_figure(plan.memory_gib_needed),
+        "memory_verdict": judge_fit(plan)[0] or None,
         "tflops": _convert_figure(plan.tflops),
         "mfu": None if plan.mfu is None else _convert_figure(plan.mfu),
         "days": _convert_figure(plan.days),
@@ -231,7 +257,7 @@ def _convert_figure(figure: PredictedValue) -> dict[str, float]:
     return figure._asdict()
 
 
-def _convert_result(result: PredictedLayout) -> dict[str, Any]:
+def _convert_result(outcome: PlanOutcome, result: PredictedLayout) -> dict[str, Any]:
     candidate = result.candidate
     return {
         "layout": candidate.layout.degrees(),
@@ -240,6 +266,7 @@ def _convert_result(result: PredictedLayout) -> dict[str, Any]:
         "reshard": candidate.recipe.parallelism.reshard,
         "microbatches": candidate.microbatches,
         "memory": candidate.recipe.memory.checkpointing,
-        "step_seconds": result.step.seconds,
-        "memory_gib": result.gib,
+        "step_seconds": _convert_figure(outcome.build_step_seconds(result)),
+        "memory_gib": _convert_figure(outcome.build_gib(result)),
+        "fits_closely": fits_closely(outcome.plan, result),
     }

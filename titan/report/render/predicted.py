@@ -99,7 +99,8 @@ def _format_memory_error(runs: Runs) -> Cell:
 def _format_error(errors: Sequence[float | None], within: Sequence[bool]) -> Cell:
     middle = compute_median(errors)
     mood: Mood = "good" if all(within) else "bad"
-    return Cell() if middle is None else Cell(f"{middle:+.1%}", mood=mood)
+    detail = "" if mood == "good" else "outside"  # not by colour alone
+    return Cell() if middle is None else Cell(f"{middle:+.1%}", detail, mood)
 
 
 def _make_group_formatter(name: str) -> Callable[[Runs], Cell]:
@@ -118,7 +119,7 @@ _COLUMNS: tuple[tuple[str, str, str, int, Callable[[Runs], Cell]], ...] = (
     (
         "error",
         "of the step",
-        "predicted over measured, minus 1; colour: within the interval or not",
+        "predicted over measured, minus 1; outside: of the interval",
         0,
         _format_step_error,
     ),
@@ -127,7 +128,7 @@ _COLUMNS: tuple[tuple[str, str, str, int, Callable[[Runs], Cell]], ...] = (
     (
         "error",
         "of memory",
-        "predicted over measured, minus 1; colour: within the interval or not",
+        "predicted over measured, minus 1; outside: of the interval",
         0,
         _format_memory_error,
     ),

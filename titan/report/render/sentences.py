@@ -16,6 +16,8 @@ WAITING = ("planned", "queued", "running")
 """States of trials without metrics that did not fail."""
 NAMED = 4
 """Variants that a sentence names."""
+COMMANDS_TITLE = "Where they differ first"
+"""The heading of `list_commands`."""
 
 
 def format_missing_heading(comparison: Comparison) -> str:
@@ -47,6 +49,14 @@ def format_answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
     """Return sentences for each variant: what it learned, how fast it is, when it reached the target."""
     parts = [(variant, _describe_variant(variant, comparison.target)) for variant in comparison.variants]
     return [(variant, sentences) for variant, sentences in parts if sentences]
+
+
+def list_commands(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the label of each variant that does not learn the same, and the command that shows the first step."""
+    learnings = [(variant.label, variant.learning) for variant in comparison.variants]
+    return [
+        (label, " ".join(learning.command.split())) for label, learning in learnings if learning and learning.command
+    ]
 
 
 def format_notes(comparison: Comparison) -> list[str]:
@@ -113,14 +123,14 @@ def describe_speed(times: Interval, doubt: str = "") -> str:
 def _describe_reached(reached: TimeToTarget, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
-        return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
+        return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal}, too few for a median."
     hours = (
         ""
         if reached.median_device_hours is None
         else f" and {format_rounded(reached.median_device_hours)} device-hours"
     )
     middle = f"after {format_tokens(reached.median_tokens)} tokens{hours} (median)"
-    return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
+    return f"{reached.reached} of {format_plural(reached.runs, 'run')} reached {goal} {middle}."
 
 
 def _format_sentence(text: str) -> str:
@@ -254,7 +264,7 @@ def _describe_test(variant: Variant, comparison: Comparison) -> str:
     if quality.diverged or quality.baseline_diverged:
         return f"{format_wins(quality)}, {format_lost_seeds(quality)} ({_describe_sign_test(quality)})"
     if quality.p_holm is None:
-        return "one seed is not enough to compare recipes"
+        return "equal to rounding" if quality.answer == "no" else "one seed is not enough to compare recipes"
     seeds = f"{quality.pairs or min(variant.outcomes.ended, comparison.variants[0].outcomes.ended)} seeds"
     p = f"p {quality.p_holm:.2g}"
     if quality.answer == "yes":

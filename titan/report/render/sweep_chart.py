@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from titan.console.numbers import format_log_tick, format_tick
+from titan.console.numbers import format_log_tick, format_tick, shorten_float
 from titan.metrics import svg
-from titan.metrics.svg import Frame, Label, Scale
+from titan.metrics.svg import Frame, Label
 from titan.report import rank
 from titan.report.findings import Comparison, RunResult, Variant
-from titan.report.render.charts import HEIGHT, WIDTH, Chart, format_marks
+from titan.report.render.charts import (
+    Chart,
+    ChartSize,
+    LegendEntry,
+    build_chart,
+    format_legend,
+    format_marks,
+    name_line,
+)
 
 SPANS = 4.0
 """Ratio of largest to smallest number from which the axis is logarithmic."""
@@ -45,14 +53,25 @@ def draw_settings(comparison: Comparison) -> Chart | None:
     ]
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
-    frame = _build_frame(spots)
-    show = format_log_tick if frame.x.log else format_tick
+    title = f"{'Bits per byte' if bits else 'Validation loss'} over {name.rpartition('.')[2]}"
     unit = "bits per byte" if bits else "validation loss, nats per token"
-    short = name.rpartition(".")[2]
+    return build_chart(
+        title, _format_caption(spots, point), lambda size: _draw_picture(comparison, size, spots, name, title, unit)
+    )
+
+
+def _draw_picture(
+    comparison: Comparison, size: ChartSize, spots: Sequence[SettingSpot], name: str, title: str, unit: str
+) -> str:
+    """Return the drawing; in a narrow one letters stand for the other settings."""
+    frame = _build_frame(size, spots)
+    families = _group_families(comparison, spots, name)
+    show = format_log_tick if frame.x.log else format_tick
     body = frame.draw_axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, format_tick)
-    body += _draw_ticks(frame, spots) + _draw_lines(comparison, frame, spots, name)
-    title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
-    return Chart(title, _format_caption(spots, point), svg.draw_picture(frame, title, body))
+    body += _draw_ticks(frame, spots) + _draw_lines(comparison, size, frame, families)
+    legend = [LegendEntry(f"{name_line(k)}: {family}", ()) for k, family in enumerate(families)]
+    needs_legend = size.is_narrow and len(families) > 1
+    return (format_legend(legend) if needs_legend else "") + svg.draw_picture(frame, title, body)
 
 
 def _choose_setting(comparison: Comparison) -> str | None:
@@ -99,15 +118,15 @@ def _read_result(run: RunResult, point: int | None, bits: bool) -> float | None:
     return float(np.interp(point, tokens[is_finite], values[is_finite]))
 
 
-def _build_frame(spots: Sequence[SettingSpot]) -> Frame:
+def _build_frame(size: ChartSize, spots: Sequence[SettingSpot]) -> Frame:
     xs = [spot.x for spot in spots]
     ys = [value for spot in spots for value in spot.runs]
     low, high = min(ys), _compute_top(spots)
     pad = 0.08 * (high - low) or max(0.01 * abs(low), 1e-3)
     log = min(xs) > 0 and max(xs) / min(xs) >= SPANS
     edge = (max(xs) / min(xs)) ** 0.05 if log else 0.05 * (max(xs) - min(xs))
-    left, right = (min(xs) / edge, max(xs) * edge) if log else (min(xs) - edge, max(xs) + edge)
-    return Frame(Scale(left, right, 70, WIDTH - 210, log), Scale(low - pad, high + pad, 340, 40), WIDTH, HEIGHT)
+    ends = (min(xs) / edge, max(xs) * edge) if log else (min(xs) - edge, max(xs) + edge)
+    return size.build_frame(ends, (low - pad, high + pad), log="x" if log else "")
 
 
 def _compute_top(spots: Sequence[SettingSpot]) -> float:
@@ -118,31 +137,54 @@ def _compute_top(spots: Sequence[SettingSpot]) -> float:
 
 
 def _draw_ticks(frame: Frame, spots: Sequence[SettingSpot]) -> str:
-    """Return the numbers that were tried, as a logarithmic axis has ticks at powers of ten only."""
+    """Return the numbers that were tried where there is room, as a logarithmic axis has ticks at powers of ten only."""
     if not frame.x.log:
         return ""
-    tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.compute_ticks()]
-    return "".join(svg.draw_text(frame.x.at(x), frame.y.start + 18, format_log_tick(x), "middle") for x in tried[:12])
+    taken = [_span_tick(frame, x) for x in frame.x.compute_ticks(frame.count_x_ticks())]
+    body = ""
+    for x in sorted({spot.x for spot in spots}):
+        left, right = _span_tick(frame, x)
+        if all(right < start or end < left for start, end in taken):
+            taken.append((left, right))
+            body += svg.draw_text(frame.x.at(x), frame.y.start + 18, format_log_tick(x), "middle")
+    return body
 
 
-def _draw_lines(comparison: Comparison, frame: Frame, spots: Sequence[SettingSpot], name: str) -> str:
-    """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
+def _span_tick(frame: Frame, x: float) -> tuple[float, float]:
+    """Return where the text of a tick begins and ends, with half a letter around it."""
+    half = svg.LETTER * (len(format_log_tick(x)) + 1) / 2
+    return frame.x.at(x) - half, frame.x.at(x) + half
+
+
+def _group_families(comparison: Comparison, spots: Sequence[SettingSpot], name: str) -> dict[str, list[SettingSpot]]:
+    """Return the spots of each line, from left to right, by their other settings."""
     families: dict[str, list[SettingSpot]] = {}
     for spot in sorted(spots, key=lambda spot: spot.x):
         families.setdefault(_format_other_settings(comparison.variants[spot.index], name), []).append(spot)
+    return families
+
+
+def _draw_lines(
+    comparison: Comparison, size: ChartSize, frame: Frame, families: Mapping[str, Sequence[SettingSpot]]
+) -> str:
+    """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
     body, labels = "", []
-    for family, members in families.items():
+    for position, (family, members) in enumerate(families.items()):
         points = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
         if points:
             xs, ys = zip(*points, strict=True)
             body += svg.draw_line(frame, xs, ys, 'class="family"', family)
-            labels.append(Label(frame.y.at(points[-1][1]), family, 'class="c0"'))
+            words = name_line(position) if size.is_narrow else family
+            labels.append(Label(frame.y.at(points[-1][1]), words, 'class="c0"'))
         body += "".join(_draw_spot(comparison, frame, spot) for spot in members)
-    return svg.clip_body(frame, "varied", body) + (svg.draw_labels(frame, labels) if len(families) > 1 else "")
+    clip = "varied-narrow" if size.is_narrow else "varied"
+    return svg.clip_body(frame, clip, body) + (svg.draw_labels(frame, labels) if len(families) > 1 else "")
 
 
 def _format_other_settings(variant: Variant, name: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in variant.settings.items() if key != name)
+    return " ".join(
+        f"{key.rpartition('.')[2]}={shorten_float(value)}" for key, value in variant.settings.items() if key != name
+    )
 
 
 def _draw_spot(comparison: Comparison, frame: Frame, spot: SettingSpot) -> str:

@@ -9,10 +9,12 @@ from titan.report import rank
 from titan.report.findings import Comparison
 from titan.report.render import predicted
 from titan.report.render.sentences import (
+    COMMANDS_TITLE,
     format_answers,
     format_lead,
     format_missing_heading,
     format_notes,
+    list_commands,
 )
 from titan.report.render.table_data import Cell, Column, Mood, build_columns
 
@@ -25,7 +27,7 @@ STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33", 
 
 
 def format_report(comparison: Comparison, width: int, colour: bool = False) -> str:
-    """Return the whole comparison as lines of at most `width` columns, where words allow it.
+    """Return the whole comparison as lines of at most `width` columns, where words allow it; a command is one line.
 
     Args:
         comparison: what was found.
@@ -38,6 +40,7 @@ def format_report(comparison: Comparison, width: int, colour: bool = False) -> s
         _format_variants(comparison, width, colour),
         _format_predictions(comparison, width, colour),
         _format_answers(comparison, width, colour),
+        _format_commands(comparison, width, colour),
         _format_failed(comparison, width, colour),
         _format_list("Notes", format_notes(comparison), width, colour),
     ]
@@ -206,6 +209,13 @@ def _list_heading(column: Column) -> list[str]:
 def _format_answers(comparison: Comparison, width: int, colour: bool) -> list[str]:
     items = [(variant.label, " ".join(note)) for variant, note in format_answers(comparison)]
     return _format_list("Answers", [f"{label}: {note}" for label, note in items], width, colour)
+
+
+def _format_commands(comparison: Comparison, width: int, colour: bool) -> list[str]:
+    """Return the commands, which are not wrapped, so that they can be copied."""
+    commands = list_commands(comparison)
+    lines = [line for label, command in commands for line in (*_wrap_line(f"- {label}:", width, "  "), f"  {command}")]
+    return [_apply_style(COMMANDS_TITLE, "head", colour), *lines] if lines else []
 
 
 def _format_failed(comparison: Comparison, width: int, colour: bool) -> list[str]:

@@ -159,7 +159,7 @@ def _choose_evaluation(settings: Settings, run_evaluation: Evaluation) -> Evalua
     sets = (
         run_evaluation.sets or {}
         if settings.sets is None
-        else {Path(file).stem: ValidationSet(path=file) for file in settings.sets}
+        else {Path(file).stem: ValidationSet(path=_check_file(file, f"sets=[{file}]")) for file in settings.sets}
     )
     if settings.limit is not None and not tasks:
         raise ConfigError(
@@ -195,7 +195,18 @@ def _parse_task(text: str, run_evaluation: Evaluation) -> tuple[str, Task]:
     if kind not in FORMATS or not path:
         alternatives = f", or one of the run's own: {', '.join(run_evaluation.tasks)}" if run_evaluation.tasks else ""
         raise ConfigError(f"tasks=[{text}]: give FORMAT:FILE with one of {', '.join(FORMATS)}{alternatives}.")
-    return Path(path).stem, Task(path=path, format=kind)  # type: ignore[arg-type]
+    return Path(path).stem, Task(path=_check_file(path, f"tasks=[{text}]"), format=kind)  # type: ignore[arg-type]
+
+
+def _check_file(path: str, typed: str) -> str:
+    """Return the path of a file.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    if not Path(path).expanduser().is_file():
+        raise ConfigError(f"{typed}: there is no file {path}; correct the path.")
+    return path
 
 
 def _select_checkpoints(

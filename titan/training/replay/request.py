@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.manifest import Manifest, folder_of
 from titan.config.arguments import operand
-from titan.config.settings import MISSING, setting
+from titan.config.settings import setting
 from titan.console.numbers import format_plural
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
@@ -36,7 +36,9 @@ class Settings:
     """The step of a replay, and what is shown of it."""
 
     run: str = operand("RUN", "the directory of a run, such as runs/NAME")
-    step: int = setting(MISSING, "the step to look at", at_least=1)
+    step: int = setting(
+        0, "the step to look at; 0: with against=RUN, the first at which their metrics differ", at_least=0
+    )
     start: int | None = setting(
         None, "the step of the checkpoint to begin at; 0: the initial weights; null: the nearest before", at_least=0
     )
@@ -114,6 +116,31 @@ def plan_replay(
     ids = identity.compute_ids(run, science)
     attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", lineage_parent.id, weights)
     return ReplayPlan(run, attempt, mix, recorded, tuple(notes))
+
+
+def find_start(plan: ReplayPlan, step: int) -> Path:
+    """Return the checkpoint of the state before the step, after ranks have saved it; that which they began with."""
+    saved = folder_of(Path(plan.run.directory), step - 1)
+    return saved if saved.is_dir() or plan.attempt.checkpoint is None else Path(plan.attempt.checkpoint)
+
+
+def find_changes(name: str, other: str) -> list[str]:
+    """Return the overrides that give a run the settings of another one, as far as overrides made them differ.
+
+    Args:
+        name: the run's directory.
+        other: the other run's directory.
+    """
+    document, other_document = (recompose.read_run_attempts(directory)[-1] for directory in (name, other))
+    overrides, other_overrides = (
+        [o for o in d.get("overrides") or () if not o.lstrip("+").startswith(EXCLUDED_OVERRIDES)]
+        for d in (document, other_document)
+    )
+    changes = [o for o in other_overrides if o not in overrides]
+    keys = [o.partition("=")[0] for o in other_overrides]
+    choices = other_document.get("choices") or {}
+    missing = [key for key in (o.partition("=")[0] for o in overrides) if key not in keys and key in choices]
+    return [*(f"{key}={choices[key]}" for key in missing), *changes]
 
 
 def _select_checkpoint(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.console.text import sanitize_line
 from titan.training.replay.result import ModuleDifference, ReplayedStep, Statistics
+
+if TYPE_CHECKING:
+    from titan.training.replay.weights import WeightDifference
 
 LAYER_COLUMNS = {
     "layer_grad_norm": "grad norm",
@@ -18,6 +21,8 @@ LAYER_COLUMNS = {
     "layer_attention_logit": "max logit",
 }
 """Keys of a layer's metrics, and their columns."""
+NAMED_WEIGHTS = 5
+"""Weights that are named where they differ."""
 TEXT_CHARACTERS = 60
 """Characters of text before a token."""
 
@@ -81,24 +86,65 @@ def _format_row(name: str, cells: Any) -> str:
     return f"  {name:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-def format_differences(
-    labels: tuple[str, str], a: ReplayedStep, b: ReplayedStep, differences: Sequence[ModuleDifference], limit: float
-) -> Iterator[str]:
-    """Yield two replays side by side, and the first module that differs."""
+def format_figures(labels: tuple[str, str], a: ReplayedStep, b: ReplayedStep) -> Iterator[str]:
+    """Yield loss and gradient norms of two replays side by side."""
     yield f"{'':<30}{labels[0]:>24}{labels[1]:>24}"
     for key in ("loss", "grad_norm"):
         yield f"  {key:<28}{_format_number(a.record[key]):>24}{_format_number(b.record[key]):>24}"
     for key in sorted(a.record.keys() & b.record.keys(), key=list(a.record).index):
         if key.startswith("layer_grad_norm/"):
             yield f"  {'grad norm ' + key.partition('/')[2]:<28}{a.record[key]:>24.6g}{b.record[key]:>24.6g}"
-    yield ""
+
+
+def format_weights(step: int, differences: Sequence[WeightDifference], limit: float) -> Iterator[str]:
+    """Yield how far the weights before a step are apart, and those that are by more than the limit.
+
+    Args:
+        step: the step.
+        differences: of each weight, the largest first.
+        limit: relative difference that counts as rounding.
+    """
+    largest = differences[0]
+    size = (
+        f"differ by up to {largest.relative:.1e} (relative), in {sanitize_line(largest.name)}"
+        if largest.relative
+        else "are equal"
+    )
+    yield f"weights before step {step:,}: {size}"
+    drifted = [difference for difference in differences if difference.relative > limit]
+    for difference in drifted[:NAMED_WEIGHTS]:
+        yield f"  {sanitize_line(difference.name):<48}{difference.relative:>10.1e}"
+    if len(drifted) > NAMED_WEIGHTS:
+        yield f"  and {len(drifted) - NAMED_WEIGHTS:,} more of {len(differences):,} by more than rounding ({limit:g})"
+
+
+def format_modules(differences: Sequence[ModuleDifference]) -> Iterator[str]:
+    """Yield the relative difference of each module's output and of its gradient."""
     yield _format_row("relative difference of", ("output", "gradient"))
     backward = {d.key[1]: d.relative for d in differences if d.key[0] == "backward"}
     for difference in (d for d in differences if d.key[0] == "forward"):
         name = difference.key[1]
         yield _format_row(name, (f"{difference.relative:.1e}", f"{backward[name]:.1e}" if name in backward else ""))
-    yield ""
-    yield format_verdict(differences, limit)
+
+
+def explain_unequal_start(
+    a: ReplayedStep, b: ReplayedStep, weights: Sequence[WeightDifference], limit: float
+) -> str | None:
+    """Return why the activations of two replays say nothing about the step; None where both begin it alike.
+
+    Args:
+        a: one replay.
+        b: the other.
+        weights: the difference of each weight before the step, the largest first; empty where both have the same.
+        limit: relative difference of weights that counts as rounding.
+    """
+    step = f"step {a.record['step']:,}"
+    if a.record["batch_hash"] != b.record["batch_hash"]:
+        return f"the batches of {step} differ, so its activations are not compared"
+    if weights and weights[0].relative > limit:
+        largest = f"{sanitize_line(weights[0].name)} differs by {weights[0].relative:.1e} (relative)"
+        return f"weights have drifted before {step}: {largest}, so activations are not compared"
+    return None
 
 
 def format_verdict(differences: Sequence[ModuleDifference], limit: float) -> str:

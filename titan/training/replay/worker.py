@@ -61,11 +61,18 @@ class Replayer(Trainer):
             if self.requests.stop:
                 return choose_stop_exit_code(self.requests.requeue)
             if job.save:
-                self.saving.finish_saving(self.step, self.rows)
+                self._save_start()
             self.timeouts.allow_task()
             self._replay_step(job).write(Path(self.run.directory), self.world.rank_info.rank)
         self.reporter.progress = None
         return 0
+
+    def _save_start(self) -> None:
+        """Save the state before the step, unless the replay began with a checkpoint of it."""
+        if self.step:
+            self.saving.finish_saving(self.step, self.rows)
+        else:
+            self.saving.save_initial(self.rows)
 
     def _replay_step(self, job: ReplayJob) -> RankReplay:
         """Take the step with metrics of all layers, after forward and backward passes with hooks."""

@@ -10,6 +10,7 @@ import time
 import torch
 
 from titan.estimate.operations import Speeds
+from titan.estimate.regather import regathers_input
 from titan.estimate.traced.compose import MICROBATCHES, UNITS, compose_trace
 from titan.estimate.traced.events import StepTrace
 from titan.estimate.traced.result import RankResult, TracedStep, build_rank_result, build_traced_step
@@ -57,7 +58,8 @@ def _blocks_repeat(run: Run) -> bool:
     for one after another, and where some blocks are sharded in another way.
     """
     alike = len(run.model.kinds()) == 1 and blocks_are_alike(run.model.parameter_names(), run.parallelism.groups or {})
-    differ = run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
+    prefetch = run.parallelism.resolve_prefetch(run.layout)
+    differ = prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward
     return alike and not differ
 
 
@@ -66,7 +68,8 @@ def make_eager(run: Run) -> Run:
 
     Its masks are dense instead.
     """
-    parallelism = dataclasses.replace(run.parallelism, async_tensor=False)
+    regather = regathers_input(run, run.layout)  # which depends on what is replaced
+    parallelism = dataclasses.replace(run.parallelism, async_tensor=False, regather=regather)
     precision = dataclasses.replace(run.precision, matmuls="compute").drop_unused_settings()
     compile_settings = dataclasses.replace(run.compile, scope="off")
     training = run.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ OUTSIDE = Region("S", 0, -1, NONE)
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 """Operations that allocate memory and compute nothing."""
-MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
+MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0,
+           "titan::float32_product": 0}  # fmt: skip
 """Matmuls, with the position of their first factor."""
 GROUPED = ("titan::grouped_product", "titan::low_grouped_product", "titan::grouped_weight_grad")
 """Products of rows with the weights of their experts, and the gradients of these."""
@@ -30,6 +32,7 @@ COLLECTIVES = {
 """The kinds of functional collectives, by the names of their operations."""
 COPIED = ("all-gather", "reduce-scatter")
 """Kinds of collectives of which gloo makes a copy while it exchanges: of what is gathered, or of what is reduced."""
+WAIT = "_c10d_functional::wait_tensor"
 NO_KERNEL = ("prim", "profiler")
 """Libraries of operations that compute nothing."""
 
@@ -58,6 +61,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks: dict[int, int] = {}
         self.categories: dict[int, str] = {}
         self.arrivals: dict[int, int] = {}
+        self.sharers: Counter[int] = Counter()
         self.count = 0
 
     # ---- what is recorded ----
@@ -117,9 +121,21 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "logits"
         return "activations"
 
+    def _share_allocation(self, pending: Tensor, result: Tensor) -> None:
+        """Let the result of waiting be in the memory of the pending tensor, as on a device; fake tensors are two."""
+        storage = result.untyped_storage()
+        entry = self.sizes.get(pending.untyped_storage()._cdata)
+        if entry is None or storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = entry
+        self.sharers[entry[0]] += 1
+        weakref.finalize(storage, self._record_collected, storage._cdata)
+
     def _record_collected(self, cdata: int) -> None:
         key, size = self.sizes.pop(cdata)
-        if size:
+        if self.sharers[key]:
+            self.sharers[key] -= 1
+        elif size:
             self._record_free(key)
 
     def _record_free(self, key: int) -> None:
@@ -140,9 +156,11 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.owner == NONE and self.region.block == NONE and not view:
             self._record_by_block(name, args, inputs, outputs)
             return out
+        if name == WAIT:
+            self._share_allocation(inputs[0], outputs[0])
         for tensor in outputs:
             self.record_allocation(tensor)
-        if name == "_c10d_functional::wait_tensor" or (not view and name not in ALLOCATIONS):
+        if name == WAIT or (not view and name not in ALLOCATIONS):
             self._record_operation(name, args, inputs, outputs)
         return out
 

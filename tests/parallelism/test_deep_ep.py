@@ -1,0 +1,170 @@
+"""An exchange that adds before it sends: what it computes, how much it sends, and where it is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.composing import compose_test_run
+from tests.support.one_copy import OneCopyTransport
+from tests.support.ranks import run_ranks
+from tests.support.tiers import full
+from titan.config import warning
+from titan.errors import ConfigError
+from titan.model.experts import MixtureOfExperts, Router
+from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
+from titan.parallelism.expert import ExpertDispatch
+from titan.parallelism.schema import count_token_copies
+
+RANKS, EXPERTS, TOP_K, DIM, TOKENS = 2, 8, 4, 256, 64
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that leave a rank in all-to-alls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_to_all_single" in str(func):
+            x, sent = args[0], args[2]
+            self.total += (len(x) - sent[dist.get_rank()]) * x[:1].nbytes  # its own rows stay
+        return func(*args, **(kwargs or {}))
+
+
+def build_layer(rank: int, dispatch: Callable[..., Tensor], scale_inputs: bool) -> MixtureOfExperts:
+    """A layer with this rank's part of the experts, the same weights on all ranks."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(DIM, 16, Router(DIM, EXPERTS, TOP_K), scale_inputs=scale_inputs)
+    layer.router.init_buffers("cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    local = EXPERTS // RANKS
+    for linear in layer.experts.children():
+        linear.weight = torch.nn.Parameter(linear.weight[rank * local : (rank + 1) * local].detach().clone())
+    layer.dispatch = dispatch
+    return layer
+
+
+def compare(rank: int, world: int, scale_inputs: bool, capacity: float | None) -> dict[str, float]:
+    """The largest relative difference of results and gradients, and the bytes that each exchange sends."""
+    group: Any = dist.group.WORLD
+    figures, sides = dict[str, float](), list[list[Tensor]]()
+    for name, dispatch in (
+        ("rows", ExpertDispatch(group)),
+        ("copies", AddingDispatch(group, OneCopyTransport(group))),
+    ):
+        layer = build_layer(rank, dispatch, scale_inputs)
+        layer.balance.capacity = capacity
+        x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        with SentBytes() as sent:
+            out = layer(x)[0]
+            gradients = torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))
+        sides.append([out, *gradients])
+        figures[name] = sent.total
+    differences = [(one - other).abs().max() / one.abs().max() for one, other in zip(*sides, strict=True)]
+    return {**figures, "difference": float(max(differences))}
+
+
+@pytest.mark.parametrize(
+    ("scale_inputs", "capacity", "share"),
+    [
+        pytest.param(False, None, 0.6, id="outputs"),
+        pytest.param(False, 0.5, 0.85, id="capacity"),
+        full(True, None, 1.1, id="inputs"),  # each has one expert; its number is sent too
+    ],
+)
+def test_one_copy_for_each_rank_computes_the_same_and_sends_less(
+    scale_inputs: bool, capacity: float | None, share: float
+) -> None:
+    for found in run_ranks(compare, RANKS, scale_inputs, capacity):
+        assert found["difference"] < 1e-6
+        assert found["copies"] < share * found["rows"]
+
+
+def test_tokens_go_to_fewer_ranks_than_they_have_experts() -> None:
+    assert count_token_copies(1, 8) == pytest.approx(1)
+    assert count_token_copies(8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8)) == pytest.approx(5.25, abs=0.01)
+    assert count_token_copies(8, 1) == 1
+
+
+class RecordedBuffer:
+    """Records how titan calls DeepEP's buffer, whose arguments and results are those of its version 2."""
+
+    calls: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, group: Any, **options: Any) -> None:
+        self.calls.append(("create", options))
+
+    def dispatch(self, x: Tensor, topk_idx: Any = None, **options: Any) -> Any:
+        """One rank that keeps all tokens, whose first half of the experts it has."""
+        self.calls.append(("dispatch", options))
+        if topk_idx is None:
+            return x, None, None, options["handle"], None
+        received = topk_idx.where(topk_idx < EXPERTS // 2, -1)
+        handle = SimpleNamespace(num_recv_tokens_per_expert_list=torch.bincount(received[received >= 0]).tolist())
+        return x, received, options["topk_weights"], handle, None
+
+    def combine(self, x: Tensor, handle: Any, topk_weights: Any = None) -> Any:
+        """The same tokens."""
+        self.calls.append(("combine", {"topk_weights": topk_weights}))
+        return x, topk_weights, None
+
+
+def test_deep_ep_is_called_as_its_version_2_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(ElasticBuffer=RecordedBuffer, topk_idx_t=torch.int64)
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    monkeypatch.setattr(RecordedBuffer, "calls", [])
+    group: Any = SimpleNamespace(size=lambda: 2)
+    layer = build_layer(0, AddingDispatch(group, DeepEPTransport(group)), scale_inputs=False)
+    x = torch.randn(1, TOKENS, DIM, requires_grad=True)
+    layer(x)[0].sum().backward()
+    layer(x[:, :10])
+    kinds = [name for name, _ in RecordedBuffer.calls]
+    assert kinds == ["create", "dispatch", "combine", "dispatch", "combine", "dispatch", "combine"]
+    assert RecordedBuffer.calls[0][1] == {
+        "num_max_tokens_per_rank": TOKENS, "hidden": DIM, "num_topk": TOP_K, "deterministic": True
+    }  # fmt: skip
+    first, again, summed = (RecordedBuffer.calls[i][1] for i in (1, 3, 4))
+    assert (first["num_experts"], first["expert_alignment"], again.keys()) == (EXPERTS, 1, {"handle"})
+    assert summed["topk_weights"].shape == (TOKENS, TOP_K) and summed["topk_weights"].dtype == torch.float32
+
+
+DEEPEP = ("model=qwen3_moe_debug", "parallelism=ep", "parallelism.dispatcher=deepep", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "remote", "message"),
+    [
+        pytest.param((), False, "needs CUDA and a Hopper", id="cpu"),
+        pytest.param(("cluster=h100", "precision=fp32"), True, "computes in bf16", id="precision"),
+        pytest.param(("cluster=a100", "cluster.devices=8"), True, "needs CUDA and a Hopper", id="capability"),
+        pytest.param(("cluster=h100", "model.dim=252", "model.head_dim=64"), True, "multiple of 8", id="dim"),
+        pytest.param(("cluster=h100", "model.experts=64", "model.top_k=33"), True, "at most 32", id="top-k"),
+    ],
+)
+def test_where_deep_ep_cannot_run_it_is_refused(settings: tuple[str, ...], remote: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallelism.dispatcher=deepep: .*{message}"):
+        compose_test_run([*DEEPEP, *settings], remote=remote)
+
+
+def test_a_cluster_that_has_the_package_is_planned_without_it() -> None:
+    assert importlib.util.find_spec("deep_ep") is None
+    run = compose_test_run([*DEEPEP, "cluster=h100", "cluster.devices=8"], remote=True)
+    assert run.layout.expert == 8
+
+
+def test_without_expert_parallelism_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    warning.warn_once.cache_clear()
+    compose_test_run(["model=qwen3_moe_debug", "parallelism.dispatcher=deepep"])
+    assert "parallelism.dispatcher=deepep: has no effect" in capsys.readouterr().err

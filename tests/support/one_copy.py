@@ -1,0 +1,52 @@
+"""What DeepEP does, on CPUs: one copy of a token for each rank, and sums on the rank of the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan.parallelism import collectives
+from titan.parallelism.deep_ep import ReceivedTokens
+
+
+class OneCopyTransport:
+    """A `titan.parallelism.deep_ep.Transport` of all-to-alls; the order of received tokens is that of their ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int) -> ReceivedTokens:
+        """See `Transport.send`."""
+        ranks, local = self.group.size(), count // self.group.size()
+        goes_to = torch.stack([(experts // local == rank).any(1) for rank in range(ranks)])
+        tokens, sent = goes_to.nonzero()[:, 1], goes_to.sum(1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        handle = (tokens, sent.tolist(), received.tolist(), len(x))
+        local_experts = self.send_again(experts, handle) - self.group.rank() * local
+        is_local = (local_experts >= 0) & (local_experts < local)
+        received_weights = None if weights is None else self.send_again(weights, handle)
+        return ReceivedTokens(
+            self.send_again(x, handle),
+            local_experts.where(is_local, local),
+            received_weights,
+            int(is_local.sum()),
+            handle,
+        )
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        """See `Transport.send_again`."""
+        tokens, sent, received, _ = handle
+        return collectives.exchange_rows(x[tokens], sent, received, self.group)
+
+    def add(self, x: Tensor, weights: Tensor | None, handle: Any) -> tuple[Tensor, Tensor | None]:
+        """See `Transport.add`."""
+        return self._add(x, handle), None if weights is None else self._add(weights, handle)
+
+    def _add(self, x: Tensor, handle: Any) -> Tensor:
+        tokens, sent, received, count = handle
+        returned = collectives.exchange_rows(x, received, sent, self.group)
+        return torch.zeros(count, x.shape[1]).index_add_(0, tokens, returned.float()).to(x.dtype)

@@ -1,0 +1,39 @@
+"""Numbers in labels of trials, and what a sweeper of another package prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launchers.foreign_sweeper import RESULTS, describe_best
+from titan.sweep.labels import clean_override, format_label
+
+
+@pytest.mark.parametrize(
+    ("override", "cleaned", "label"),
+    [
+        pytest.param("optimizer.lr=0.00030000000000000003", "optimizer.lr=0.0003", "optimizer.lr=0.0003", id="error"),
+        pytest.param("optimizer.lr=1e-05", "optimizer.lr=1e-5", "optimizer.lr=1e-5", id="exponent"),
+        pytest.param("training.tokens=1000000000.0", "training.tokens=1e9", "training.tokens=1e9", id="large"),
+        pytest.param("training.clip_norm=1.0", "training.clip_norm=1.0", "training.clip_norm=1.0", id="round"),
+        pytest.param("x=[1e-05,0.30000000000000004]", "x=[1e-5,0.3]", "x=[1e-5,0.3]", id="list"),
+        pytest.param("x=5.53501234e-05", "x=5.53501234e-05", "x=5.535e-5", id="sampled"),
+        pytest.param("dataset.path=a/1.00000", "dataset.path=a/1.00000", "dataset.path=a/1.00000", id="path"),
+        pytest.param("name=v1.50", "name=v1.50", "name=v1.50", id="name"),
+        pytest.param("training.seed=1", "training.seed=1", "training.seed=1", id="integer"),
+    ],
+)
+def test_numbers_have_the_digits_that_a_user_types(override: str, cleaned: str, label: str) -> None:
+    assert (clean_override(override), format_label([override])) == (cleaned, label)
+
+
+def test_the_best_trial_of_another_sweeper_is_one_line(tmp_path: Path) -> None:
+    assert describe_best(tmp_path, "validation_loss") == ""
+    (tmp_path / RESULTS).write_text(
+        "name: optuna\nbest_params: {optimizer.lr: 0.00031082345678}\nbest_value: 6.23129\n"
+    )
+    sentence = "best: optimizer.lr=0.0003108, validation_loss 6.2313; see "
+    assert describe_best(tmp_path, "validation_loss") == f"{sentence}{tmp_path / RESULTS}\n"
+    (tmp_path / RESULTS).write_text("name: optuna\nsolutions: []\n")
+    assert describe_best(tmp_path, "validation_loss") == ""

@@ -1,0 +1,71 @@
+"""Which parts of a model ran as compiled graphs, by the backend that compiled them.
+
+torch shares graphs between equal blocks, stages and builds of a process, so the calls of graphs are counted for the
+whole process too; `GraphWatch` compares the counts before and after a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+_NUMBERS = count()
+_CALLS: Counter[tuple[GraphLabel, int]] = Counter()
+
+
+class GraphLabel(NamedTuple):
+    """What a graph is of.
+
+    Attributes:
+        kind: of block, as the model names it, or another part of the model; empty: all blocks are of one kind.
+        part: of a block that is compiled in parts; empty: all of it.
+    """
+
+    kind: str = ""
+    part: str = ""
+
+    def __str__(self) -> str:
+        kind = self.kind or "blocks"
+        return f"{kind} ({self.part})" if self.part else kind
+
+
+WHOLE = GraphLabel()
+
+
+def count_calls(label: GraphLabel, graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a new graph's function that counts its calls."""
+    key = label, next(_NUMBERS)
+
+    def call_graph(*args: Any) -> Any:
+        _CALLS[key] += 1
+        return graph(*args)
+
+    return call_graph
+
+
+class GraphWatch:
+    """Counts the graphs of each part that ran since it was made."""
+
+    def __init__(self, labels: Sequence[GraphLabel]) -> None:
+        """Take the parts that are compiled."""
+        self.labels = list(dict.fromkeys(labels))
+        self.earlier_calls = Counter(_CALLS)
+
+    def count_graphs(self) -> dict[GraphLabel, int]:
+        """Return how many different graphs of each part ran."""
+        graphs = Counter(key[0] for key, calls in _CALLS.items() if calls > self.earlier_calls[key])
+        return {label: graphs[label] for label in self.labels}
+
+    def describe(self) -> str:
+        """Return the graphs of each kind of block; empty where nothing is compiled."""
+        kinds: dict[str, list[str]] = {}
+        for label, graphs in self.count_graphs().items():
+            part = f"{label.part} {graphs}" if label.part else str(graphs)
+            kinds.setdefault(label.kind, []).append(part)
+        return "; ".join(f"{kind or 'blocks'}: {', '.join(parts)}" for kind, parts in kinds.items())
+
+    def list_missing(self) -> list[GraphLabel]:
+        """Return the parts of which no graph ran, though they are compiled."""
+        return [label for label, graphs in self.count_graphs().items() if graphs == 0]

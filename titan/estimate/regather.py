@@ -1,0 +1,41 @@
+"""Whether regions of tensor parallelism gather their input again in backward; see `titan.parallelism.regather`.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan.parallelism.pipeline.stage_plan import splits_backward
+
+if TYPE_CHECKING:
+    from titan.parallelism.schema import Layout
+    from titan.run.schema import Recipe
+
+SAVING = ("none", "every_n")
+"""Activation checkpointing with blocks that save what they gather; others gather it again anyway."""
+
+
+def regathers_input(recipe: Recipe, layout: Layout) -> bool:
+    """Return what `parallelism.regather` means in a layout."""
+    choice = recipe.parallelism.regather
+    if layout.tensor == 1 or choice is False or list_regather_obstacles(recipe, layout):
+        return False
+    return choice is True or recipe.memory.checkpointing in SAVING
+
+
+def list_regather_obstacles(recipe: Recipe, layout: Layout) -> list[str]:
+    """Return the settings that regions can't gather their input again with.
+
+    Async tensor parallelism needs matmuls and collectives that the compiler sees, matmuls in eight bits save another
+    tensor than their input, and a backward pass in two phases would compute all of a region's gradients in each.
+    """
+    parallelism, precision = recipe.parallelism, recipe.precision
+    obstacles = {
+        "parallelism.sequence_parallel=false": not parallelism.sequence_parallel,
+        "parallelism.async_tensor=true": parallelism.async_tensor,
+        f"precision.matmuls={precision.matmuls}": precision.eight_bit,
+        f"parallelism.schedule={parallelism.schedule}": layout.pipeline > 1 and splits_backward(parallelism),
+    }
+    return [setting for setting, excludes in obstacles.items() if excludes]

@@ -1,0 +1,126 @@
+"""Regions that save their rank's shard of the gathered input and gather it again in backward (arXiv:2205.05198).
+
+A region of tensor parallelism all-gathers its input along the sequence, and several linear layers multiply it. The
+gradient of their weights needs the whole input. Where autograd saves it, a block keeps two tensors [B, T, D] on every
+tensor rank. Here one autograd function gathers the input and computes all of these products; it saves the shard
+[B, T / ranks, D] and, in backward,
+
+1. starts to all-gather the shard;
+2. meanwhile sums the gradient of the input over the layers;
+3. starts to reduce-scatter that sum;
+4. meanwhile computes the gradients of the weights.
+
+Sums have the order in which autograd adds them up without this function, so gradients are bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.model.custom_op import register_operation
+from titan.model.layers import Linear
+from titan.parallelism import collectives
+from titan.parallelism.collectives import SEQUENCE_DIM
+
+
+def regather_input(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Let a region gather its input itself, twice, and return whether it can.
+
+    It can't where the `forward` of its class may use the input for something else than `project`.
+
+    Args:
+        module: the region.
+        group: the tensor ranks.
+    """
+    if not hasattr(module, "project") or not getattr(module.forward, "passes_input_to_project", False):
+        return False
+    module.project = partial(_project_shard, group=group)  # type: ignore[assignment]
+    return True
+
+
+def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """Return each layer's output [B, T, out] for the gathered input, from its shard [B, T / ranks, D].
+
+    Layers with hooks (FSDP's where a group has the layer, or those that observe outputs) or with another product are
+    called on the gathered input, which autograd then saves.
+    """
+    if not all(map(_is_plain, layers)):
+        gathered = collectives.all_gather_autograd(x, SEQUENCE_DIM, group)
+        return tuple(layer(gathered) for layer in layers)
+    weights = [layer.get_weight(layer.weight, layer.operand or x.dtype) for layer in layers]
+    if not torch.is_grad_enabled():  # where Dynamo (torch 2.13) mistakes two weights for a forward without a context
+        return _multiply(x, weights, group)
+    outputs: tuple[Tensor, ...] = _ProjectShard.apply(x, group, *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _is_plain(layer: Linear) -> bool:
+    """Whether calling a layer is no more than a product with its weight."""
+    return layer.product is F.linear and not layer._forward_pre_hooks and not layer._forward_hooks
+
+
+def _multiply(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Return the products of the gathered input and each weight."""
+    gathered = collectives.all_gather(x, SEQUENCE_DIM, group)
+    return tuple(F.linear(gathered, weight) for weight in weights)
+
+
+class _ProjectShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.group = group
+        return _multiply(x, weights, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        # An operation that the compiler can't look into: it would merge both all-gathers and save their result.
+        compute = torch.ops.titan.project_gradients if torch.compiler.is_compiling() else compute_gradients
+        x_grad, *weight_grads = compute(list(grads), x, weights, ctx.group.size(), ctx.group.group_name)
+        return x_grad, None, *weight_grads
+
+
+def compute_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str) -> list[Tensor]:
+    """Return the gradients of the shard and of the weights.
+
+    Args:
+        grads: of the outputs [B, T, out], layer by layer.
+        x: the shard [B, T / ranks, D].
+        weights: [out, D], layer by layer.
+        ranks: their number.
+        group: the name of their group.
+    """
+    pending_input = collectives.start_all_gather(x, ranks, group)
+    x_grad = _sum_input_gradients(grads, weights)
+    inputs = collectives.finish_all_gather(pending_input, SEQUENCE_DIM, ranks).flatten(0, -2)
+    del pending_input  # a copy of the input, unless there is one row
+    pending_grad = collectives.start_reduce_scatter(x_grad, SEQUENCE_DIM, ranks, group)
+    del x_grad
+    weight_grads = [grad.flatten(0, -2).t() @ inputs for grad in grads]
+    return [collectives.wait(pending_grad), *weight_grads]
+
+
+def _sum_input_gradients(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Return the gradient of the gathered input [B, T, D], the last layer's first, as autograd adds them up."""
+    total: Tensor | None = None
+    for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
+        part = grad.flatten(0, -2) @ weight
+        total = part if total is None else total.add_(part)
+    if total is None:
+        raise ValueError("no layers")
+    return total.view(*grads[0].shape[:-1], -1)
+
+
+def _make_fake_gradients(grads: list[Tensor], x: Tensor, weights: list[Tensor], ranks: int, group: str) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format), *(torch.empty_like(w) for w in weights)]
+
+
+register_operation("titan::project_gradients", compute_gradients, _make_fake_gradients)

@@ -1,0 +1,55 @@
+"""Warn where GPUs get so little work that a run of this size is not worth them. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from titan.config.warning import warn_once
+
+if TYPE_CHECKING:
+    from titan.run.run import Run
+
+LARGE_MODEL = 100_000_000
+"""Parameters from which a model is not for tests."""
+SHORT_SHARE = 8
+"""Rows are far shorter than the model's context if they have less than this fraction of its tokens."""
+FEW_TOKENS = 2048
+"""Tokens of a GPU in a step below which reading and gathering weights takes longer than computing with them."""
+
+
+def warn_of_small_work(run: Run, planned: bool = False) -> None:
+    """Warn of rows that are far shorter than the model's context, or of a few tokens for each GPU, in one sentence.
+
+    Args:
+        run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
+        planned: whether it is planned, not trained.
+    """
+    is_relevant = planned or run.layout.devices > 1
+    is_large = run.machine.device == "cuda" and run.model.parameters() >= LARGE_MODEL
+    if is_relevant and is_large and (sentence := describe_small_work(run)):
+        warn_once(sentence)
+
+
+def describe_small_work(run: Run) -> str:
+    """Return what a run has little of, with the settings to change; empty where it has enough."""
+    training, context = run.training, run.model.rope_original
+    tokens = run.rank_rows * training.seq_len // run.layout.context
+    is_short, is_few = SHORT_SHARE * training.seq_len < context, tokens < FEW_TOKENS
+    reasons = [f"rows are far shorter than the {context:,} tokens of model.rope_original"] * is_short
+    reasons += [f"each GPU computes only {tokens:,} tokens per step"] * is_few
+    if not reasons:
+        return ""
+    seq_len = context if is_short else training.seq_len
+    batch = _suggest_batch(run, seq_len)
+    changes = [f"training.seq_len={seq_len}"] * is_short
+    changes += [f"training.global_batch={batch} or more"] * (batch != training.global_batch)
+    settings = f"training.seq_len={training.seq_len} training.global_batch={training.global_batch}"
+    return f"{settings}: {', and '.join(reasons)}; give {' and '.join(changes)}."
+
+
+def _suggest_batch(run: Run, seq_len: int) -> int:
+    """Return the least global batch in tokens that gives each GPU enough of rows of some length."""
+    rank_rows = math.ceil(FEW_TOKENS * run.layout.context / seq_len)
+    rows = max(run.layout.data_ranks * rank_rows, math.ceil(run.training.global_batch / seq_len))
+    return rows * seq_len
