@@ -137,6 +137,14 @@ def find_largest_activations(recipe: Recipe, layout: Layout, microbatches: int) 
     return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
 
 
+def count_largest_product(recipe: Recipe, layout: Layout, microbatches: int) -> float:
+    """Return the elements of the head's largest matmul result on a rank: logits, or the gradient of its weight."""
+    layers = range(recipe.model.layers)
+    tokens = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers[-1:], False, True)}).tokens
+    rows = min(tokens, recipe.training.loss_chunk or tokens)
+    return max(rows, recipe.model.dim) * recipe.model.vocab / layout.tensor
+
+
 def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:
     """Return the share of what a block saves that grows with the rows its rank's experts receive; of all, the most."""
     layers = range(recipe.model.layers)

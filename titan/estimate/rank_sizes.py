@@ -467,7 +467,8 @@ class RankSizes:
         experts, shards = self.get_block(layer).experts, self._count_expert_shards(layer)
         unreduced, buffer = self._count_unreduced_bytes(experts), self._count_reduce_buffer(experts)
         alone = shards == 1 and buffer > 0
-        return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * (1 + alone)
+        copies = 2 if alone else self.exchange_copies
+        return (unreduced / 3 if alone else unreduced) + REDUCE_BYTES * experts / shards, buffer * copies
 
     def _count_unreduced_bytes(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
