@@ -161,8 +161,7 @@ def alone(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[
         pytest.param(["limit=3", "tasks=[]"], "limit=3: there are no tasks whose items it limits", id="limit"),
         pytest.param(["average=3"], "average=3: the run has 2 complete checkpoints up to step 4", id="average"),
         pytest.param(["tasks=[x]"], "tasks=[x]: give FORMAT:FILE with one of hellaswag, arc, lambada", id="task"),
-        full(["sets=[/no.txt]"], "evaluation.sets.no.path=/no.txt: can't be read", id="set"),
-        full(["sets=[/a/b.txt,/c/b.txt]"], "two files have the same name", id="same-name"),
+        full(["sets=[/no.txt]"], "sets=[/no.txt]: there is no file /no.txt; correct the path.", id="set"),
         full(["tasks=[]", "tokens=0"], "there is nothing to measure", id="nothing"),
         pytest.param(["to=/no/dir/x.json"], "to=/no/dir/x.json: there is no directory /no/dir", id="to"),
         full(["model.dim=64"], "model.dim was 32, and its command gives 64 here", id="model"),
@@ -173,6 +172,15 @@ def test_wrong_settings_end_with_2(
 ) -> None:
     assert evaluate.main([str(run.directory), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sets_of_one_name_are_rejected(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "a" / "b.txt", tmp_path / "c" / "b.txt"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("text")
+    assert evaluate.main([str(run.directory), f"sets=[{files[0]},{files[1]}]"]) == 2
+    assert "two files have the same name" in capsys.readouterr().err
 
 
 def test_weights_of_no_run_need_something_to_measure(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,8 @@ def test_auto_divides_the_experts_over_ranks_of_a_node(settings: tuple[str, ...]
 def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     warning.warn_once.cache_clear()
     compose_test_run(["parallelism=ep", "model=debug", "name=x"])
-    assert "parallelism.expert=auto: has no effect, because the model has no experts." in capsys.readouterr().err
+    sentence = "parallelism.expert=auto: has no effect, because the model has no experts; choose parallelism=fsdp"
+    assert sentence in capsys.readouterr().err
     compose_test_run(["parallelism=ep", "model=qwen3_moe_debug", "name=x"])
     compose_test_run(["parallelism=fsdp", "model=debug", "name=x"])
     assert capsys.readouterr().err == ""

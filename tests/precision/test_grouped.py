@@ -21,8 +21,9 @@ from titan.precision.schema import Precision
 
 MOE = (
     "model=qwen3_moe_debug", "model.experts=4", "model.top_k=2", "model.expert_ffn=64", "model.head_dim=16",
-    "model.aux_loss=0.1",
+    "model.aux_loss=0.1", "training.seed=3",
 )  # fmt: skip
+"""A seed with which no layout's rounding lets a token choose another expert: that alone moves a gradient by 15 %."""
 LAYOUTS = {
     "ep": ("parallelism=fsdp", "parallelism.expert=2"),
     "tp": ("parallelism=tp",),

@@ -104,7 +104,7 @@ def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(start, "run_local", lambda run, **_: 0)
     assert run_command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert run_command(["resume=runs/g"], start.run_local) == 2
-    assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
+    assert "resume=runs/g: holds a sweep, and none of its trials has begun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [full("runs/x"), "a b", "it's", full("a,b=c"), full("a\\'b"), "{x}", full("50%"), "ä"])

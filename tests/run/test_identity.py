@@ -29,7 +29,7 @@ from titan.training.loss_terms import LossTerm
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
     "training.attention", "training.gc_every", "training.loss_chunk", "training.repeat", "training.tokens",
-    "training.hours", "training.step_seconds",
+    "training.hours", "training.step_seconds", "training.measured",
     "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
     "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
     "optimizer.implementation", "precision.emulate", "precision.float8_gather",

@@ -78,7 +78,7 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
 
     grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
     code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
-    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 trials; " in out
+    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "\n2 trials: device-hours not" in out
     assert out.count("#SBATCH --nodes") == 2 and len(slurm.read_jobs().keys() - before) == 4
     code, out, err = titan(tmp_path, *grown)
     assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 nodes x 1 rank)" in out

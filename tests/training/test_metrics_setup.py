@@ -82,7 +82,7 @@ def test_wandb_receives_what_identifies_a_run(
     recorder.finish({"finished": True, "last_loss": 2.0})
     config, started = wandb.started["config"], wandb.started
     assert wandb.updated == [config] and wandb.finished and wandb.summary == {"result/last_loss": 2.0}
-    assert wandb.logged == [{"step": 1, "train/loss": 2.0, "train/attempt": 1.0}]
+    assert wandb.logged == [{"step": 1, "train/loss": 2.0}]
     assert (started["id"], started["group"]) == (attempt.run_id, attempt.ids.group)
     assert started["tags"] == ["paper", "second try", "grid"]
     assert wandb.settings["finish_timeout"] == 180

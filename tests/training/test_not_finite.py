@@ -54,8 +54,9 @@ def plant(module: str, direction: str, rank: int) -> Callable[[Trainer], None]:
 
     def before(trainer: Trainer) -> None:
         layer = dict(trainer.train_step.stages[-1].model.named_modules()).get(module)
-        if layer is None or trainer.world.rank_info.rank != rank:
+        if layer is None:
             return
+        fails = trainer.world.rank_info.rank == rank
         row: Tensor = fields_of(trainer)
         current: list[Tensor] = []
 
@@ -63,7 +64,9 @@ def plant(module: str, direction: str, rank: int) -> Callable[[Trainer], None]:
             targets = kwargs["targets"] if "targets" in kwargs else args[1]
             current[:] = [(targets == row[: targets.shape[1]]).all(1)]
 
-        def product(x: Tensor, weight: Tensor) -> Tensor:
+        def product(x: Tensor, weight: Tensor) -> Tensor:  # on all ranks: it decides which collectives a region uses
+            if not fails:
+                return F.linear(x, weight)
             if direction == "backward":
                 return F.linear(Gradient.apply(x, current[0]), weight)  # type: ignore[no-untyped-call]
             return poisoned(F.linear(x, weight), current[0])

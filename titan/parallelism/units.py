@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from titan.errors import RunError
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assign_groups, list_module_names
 
@@ -119,6 +120,9 @@ def build_placement_options(unit: Unit, model: Any) -> dict[str, Any]:
     Args:
         unit: of the model.
         model: whose parameters' names in the whole model a strategy gets.
+
+    Returns:
+        The argument; its function raises RunError where ranks don't divide the dimension that a strategy chooses.
     """
     if not unit.inner and type(unit.sharding.strategy).dimension is Strategy.dimension:
         return {}
@@ -129,9 +133,21 @@ def build_placement_options(unit: Unit, model: Any) -> dict[str, Any]:
         name = names[id(parameter)]
         sharding = _find_sharding(unit, name)
         shape = tuple(local_tensor(parameter).shape)
-        return choose_ranks(sharding, Shard(sharding.strategy.dimension(model.aliases.get(name, name), shape)))
+        dimension = sharding.strategy.dimension(model.aliases.get(name, name), shape)
+        _check_ranks_divide(sharding, name, shape, dimension)
+        return choose_ranks(sharding, Shard(dimension))
 
     return {"shard_placement_fn": choose_placement}
+
+
+def _check_ranks_divide(sharding: Sharding, name: str, shape: tuple[int, ...], dimension: int) -> None:
+    """Raise RunError for a dimension, other than the first, that FSDP can't divide over the ranks."""
+    ranks = 1 if sharding.mesh is None else sharding.mesh.size(-1)
+    if dimension and shape[dimension] % ranks:
+        raise RunError(
+            f"{sharding.strategy._target_} can't shard {name.rpartition('.')[0]}: {ranks} ranks don't divide dimension "
+            f"{dimension} of {name} {shape}."
+        )
 
 
 def _find_sharding(unit: Unit, parameter: str) -> Sharding:
