@@ -129,20 +129,11 @@ def iterate_step_phases(
     yield None, list(memory.iterate_end_phases())
 
 
-def find_largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
-    """Return the most bytes of a micro-batch's logits with their loss and gradient, and the bytes a block saves."""
+def find_largest_block_activations(recipe: Recipe, layout: Layout, microbatches: int) -> float:
+    """Return the most bytes that a block saves of one micro-batch."""
     layers = range(recipe.model.layers)
-    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers[-1:], False, True)})
-    saved = (rank.get_block(group.layer).activations.saved for group in group_blocks(recipe.model, layers))
-    return max(rank.head.forward, rank.head.backward) - rank.head.norm, max(saved)
-
-
-def count_largest_product(recipe: Recipe, layout: Layout, microbatches: int) -> float:
-    """Return the elements of the head's largest matmul result on a rank: logits, or the gradient of its weight."""
-    layers = range(recipe.model.layers)
-    tokens = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers[-1:], False, True)}).tokens
-    rows = min(tokens, recipe.training.loss_chunk or tokens)
-    return max(rows, recipe.model.dim) * recipe.model.vocab / layout.tensor
+    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: StageBlocks(layers, False, False)})
+    return max(rank.get_block(group.layer).activations.saved for group in group_blocks(recipe.model, layers))
 
 
 def compute_received_share(recipe: Recipe, layout: Layout, microbatches: int) -> float:

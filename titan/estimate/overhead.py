@@ -14,7 +14,7 @@ from titan.estimate.memory import (
     Usage,
     compute_received_share,
     count_rank_state_bytes,
-    find_largest_activations,
+    find_largest_block_activations,
     iterate_peaks,
     iterate_step_phases,
 )
@@ -31,9 +31,8 @@ whose load is balanced; the memory of one whose load is not grows further."""
 PROCESS_GIB = 0.42
 """Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory; `titan.calibrate` measures
 that of a machine."""
-LOGITS_FRAGMENTATION, FRAGMENTATION, FSDP_FRAGMENTATION = 0.49, 0.29, 0.06
-"""Memory that the CPU allocator can't reuse, as a fraction of the logits and of all other live tensors; FSDP, which
-gathers and frees weights, adds its fraction of the latter."""
+FRAGMENTATION = 0.09
+"""Memory that a CPU rank's heap can't reuse, as a fraction of live tensors (`titan.cluster.heap`)."""
 EXPERT_FRAGMENTATION = 2.6
 """The same of models with experts, in addition, as a fraction of activations: of four runs of qwen3_moe_debug."""
 CONTEXT_GIB = 1.5
@@ -63,10 +62,8 @@ def add_overhead(
         )
     if device != "cpu":
         return usage.add_parts(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
-    logits, block = find_largest_activations(recipe, layout, microbatches)
-    sharded = layout.sharded > 1 and not layout.only_replicated
-    rest = max(0.0, usage.bytes - logits)
-    unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
+    block = find_largest_block_activations(recipe, layout, microbatches)
+    unused = FRAGMENTATION * usage.bytes
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):
         unused += EXPERT_FRAGMENTATION * _read_activations(usage)
     staged = count_rank_state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
