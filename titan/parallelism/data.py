@@ -4,9 +4,9 @@ Gradients are summed, never averaged: the loss is divided by the global number o
 """
 
 # No postponed annotations here: DDP reads those of its communication hook as types.
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,26 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool, symmetric: bool) -> None:
+    """Set how FSDP exchanges weights and gradients; all ranks call it together, with all of their stages at once.
+
+    What differs from torch's way needs torch 2.13.
+
+    Args:
+        stages: of this rank, sharded.
+        buffers: reduce-scatters in flight.
+        separate: whether reduce-scatters have process groups besides those of all-gathers.
+        symmetric: whether buffers are in symmetric memory (CUDA).
+    """
+    units = nn.ModuleList(module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule))
+    if buffers > 1:
+        FSDPModule.set_reduce_scatter_max_input_buffers(units, buffers)  # type: ignore[arg-type]
+    if separate:  # for all units at once, so that they share a group
+        FSDPModule.set_separate_reduce_scatter_group(units)  # type: ignore[arg-type]
+    for unit in units if symmetric else ():
+        cast(FSDPModule, unit).set_symm_mem_for_comm()
 
 
 def _shard_root(stage: Any, mesh: DeviceMesh, options: Mapping[str, Any], prefetch: int) -> None:

@@ -168,6 +168,20 @@ class Parallelism:
         words=("auto",),
         at_least=0,
     )
+    reduce_buffers: int = setting(
+        1,
+        "reduce-scatters of gradients that FSDP may have in flight, each with the fp32 gradients of a block; more than "
+        "1 helps where they take longer than a block's backward pass",
+        at_least=1,
+    )
+    separate_reduce: bool = setting(
+        False,
+        "FSDP reduces gradients in process groups besides those that gather weights, so that both can be in flight "
+        "(a second NCCL communicator)",
+    )
+    symmetric_memory: bool = setting(
+        False, "FSDP's buffers are in symmetric memory, which NCCL gathers and reduces without copies (CUDA)"
+    )
     sequence_parallel: bool = setting(True, "with tensor: split the sequence too, between matmuls")
     regather: bool | str = setting(
         "auto",

@@ -8,11 +8,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from titan.compile.compiler import find_missing_compiler
+from titan.compile.compiler import find_missing_compiler, read_torch_version
 from titan.config.kinds import get_kind
 from titan.config.settings import format_value, suggest_nearest
 from titan.config.warning import warn_once
-from titan.console.numbers import format_plural
+from titan.console.numbers import format_plural, format_rounded
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
 """What DeepEP's kernels need: the compute capability, the number that divides a token's width, the most experts."""
 
+SAVED_SHARE = 0.05
+"""Share of a rank's memory that a recommended setting saves at least."""
+EXCHANGE_TORCH = (2, 13)
+"""The first release of torch whose FSDP has the settings of `_check_exchange`."""
+
 
 def check(run: Run, started: bool = False, remote: bool = False) -> None:
     """Check a run across its axes.
@@ -52,6 +57,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     _check_growth(run, remote)
     _check_precision(run, remote)
     _check_dispatcher(run, remote)
+    _check_exchange(run, remote)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
     ):  # fmt: skip
@@ -59,6 +65,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     if not started:
         _check_machine(run)
     if not run.is_layout_open:
+        _recommend_shared_experts(run)
         fit.check_memory(run, run.layout, run.machine, run.microbatches, remote)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
@@ -352,6 +359,51 @@ def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:
         yield f"a token has at most {DEEP_EP_TOP_K} experts, and model.top_k={getattr(model, 'top_k', 0)}; change it"
     if not remote and importlib.util.find_spec("deep_ep") is None:
         yield "needs the package deep_ep, version 2; install it from github.com/deepseek-ai/DeepEP"
+
+
+def _recommend_shared_experts(run: Run) -> None:
+    """Warn where each tensor rank has whole experts, and `expert=auto` needs less memory."""
+    layout, device = run.layout, run.machine.device
+    if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:
+        return
+    per_node = run.cluster.devices_per_node
+    node = max(2, run.machine.count if per_node == "auto" else int(per_node))
+    degree = math.gcd(layout.sharded * layout.tensor, fit.find_largest_degrees(run, node)["expert"])
+    if degree == 1:
+        return
+    present, less = (
+        fit.estimate_memory(run, candidate, run.microbatches, device).gib
+        for candidate in (layout, replace(layout, expert=degree))
+    )
+    if less < present * (1 - SAVED_SHARE):
+        warn_once(
+            f"parallelism.expert=1: each of {layout.tensor} tensor ranks has whole experts; with "
+            f"parallelism.expert=auto, which shares them among {degree} ranks, a rank needs {format_rounded(less)} "
+            f"instead of {format_rounded(present)} GiB."
+        )
+
+
+def _check_exchange(run: Run, remote: bool) -> None:
+    """Reject ways in which FSDP can't exchange weights and gradients here."""
+    parallelism, layout = run.parallelism, run.layout
+    changed = {
+        "reduce_buffers": parallelism.reduce_buffers > 1,
+        "separate_reduce": parallelism.separate_reduce,
+        "symmetric_memory": parallelism.symmetric_memory,
+    }
+    for name in [name for name, is_changed in changed.items() if is_changed]:
+        typed = f"parallelism.{name}={format_value(getattr(parallelism, name))}"
+        if layout.only_replicated or layout.sharded * layout.replicate == 1:
+            warn_once(f"{typed}: has no effect, because FSDP shards nothing; choose parallelism=fsdp.")
+        elif not remote and () < read_torch_version() < EXCHANGE_TORCH:
+            raise ConfigError(f"{typed}: needs torch 2.13; install it, or remove the setting.")
+    if parallelism.symmetric_memory and run.machine.device != "cuda":
+        raise ConfigError("parallelism.symmetric_memory=true: needs a CUDA device; give false.")
+    if parallelism.symmetric_memory and parallelism.reduce_buffers > 1:
+        raise ConfigError(
+            f"parallelism.symmetric_memory=true: has one buffer, and parallelism.reduce_buffers="
+            f"{parallelism.reduce_buffers}; give 1, or symmetric_memory=false."
+        )
 
 
 def _check_memory(run: Run) -> None:

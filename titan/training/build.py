@@ -65,6 +65,10 @@ def build_train_step(run: Run, world: World, log: Note = lambda line: None) -> T
     for stage in stages.values():
         labels += _transform_stage(stage, run, world, groups)
         balance.set_row_exchange(stage.model, row_exchange)
+    parallelism = run.parallelism
+    data.configure_exchange(
+        [*stages.values()], parallelism.reduce_buffers, parallelism.separate_reduce, parallelism.symmetric_memory
+    )
     _log_layout(run, world, add_note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initializers, strict=True):
