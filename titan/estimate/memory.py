@@ -349,7 +349,11 @@ class _RankMemory(RankSizes):
                 else previous_block.elements - (previous_block.experts if previous_block.experts_gathered else 0.0)
             )
             previous = self._count_reduce_buffer(previous_elements) or self._count_unfreed_bytes([stage], has_grads)
-            during = base.add_parts(f"backward of block {unfinished[-1]}", gathered=gathered, communication=previous)
+            earlier = self._count_retained_bytes(reduced, head, has_grads, before=1)
+            retained = self._count_retained_bytes(reduced, head, has_grads)
+            during = base.add_parts(
+                f"backward of block {unfinished[-1]}", gathered=gathered, communication=previous + earlier
+            )
             other_saved = self._count_saved_by_blocks(unfinished) - saved
             for activations, unreduced, ungathered in self._list_backward_moments(unfinished):
                 yield during.add_parts(
@@ -377,12 +381,12 @@ class _RankMemory(RankSizes):
                 activations=self._count_saved_by_blocks(unfinished[:-1]) - saved + self.input,
                 gradients=gradients + self._count_unreduced_bytes(block.elements),
             )
-            yield ended.add_parts(gathered=gathered, communication=previous)
+            yield ended.add_parts(gathered=gathered, communication=previous + earlier)
             if block.experts and self.layout.expert > 1 and not block.experts_gathered:
                 yield self._estimate_expert_reduction(ended, unfinished)
             yield ended.add_parts(
                 gathered=self._count_gathered_bytes(unfinished[:-1][-1:], unfinished[:-1]),
-                communication=self._count_exchange_bytes(block.elements, has_grads),
+                communication=self._count_exchange_bytes(block.elements, has_grads) + retained,
             )
 
     def _estimate_expert_reduction(self, ended: Usage, unfinished: range) -> Usage:
@@ -423,14 +427,16 @@ class _RankMemory(RankSizes):
         yield base.add_parts(
             "gradient of the embedding",
             gradients=reduced_gradients + EMBEDDING_GRAD_BYTES * elements + rounded,
-            communication=self._count_reduce_buffer(self.get_block(0).elements),
+            communication=self._count_reduce_buffer(self.get_block(0).elements)
+            + self._count_retained_bytes(stage.layers, 0.0, has_grads, before=1),
         )
         yield base.add_parts(
             "reduce-scatter of the embedding's gradient",
             gradients=reduced_gradients
             + self._count_unreduced_bytes(elements)
             + self._count_reduced_bytes(elements, has_grads),
-            communication=self._count_exchange_bytes(elements, has_grads),
+            communication=self._count_exchange_bytes(elements, has_grads)
+            + self._count_retained_bytes(stage.layers, 0.0, has_grads),
         )
 
     def _iterate_split_backward(self, stage: StageBlocks, saved: float, kind: str, has_grads: bool) -> Iterator[Usage]:
@@ -463,7 +469,7 @@ class _RankMemory(RankSizes):
         return self._estimate_base().add_parts(
             "reduce-scatter",
             gradients=REDUCE_BYTES * self.elements,
-            communication=REDUCE_BYTES * largest * self.exchange_copies,
+            communication=REDUCE_BYTES * largest * (self.exchange_copies + self.recipe.parallelism.reduce_buffers - 1),
             gathered=max(0.0, gathered),
         )
 

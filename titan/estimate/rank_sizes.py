@@ -432,14 +432,31 @@ class RankSizes:
         """Return the bytes of FSDP's reduce-scatter input."""
         return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
 
-    def _count_exchange_bytes(self, elements: float, has_grads: bool) -> float:
-        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it; gloo, on CPUs, makes a copy.
+    def _reduces_in_backward(self, has_grads: bool) -> bool:
+        """Return whether FSDP reduces gradients while it computes others.
 
-        Gradients that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it.
+        Those that are accumulated unsharded are reduced in the last micro-batch, in a pipeline after it.
         """
-        if not self.fsdp or (self.reduces_once and not (has_grads and self.layout.pipeline == 1)):
+        return self.fsdp and (not self.reduces_once or (has_grads and self.layout.pipeline == 1))
+
+    def _count_exchange_bytes(self, elements: float, has_grads: bool) -> float:
+        """Return the bytes of FSDP's reduce-scatter input while ranks exchange it; gloo, on CPUs, makes a copy."""
+        return REDUCE_BYTES * elements * self.exchange_copies * self._reduces_in_backward(has_grads)
+
+    def _count_retained_bytes(self, reduced: range, head: float, has_grads: bool, before: int = 0) -> float:
+        """Return the bytes of the reduce-scatter inputs that `parallelism.reduce_buffers` lets FSDP retain.
+
+        Args:
+            reduced: the blocks that are reduced, the last one first in the model.
+            head: elements of the head, which is reduced before them.
+            has_grads: whether all gradients of an earlier micro-batch are in memory.
+            before: the buffers, of the last ones reduced, that are counted elsewhere.
+        """
+        retained = self.recipe.parallelism.reduce_buffers - 1
+        if not retained or not self._reduces_in_backward(has_grads):
             return 0.0
-        return REDUCE_BYTES * elements * self.exchange_copies
+        elements = [*(self.get_block(layer).elements for layer in reduced[: before + retained]), head]
+        return REDUCE_BYTES * sum(elements[before : before + retained])
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
@@ -448,12 +465,13 @@ class RankSizes:
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        last_elements = (
-            self.embedding_elements if stage.first else self.get_block(stage.layers.start).elements
-            for stage in stages
-            if stage.first or len(stage.layers)
-        )
-        return sum(map(self._count_reduce_buffer, last_elements))
+        return sum(self._count_reduce_buffer(elements) for stage in stages for elements in self._list_last(stage))
+
+    def _list_last(self, stage: StageBlocks) -> list[float]:
+        """Return the elements of the modules whose gradients are reduced last, as many as may be in flight."""
+        blocks = (self.get_block(layer).elements for layer in stage.layers)
+        elements = [*([self.embedding_elements] if stage.first else []), *blocks]
+        return elements[: self.recipe.parallelism.reduce_buffers]
 
     def _count_reduced_bytes(self, elements: float, has_grads: bool) -> float:
         """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
