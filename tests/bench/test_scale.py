@@ -88,6 +88,22 @@ def test_the_simulated_ranks_save_whole_tensors(tmp_path: Path) -> None:
     assert (again.state_dict_metadata, again.storage_data) == (metadata.state_dict_metadata, metadata.storage_data)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "growth"),
+    [
+        pytest.param((1.0, 2.0), 1.0, id="linear"),
+        pytest.param((1.0, 1.0), 0.0, id="constant"),
+        pytest.param((0.0, 1.0), None, id="first-too-short"),
+        pytest.param((1.0, 0.0), None, id="last-too-short"),
+        pytest.param((1.0,), None, id="one-number-of-ranks"),
+    ],
+)
+def test_growth_is_the_exponent_of_the_time(seconds: tuple[float, ...], growth: float | None) -> None:
+    costs = [scale.RankCost("0", "work", 8 * 2**i, value, 0.0) for i, value in enumerate(seconds)]
+    assert scale.CostRow(costs).compute_growth() == growth
+    assert "work" in scale.CostRow(costs).row()
+
+
 @pytest.mark.full
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "RANKS", (8, 16))

@@ -119,8 +119,11 @@ class CostRow:
         return f"{self.costs[0].rank:<8}{self.costs[0].what:<26}{cells}{'-' if growth is None else f'{growth:.1f}':>9}"
 
     def compute_growth(self) -> float | None:
-        """Return the exponent with which the time grows between the two largest numbers of ranks: 1 is linear."""
-        if len(self.costs) < 2 or not self.costs[-2].seconds:
+        """Return the exponent with which the time grows between the two largest numbers of ranks: 1 is linear.
+
+        None where it is unknown: of one number of ranks, and of a time that is too short to be measured.
+        """
+        if len(self.costs) < 2 or min(cost.seconds for cost in self.costs[-2:]) <= 0:
             return None
         previous, last = self.costs[-2:]
         return math.log(last.seconds / previous.seconds) / math.log(last.ranks / previous.ranks)
