@@ -121,6 +121,27 @@ def files_of(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): f.read_text(errors="replace") for f in folder.rglob("*") if f.is_file()}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_hidden"),
+    [
+        pytest.param("DB_PASSWORD", "hunter2xyz", True, id="password"),
+        pytest.param("PGPASSWORD", "abc12345", True, id="eight-characters"),
+        pytest.param("WANDB_PASSWORD", "correct-horse-battery", True, id="words"),
+        pytest.param("SSH_PASSPHRASE", "correct horse battery", True, id="blanks"),
+        pytest.param("HF_SECRET", "123456789012345678", True, id="digits"),
+        pytest.param("API_KEY", "abcdef123456", True, id="generated"),
+        pytest.param("TOKEN_MODE", "filesystem", False, id="word-of-a-mode"),
+        pytest.param("SSH_KEY", "/home/me/key-1234567", False, id="path"),
+        pytest.param("A_PASSWORD", "short", False, id="short"),
+    ],
+)
+def test_values_of_secret_variables_are_redacted(
+    name: str, value: str, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert redact(f"server said: {value}!") == f"server said: {'***' if is_hidden else value}!"
+
+
 def address(secret: str, path: Path) -> str:
     return f"memory://me:{secret}@host{path}?token={secret}"
 

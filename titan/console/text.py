@@ -31,7 +31,10 @@ _REDACTED = re.compile(r"[/:]\*\*\*@|[?&;#][^&#=]*=\*\*\*(?:[&#]|$)")
 _VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(?:=|: ?))(\"[^\"]*\"|'[^']*'|[^\s,;}\]\"']+)"
 )
-_SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|PASSPHRASE|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
+_PASSWORD_NAME = re.compile(r"(PASSWORD|PASSWD|PASSPHRASE|SECRET)$", re.IGNORECASE)
+_PASSWORD = re.compile(r"(?!/).{8,}")
+"""A value that a person may have chosen; a shorter one, or a path, is a part of other texts."""
 _GENERATED = re.compile(r"(?!/)(?=\S*[A-Za-z])(?=\S*\d)\S{12,}")
 """A generated secret; a shorter value, a word or a path, such as of TOKEN_MODE or SSH_KEY, is a part of other texts."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -46,8 +49,13 @@ def redact(text: str) -> str:
 
 
 def _list_secrets() -> list[str]:
-    """Return the values of the environment's secret variables that occur in no other text: see `_GENERATED`."""
-    return [value for name, value in os.environ.items() if is_secret(name) and _GENERATED.fullmatch(value)]
+    """Return the values of the environment's secret variables that hardly occur in other texts, the longest first."""
+    values = [
+        value
+        for name, value in os.environ.items()
+        if is_secret(name) and (_PASSWORD if _PASSWORD_NAME.search(name) else _GENERATED).fullmatch(value)
+    ]
+    return sorted(values, key=len, reverse=True)
 
 
 def _redact_url(url: str) -> str:
