@@ -47,6 +47,15 @@ def test_settings_that_change_no_steps_time_may_differ(overrides: tuple[str, ...
     assert measure_step(compose(tmp_path, *overrides)) == pytest.approx(0.5)
 
 
+def test_runs_on_another_number_of_nodes_are_rejected(tmp_path: Path) -> None:
+    file = make(tmp_path / "a", 0.5) / "run.yaml"
+    text = file.read_text()
+    assert text.count("    nodes: 1\n") == 1
+    file.write_text(text.replace("    nodes: 1\n", "    nodes: 2\n"))
+    with pytest.raises(ConfigError, match=r"cluster\.nodes is 2 there and 1 here"):
+        measure_step(compose(tmp_path))
+
+
 def test_each_variant_is_measured_by_its_own_runs(tmp_path: Path) -> None:
     make(tmp_path / "a", 0.5)
     make(tmp_path / "b", 0.25, FSDP)

@@ -94,6 +94,22 @@ def test_time_is_as_measured_and_said_once_for_each_variant(tmp_path: Path) -> N
     assert budget.describe_times(equal, varied, Sweep(budget="tokens")) == []
 
 
+def test_the_time_of_a_variant_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def find(run: Run) -> budget.StepTime:
+        asked.append(run.model.layers)
+        return budget.StepTime(float(run.model.layers), "as given")
+
+    monkeypatch.setattr(budget, "find_step_time", find)
+    varied = [[f"model.layers={layers}", f"training.seed={seed}"] for layers in (2, 4) for seed in range(3)]
+    runs = budget.equalise_steps([compose_test_run([*TINY, *trial]) for trial in varied], varied, Sweep(budget="time"))
+    assert [run.training.steps for run in runs] == [runs[0].training.steps] * 3 + [
+        round(runs[0].training.steps / 2)
+    ] * 3
+    assert asked == [2, 4]
+
+
 def test_steps_are_left_as_they_are() -> None:
     assert budget.equalise_steps(RUNS, VARIED, Sweep()) == list(RUNS)
 

@@ -55,7 +55,7 @@ def release_freed_memory() -> None:
 
 
 class HeapTrimmer:
-    """Returns freed pages to the kernel around the first step, and whenever the rank has grown since an earlier step."""
+    """Returns freed pages to the kernel around the first step, and whenever the rank has grown since an earlier one."""
 
     def __init__(self, enabled: bool = True) -> None:
         """Start before the first step; do nothing unless `enabled`, where tensors are not on a CPU."""

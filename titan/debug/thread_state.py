@@ -51,7 +51,7 @@ def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
     frames = sys._current_frames()
     try:
         return _build_thread_states(frames, names)
-    finally:  # a frame of this function is among them: as a cycle they would live on, with the tensors of their variables
+    finally:  # a frame of this function is among them: a cycle would keep them, and the tensors of their variables
         frames.clear()
 
 

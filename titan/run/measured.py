@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LEAST_STEPS = 3
 """Timed steps that a run needs."""
 UNTIMED = re.compile(
-    r"name|modules|(schedule|evaluation|checkpoint|profile|cluster)(\..*)?"
+    r"name|modules|(schedule|evaluation|checkpoint|profile)(\..*)?|cluster(?!\.nodes)(\..*)?"
     r"|training\.(steps|seed|repeat|bad_steps|gc_every|tokens|hours|step_seconds|measured)"
     r"|optimizer\.(lr|weight_decay|betas|eps|momentum)"
     r"|metrics\.(?!layers_every).*"
@@ -142,7 +142,7 @@ def _read_times(directory: Path) -> tuple[int, ...]:
     return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**14)
 def _read_measurement(directory: Path, *changed: int) -> StepMeasurement | None:
     """Return the measurement of a run; None where it is not finished, or timed too few steps."""
     try:

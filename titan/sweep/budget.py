@@ -43,8 +43,10 @@ def equalise_steps(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
         raise ConfigError(
             f"sweep.budget={sweep.budget}: decides the steps, and so does checkpoint.decay_steps; drop one."
         )
-    baseline = runs[find_baseline(varied, sweep)]
-    return [_set_steps(run, _count_equal_steps(run, baseline, sweep.budget), sweep.budget) for run in runs]
+    baseline = find_baseline(varied, sweep)
+    count = _count_steps_of_equal_time if sweep.budget == "time" else _count_steps_of_equal_work
+    steps = count(runs, varied, baseline, sweep.budget)
+    return [_set_steps(run, number, sweep.budget) for run, number in zip(runs, steps, strict=True)]
 
 
 def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
@@ -84,23 +86,49 @@ def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: 
     if sweep.budget != "time":
         return []
     lines: dict[str, None] = {}
-    for run, trial in zip(runs, varied, strict=True):
-        label = " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED)) or "all trials"
-        time = _require_time(run)
+    for run, trial, time in zip(runs, varied, _find_times(runs, varied), strict=True):
         steps = f"{run.training.steps:,} steps of {format_rounded(time.seconds)} s, {time.origin}"
-        lines[f"sweep.budget=time: {label}: {steps}"] = None
+        lines[f"sweep.budget=time: {_label_variant(trial) or 'all trials'}: {steps}"] = None
     return list(lines)
 
 
-def _count_equal_steps(run: Run, baseline: Run, budget: str) -> int:
-    """Return the steps that a run has of the baseline's budget: the nearest number for time, else the fewest."""
-    if budget == "time":
-        seconds, baseline_seconds = (_require_time(side).seconds * side.layout.devices for side in (run, baseline))
-        return max(1, round(baseline.training.steps * baseline_seconds / seconds))
-    tokens = float(baseline.training.total_tokens)
-    if budget == "flops":
-        tokens *= _count_flops(baseline) / _count_flops(run)
-    return count_steps(run.training, math.floor(tokens))
+def _label_variant(trial: Sequence[str]) -> str:
+    """Return the overrides that the runs of a variant share."""
+    return " ".join(o for o in trial if not o.lstrip("+").startswith(REPEATED))
+
+
+def _find_times(runs: Sequence[Run], varied: Sequence[Sequence[str]]) -> list[StepTime]:
+    """Return the time of a step of each run; runs of one variant have the same, which is found once.
+
+    Raises:
+        ConfigError: where it is not known.
+    """
+    labels, times = [_label_variant(trial) for trial in varied], dict[str, StepTime]()
+    for run, label in zip(runs, labels, strict=True):
+        if label not in times:
+            times[label] = _require_time(run)
+    return [times[label] for label in labels]
+
+
+def _count_steps_of_equal_time(
+    runs: Sequence[Run], varied: Sequence[Sequence[str]], baseline: int, budget: str
+) -> list[int]:
+    """Return the number of steps of each run whose device-hours are nearest to those of the baseline."""
+    times = _find_times(runs, varied)
+    costs = [time.seconds * run.layout.devices for run, time in zip(runs, times, strict=True)]
+    return [max(1, round(runs[baseline].training.steps * costs[baseline] / cost)) for cost in costs]
+
+
+def _count_steps_of_equal_work(
+    runs: Sequence[Run], varied: Sequence[Sequence[str]], baseline: int, budget: str
+) -> list[int]:
+    """Return the most steps of each run that the baseline's tokens or FLOPs allow."""
+    tokens = float(runs[baseline].training.total_tokens)
+    flops = tokens * _count_flops(runs[baseline])
+    return [
+        count_steps(run.training, math.floor(flops / _count_flops(run) if budget == "flops" else tokens))
+        for run in runs
+    ]
 
 
 def _count_flops(run: Run) -> float:
