@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from tests.model.test_parity import GROUPS, LATENT
 from tests.support.own_models import OwnLlama
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full
+from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_llama4 import Llama4
@@ -51,13 +54,44 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(config: Decoder, regather: bool, dtype: torch.dtype = torch.float32, backend: str = "") -> Trained:
+class Scaled(Linear):
+    """A layer of a user's own, which is no product with its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledLlama(Llama):
+    """A model whose first feed-forward has such a layer."""
+
+    def build(self) -> Any:
+        model = super().build()
+        w1 = model.blocks()[0].feed_forward.w1
+        model.blocks()[0].feed_forward.w1 = Scaled(w1.in_features, w1.out_features)
+        return model
+
+
+def hook_on_first_rank(model: Any) -> None:
+    """Let one rank alone observe a layer."""
+    if torch.distributed.get_rank() == 0:
+        model.blocks()[0].attention.wq.register_forward_hook(lambda module, args, out: None)
+
+
+def train(
+    config: Decoder,
+    regather: bool,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "",
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> Trained:
     torch.manual_seed(0)
     model: Any = config.build().to(dtype)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     tensor.apply_tensor_plan(model, mesh, sequence_parallel=True, loss_parallel=True, regather=regather)
+    prepare(model)
     for block in model.blocks() if backend else ():
         block.compile(backend=backend, fullgraph=True)
     tokens = torch.randint(config.vocab, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -105,6 +139,26 @@ def test_a_forward_of_a_users_own_saves_what_it_gathers() -> None:
     ((different, kept, gathered), _) = run_ranks(compare, 2, config, torch.float32, "")
     feed_forward_bytes = config.layers * 4 * 2 * 16 * config.dim // 2  # half of the input [2, 16, D] of each block
     assert (different, kept - gathered) == ([], feed_forward_bytes)
+
+
+def test_a_layer_of_a_users_own_is_called() -> None:
+    for different, kept, gathered in run_ranks(compare, 2, ScaledLlama(**SHAPE), torch.float32, ""):
+        assert different == []
+        assert gathered < kept
+
+
+def train_hooked(rank: int, world: int) -> tuple[list[str], bool]:
+    """The collectives of backward where one rank has a hook, and whether loss and gradients are those without it."""
+    config = Llama(**SHAPE)
+    plain, hooked = train(config, regather=True), train(config, regather=True, prepare=hook_on_first_rank)
+    same = all(torch.equal(plain.gradients[name], hooked.gradients[name]) for name in plain.gradients)
+    return [name for name in hooked.operations if name != "mm"], same and torch.equal(plain.loss, hooked.loss)
+
+
+def test_a_hook_on_one_rank_changes_no_collectives() -> None:
+    (first, first_same), (second, second_same) = run_ranks(train_hooked, 2, timeout=60)
+    assert first_same and second_same
+    assert [n for n in first if n != "wait_tensor"] == [n for n in second if n != "wait_tensor"]
 
 
 def list_operations(rank: int, world: int) -> list[str]:

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titan.model.custom_op import register_operation
-from titan.model.layers import Linear
+from titan.model.layers import Linear, call_layers
 from titan.parallelism import collectives
 from titan.parallelism.collectives import SEQUENCE_DIM
 
@@ -48,12 +49,14 @@ def regather_input(module: nn.Module, group: dist.ProcessGroup) -> bool:
 def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup) -> tuple[Any, ...]:
     """Return each layer's output [B, T, out] for the gathered input, from its shard [B, T / ranks, D].
 
-    Layers with hooks (FSDP's where a group has the layer, or those that observe outputs) or with another product are
-    called on the gathered input, which autograd then saves.
+    Layers that compute something else than a product, or that FSDP gathers by themselves, are called on the gathered
+    input, which autograd then saves. So are layers with hooks.
     """
-    if not all(map(_is_plain, layers)):
-        gathered = collectives.all_gather_autograd(x, SEQUENCE_DIM, group)
-        return tuple(layer(gathered) for layer in layers)
+    if not all(map(_is_product, layers)):
+        return call_layers(collectives.all_gather_autograd(x, SEQUENCE_DIM, group), layers)
+    if any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers):
+        gathered: Tensor = _GatherTwice.apply(x, group)  # type: ignore[no-untyped-call]
+        return call_layers(gathered, layers)
     weights = [layer.get_weight(layer.weight, layer.operand or x.dtype) for layer in layers]
     if not torch.is_grad_enabled():  # where Dynamo (torch 2.13) mistakes two weights for a forward without a context
         return _multiply(x, weights, group)
@@ -61,9 +64,27 @@ def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup
     return outputs
 
 
-def _is_plain(layer: Linear) -> bool:
-    """Whether calling a layer is no more than a product with its weight."""
-    return layer.product is F.linear and not layer._forward_pre_hooks and not layer._forward_hooks
+def _is_product(layer: Linear) -> bool:
+    """Whether a layer is a product with its weight, the same answer on all ranks."""
+    return layer.product is F.linear and type(layer).forward is Linear.forward and not isinstance(layer, FSDPModule)
+
+
+class _GatherTwice(torch.autograd.Function):
+    """Gathers its input, and has the collectives of `_ProjectShard` in backward.
+
+    Another rank's layers may have no hooks: ranks whose collectives differ would wait for each other for ever.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.group = group
+        return collectives.all_gather(x, SEQUENCE_DIM, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        collectives.all_gather(*ctx.saved_tensors, SEQUENCE_DIM, ctx.group)
+        return collectives.reduce_scatter(grads[0], SEQUENCE_DIM, ctx.group), None
 
 
 def _multiply(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
