@@ -162,6 +162,29 @@ def test_dropped_choices_add_nothing(empty_is_nan: None, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other)
 
 
+class SparseRouter(Router):
+    """A router of a user's own, which drops choices of small weight without a capacity."""
+
+    def forward(self, x: Tensor) -> Any:
+        route = super().forward(x)
+        return route._replace(experts=torch.where(route.weights < 0.3, self.experts, route.experts))
+
+
+def test_choices_that_another_router_drops_add_nothing(empty_is_nan: None) -> None:
+    layer, x = mixture(), torch.randn(1, 40, 16, requires_grad=True)
+    layer.router.__class__ = SparseRouter
+    route = layer.router(x)
+    kept = route.experts < layer.router.experts
+    assert 0 < kept.sum() < kept.numel()
+    out = layer(x)[0]
+    out.square().sum().backward()
+    layer.router.forward = lambda x: route._replace(  # type: ignore[method-assign]
+        experts=torch.where(kept, route.experts, 0), weights=route.weights * kept
+    )
+    torch.testing.assert_close(out, layer(x)[0])
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
 def by_expert(layer: MixtureOfExperts, x: Tensor) -> Tensor:
     """The layer's definition, in float32: each token with the weights of each of its experts."""
     scores = (x.float() @ layer.router.weight.to(x.dtype).float().T).softmax(-1)

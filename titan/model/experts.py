@@ -293,8 +293,12 @@ class MixtureOfExperts(nn.Module):
         return outputs.view(*weights.shape, -1).sum(-2)
 
     def _compute_rows(self, x: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool = False) -> Tensor:
-        """Return the results of the experts on this rank; see `Compute`. Only a capacity drops choices."""
-        out: Tensor = self.experts(x, offsets, weights, exact or self.balance.capacity is None)
+        """Return the results of the experts on this rank; see `Compute`.
+
+        Of titan's router only a capacity drops choices; another class may drop some by itself.
+        """
+        drops = self.balance.capacity is not None or type(self.router) is not Router
+        out: Tensor = self.experts(x, offsets, weights, exact or not drops)
         return out
 
 
