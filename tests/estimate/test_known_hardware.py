@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.support.composing import compose_test_run
 from titan.bench import fit_costs
 from titan.cluster.hardware import Hardware
-from titan.estimate.known_hardware import CALIBRATED_FIGURES, PUBLISHED_HARDWARE, describe_unmeasured
+from titan.estimate.known_hardware import CALIBRATED_FIGURES, EXPERTS_HARDWARE, PUBLISHED_HARDWARE, describe_unmeasured
 from titan.estimate.plan import PUBLISHED, build_plan, resolve_hardware
 from titan.run.compose import compose_run
 
 
-def test_the_published_hardware_is_that_of_the_fit() -> None:
-    kinds = {row["gpu"] for row in fit_costs.read_runs()}
+@pytest.mark.parametrize(
+    ("file", "hardware"),
+    [
+        pytest.param(fit_costs.PUBLISHED, PUBLISHED_HARDWARE, id="dense"),
+        pytest.param(fit_costs.EXPERTS, EXPERTS_HARDWARE, id="experts"),
+    ],
+)
+def test_the_published_hardware_is_that_of_the_fit(file: Path, hardware: tuple[Hardware, ...]) -> None:
+    kinds = {row["gpu"] for row in fit_costs.read_runs(file)}
     runs = [compose_run([*fit_costs.DEVICES[kind], "model=llama8b", "parallelism=fsdp"], remote=True) for kind in kinds]
-    assert {resolve_hardware(run.cluster, run.machine) for run in runs} == set(PUBLISHED_HARDWARE)
+    assert {resolve_hardware(run.cluster, run.machine) for run in runs} == set(hardware)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "end"),
+    [
+        pytest.param("b200", "", id="published"),
+        pytest.param("a100", "; they ran on H100 and B200, not on hardware with these figures", id="data-sheet"),
+    ],
+)
+def test_a_plan_of_experts_names_their_hardware(cluster: str, end: str) -> None:
+    run = compose_test_run(["model=qwen3_moe_debug", "parallelism=ep", f"cluster={cluster}"], remote=True)
+    text = build_plan(run, run.layout, run.microbatches, run.machine).intervals
+    assert (end in text) if end else ("they ran on" not in text)
 
 
 @pytest.mark.parametrize(

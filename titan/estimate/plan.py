@@ -198,7 +198,7 @@ def build_plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machi
         checkpoint_bytes=sum(memory.count_checkpoint_bytes(recipe)),
         price=recipe.cluster.price,
         intervals=(MEASURED if cpu else describe_experts(constants) if experts else PUBLISHED)
-        + describe_unmeasured(hardware, machine.device),
+        + describe_unmeasured(hardware, machine.device, experts),
     )
 
 
