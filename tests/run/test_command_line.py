@@ -305,3 +305,17 @@ def test_hydra_may_call_callbacks_only(name: str, reason: str | None) -> None:
     cfg = OmegaConf.create({"hydra": {"callbacks": {"a": {"_target_": name}}}})
     with nullcontext() if reason is None else pytest.raises(ConfigError, match=re.escape(f"names {name}, {reason}")):
         check_hydra(cfg, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_titans"),
+    [
+        pytest.param("hydra_plugins.titan.SlurmLauncher", True, id="titan"),
+        pytest.param("hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher", False, id="another"),
+    ],
+)
+def test_launchers_are_those_of_titan(name: str, is_titans: bool) -> None:
+    cfg = OmegaConf.create({"hydra": {"launcher": {"_target_": name, "setup": ["a command"]}}})
+    words = re.escape(f"hydra.launcher: names {name}, which is no launcher; leave it out")
+    with nullcontext() if is_titans else pytest.raises(ConfigError, match=words):
+        check_hydra(cfg, [])
