@@ -40,6 +40,11 @@ LAYOUTS = {
     "fsdp-kept": ("parallelism=fsdp parallelism.reshard=never", 0),
     "fsdp-accumulating": ("parallelism=fsdp parallelism.microbatches=4", 0),
     "fsdp-accumulating-whole": ("parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole", 0),
+    "fsdp-buffers": ("parallelism=fsdp parallelism.reduce_buffers=3", 0),
+    "fsdp-whole-buffers": (
+        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole parallelism.reduce_buffers=2",
+        0,
+    ),
     "hsdp": ("parallelism=hsdp", 0),
     "tp": ("parallelism=tp", 0),
     "tp-kept": ("parallelism=tp parallelism.regather=false", 0),
@@ -56,6 +61,11 @@ LAYOUTS = {
     "3d-first": ("parallelism=3d parallelism.microbatches=4", 0),
     "3d-last": ("parallelism=3d parallelism.microbatches=4", 4),
     "3d-reduced": ("parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded", 0),
+    "3d-buffers": ("parallelism=3d parallelism.microbatches=4 parallelism.reduce_buffers=3", 0),
+    "3d-reduced-buffers": (
+        "parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded parallelism.reduce_buffers=2",
+        0,
+    ),
     "4d": ("parallelism=4d parallelism.microbatches=4", 0),
     "fsdp-groups": (
         "parallelism=fsdp cluster.devices=4 "

@@ -459,19 +459,32 @@ class _RankMemory(RankSizes):
             yield base.add_parts("backward", activations=block.activations.backward, gradients=gradients + unreduced)
 
     def _estimate_reduce_scatter(self) -> Usage:
-        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded.
+        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
+        base = self._estimate_base()
+        moments = (moment for stage in self.stages.values() for moment in self._iterate_reduction(stage))
+        gradients, communication, gathered = max(moments, key=sum)
+        return base.add_parts("reduce-scatter", gradients=gradients, communication=communication, gathered=gathered)
 
-        What is reduced is not gathered any more.
+    def _iterate_reduction(self, stage: StageBlocks) -> Iterator[tuple[float, float, float]]:
+        """Yield the bytes of gradients, of reduce-scatter inputs and of gathered weights while each module is reduced.
+
+        FSDP reduces them in the order of the backward pass, and at the end of a pipeline's step in that of the model.
+        What is reduced is neither whole nor gathered any more.
         """
-        blocks = (self.get_block(layer).elements for stage in self.stages.values() for layer in stage.layers)
-        largest = max(*blocks, self.embedding_elements, self.head_elements)
-        gathered = self._count_gathered_bytes(NO_LAYERS, NO_LAYERS) - self.recipe.precision.bytes * largest
-        return self._estimate_base().add_parts(
-            "reduce-scatter",
-            gradients=REDUCE_BYTES * self.elements,
-            communication=REDUCE_BYTES * largest * (self.exchange_copies + self.recipe.parallelism.reduce_buffers - 1),
-            gathered=max(0.0, gathered),
+        ends = [self.embedding_elements] if stage.first else [], [self.head_elements] if stage.last else []
+        elements = [*ends[0], *(self.get_block(layer).elements for layer in stage.layers), *ends[1]]
+        elements = elements if self.layout.pipeline > 1 else elements[::-1]
+        retained, gathered = (
+            self.recipe.parallelism.reduce_buffers - 1,
+            self._count_gathered_bytes(NO_LAYERS, NO_LAYERS),
         )
+        for i, size in enumerate(elements):
+            done = sum(elements[:i])
+            yield (
+                REDUCE_BYTES * (self.elements - done * (1 - 1 / self.shards)),
+                REDUCE_BYTES * (self.exchange_copies * size + sum(elements[max(0, i - retained) : i])),
+                max(0.0, gathered - self.recipe.precision.bytes * (done + size)),
+            )
 
     def _estimate_optimizer_step(self) -> Usage:
         matrix = find_largest_matrix(self.recipe.model)

@@ -446,6 +446,8 @@ class RankSizes:
     def _count_retained_bytes(self, reduced: range, head: float, has_grads: bool, before: int = 0) -> float:
         """Return the bytes of the reduce-scatter inputs that `parallelism.reduce_buffers` lets FSDP retain.
 
+        Gradients that were accumulated unsharded are whole no more once they are reduced, which needs less.
+
         Args:
             reduced: the blocks that are reduced, the last one first in the model.
             head: elements of the head, which is reduced before them.
@@ -456,7 +458,11 @@ class RankSizes:
         if not retained or not self._reduces_in_backward(has_grads):
             return 0.0
         elements = [*(self.get_block(layer).elements for layer in reduced[: before + retained]), head]
-        return REDUCE_BYTES * sum(elements[before : before + retained])
+        inputs = sum(elements[before : before + retained])
+        if self.reduces_once:
+            reduced_elements = head + self.sum_blocks(lambda block: block.elements, reduced)
+            inputs = max(0.0, inputs - reduced_elements * (1 - 1 / self.shards))
+        return REDUCE_BYTES * inputs
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
