@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.composing import compose_test_run
@@ -21,6 +22,7 @@ from tests.support.tiers import full
 from titan.config import warning
 from titan.errors import ConfigError
 from titan.model.experts import MixtureOfExperts, Router
+from titan.parallelism import expert
 from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.expert import ExpertDispatch
 from titan.parallelism.schema import count_token_copies
@@ -168,3 +170,18 @@ def test_without_expert_parallelism_it_is_warned_of(capsys: pytest.CaptureFixtur
     warning.warn_once.cache_clear()
     compose_test_run(["model=qwen3_moe_debug", "parallelism.dispatcher=deepep"])
     assert "parallelism.dispatcher=deepep: has no effect" in capsys.readouterr().err
+
+
+def share_buffers(rank: int, world: int) -> bool:
+    """Whether the layers of two stages have one dispatcher."""
+    mesh = init_device_mesh("cpu", (world,))
+    stages = []
+    for _ in range(2):
+        with torch.device("meta"):
+            stages.append(MixtureOfExperts(16, 8, Router(16, 4, 2)))
+        expert.shard_experts(stages[-1], mesh, "deepep")
+    return stages[0].dispatch is stages[1].dispatch
+
+
+def test_stages_of_a_rank_share_buffers() -> None:
+    assert run_ranks(share_buffers, 2) == [True, True]

@@ -11,6 +11,7 @@ keeps these numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,8 +147,9 @@ def shard_experts(model: Any, mesh: DeviceMesh, dispatcher: str = "alltoall") ->
                 _shard_weight(module, mesh)
 
 
+@functools.cache
 def _build_dispatcher(dispatcher: str, group: dist.ProcessGroup) -> Dispatcher:
-    """Return what all layers send their tokens by."""
+    """Return what all layers of all stages send their tokens by: DeepEP's buffers are gigabytes."""
     return AddingDispatch(group, DeepEPTransport(group)) if dispatcher == "deepep" else ExpertDispatch(group)
 
 
