@@ -35,8 +35,8 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
-GAVE_UP = "in a row without finite values"
-"""Words of the error that ends a run after `training.bad_steps`."""
+GAVE_UP = ("in a row without finite values", "in a row were not finite")
+"""Words of the error that ends a run after `training.bad_steps`: today's, and those of older versions of titan."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ class RawRun:
     @property
     def gave_up(self) -> bool:
         """Return whether the run ended because too many steps in a row were not finite."""
-        return self.state in ("failed", "stopped") and GAVE_UP in (self.reason or "")
+        ended = self.state in ("failed", "stopped")
+        return ended and any(words in (self.reason or "") for words in GAVE_UP)
 
 
 @dataclass(frozen=True)
