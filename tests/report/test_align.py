@@ -47,7 +47,7 @@ LABELS = [
     ),
     full(
         [(S, ("model.rope_factor=2",)), (S, ("model.rope_factor=1", "memory=full"))],
-        ["memory=none rope_factor=2", "memory=full rope_factor=1"],
+        ["memory=none rope_factor=2.0", "memory=full rope_factor=1.0"],
         id="several-axes",
     ),
     pytest.param(
@@ -152,6 +152,21 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
         return
     with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
         rank.find_baselines(found, option, asked)
+
+
+def test_a_label_of_sampled_numbers_names_the_baseline(tmp_path: Path) -> None:
+    rates = ("0.00031622776601683794", "0.0010743298123456789")
+    found = groups(tmp_path, *((S, (f"optimizer.lr={rate}",)) for rate in rates))
+    assert [group.label for group in found] == ["lr=0.0003162", "lr=0.001074"]
+    for index, (group, rate) in enumerate(zip(found, rates, strict=True)):
+        assert rank.find_baselines(found, None, dict([group.label.split("=")])) == [index]
+        assert rank.find_baselines(found, f"optimizer.lr={group.settings['optimizer.lr']}", {}) == [index]
+        assert rank.find_baselines(found, f"optimizer.lr={rate}", {}) == [index]
+
+
+def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, ("optimizer.lr=0.00012345678",)), (S, ("optimizer.lr=0.00012345679",)))
+    assert [group.label for group in found] == ["lr=0.00012345678", "lr=0.00012345679"]
 
 
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:

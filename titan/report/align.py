@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.settings import format_value, to_plain
-from titan.console.numbers import format_count, format_plural, format_tokens, shorten_float
-from titan.report.collect import RawRun, format_setting
+from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
 from titan.run.identity import SCIENCE
@@ -90,7 +90,7 @@ class RunGroup:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
         names = {name: shorten_name(name, self.facts.values) for name in self.settings}
-        return " ".join(f"{names[name]}={shorten_float(value)}" for name, value in self.settings.items())
+        return " ".join(f"{names[name]}={value}" for name, value in self.settings.items())
 
     @cached_property
     def other_settings(self) -> str:
@@ -176,7 +176,7 @@ def _read_defaults(axis: str) -> Mapping[str, Any]:
 
 def _build_group_key(raw: RawRun) -> Any:
     values = collect_facts(raw).values
-    key_settings = sorted((name, format_setting(value)) for name, value in values.items() if not PATHS.fullmatch(name))
+    key_settings = sorted((name, format_value(value)) for name, value in values.items() if not PATHS.fullmatch(name))
     return raw.last_document["ids"]["group"], tuple(key_settings)
 
 
@@ -213,7 +213,7 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
 
 def _format_column(values: Sequence[Any]) -> list[str]:
     """Return a setting's values as text; sampled numbers have few digits where these distinguish them."""
-    texts = [format_setting(value) for value in values]
+    texts = [format_value(value) for value in values]
     short_texts = [
         format_number(text) if isinstance(value, float) and math.isfinite(value) else text
         for value, text in zip(values, texts, strict=True)
@@ -263,10 +263,7 @@ def shorten_name(name: str, names: Iterable[str]) -> str:
 def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
     """Return the settings that differ, with their values as labels have them."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
-    return {
-        name: tuple(dict.fromkeys(shorten_float(g.settings[name]) for g in groups if name in g.settings))
-        for name in names
-    }
+    return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
 
 
 def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.modules import list_trusted_packages
-from titan.config.settings import build, format_value
-from titan.console.numbers import format_exact, format_plural
+from titan.config.settings import build
+from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
@@ -277,11 +277,6 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
 
 def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
     return trial.overrides if trial else ()
-
-
-def format_setting(value: Any) -> str:
-    """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
-    return (format_exact(value) if isinstance(value, float) else "") or format_value(value)
 
 
 def _find_missing_key(documents: Sequence[Mapping[str, Any]]) -> str:

@@ -34,8 +34,7 @@ Measured with the debug model over five layouts on CPUs, with a warm-up of two s
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-4}
 """Relative gaps of losses that are rounding in all steps, by the dtype of matmuls: the tolerances of layouts' tests."""
 LEAST_UPDATES = 5
-"""Compared steps after the first one, whose loss is computed before any update, from which on equal losses are a result.
-"""
+"""Steps after the first one, whose loss is computed before any update, from which on equal losses are a result."""
 LEAST_CHANGE = 100.0
 """How many times the difference that is rounding the losses must have changed by, so that equal ones are a result."""
 TINY = 1e-12
