@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.config.settings import format_value, to_plain
+from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.optimizer.schema import Muon
 from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
-from titan.run.identity import SCIENCE
+from titan.run.recorded_config import complete_config
 from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
@@ -126,7 +126,8 @@ def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list
 def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
-    values = {name: value for name, value in flatten_config(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
+    config = complete_config(raw.config, last.get("layout") or {})
+    values = {name: value for name, value in flatten_config(config).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
@@ -142,36 +143,15 @@ def collect_facts(raw: RawRun) -> Facts:
 
 def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: RawRun) -> dict[str, str]:
     """Return `Facts.resolved`: of options and settings whose meaning follows from what run.yaml records."""
-    pipelined = int(values.get("parallelism.pipeline") or 1) > 1
-    meanings = {
-        "precision": values.get("precision.compute"),
-        "compile": values.get("compile.scope"),
-        "parallelism.accumulate": "whole" if pipelined else "sharded",
-    }
+    meanings = {"precision": values.get("precision.compute"), "compile": values.get("compile.scope")}
     if str(values.get("schedule.class", "titan")).startswith("titan"):
         meanings["schedule.warmup"] = Schedule().warmup_steps(raw.planned_steps)
-    if int(values.get("parallelism.shard") or 1) > 1:
-        meanings["parallelism.reshard"] = "never" if pipelined else "always"
     if device := raw.device.get("device"):
-        meanings["optimizer.newton_schulz"] = "fp32" if device == "cpu" else "bf16"
+        meanings["optimizer.newton_schulz"] = {4: "fp32", 2: "bf16"}[Muon().choose_matrix_bytes(device == "cpu")]
     current = {**values, **choices}
     return {
         name: str(meaning) for name, meaning in meanings.items() if meaning is not None and current.get(name) == AUTO
     }
-
-
-def _fill_defaults(raw: RawRun) -> dict[str, Any]:
-    """Return a run's configuration, with defaults for settings that its version of titan lacked."""
-    return {axis: {**_read_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
-
-
-@cache
-def _read_defaults(axis: str) -> Mapping[str, Any]:
-    """Return the defaults of the execution settings of an axis; science axes have several schemas and none."""
-    schema = typing.get_type_hints(Recipe).get(axis)
-    if axis in SCIENCE or not is_dataclass(schema):
-        return {}
-    return {f.name: to_plain(f.default) for f in fields(schema) if f.default is not MISSING}
 
 
 def _build_group_key(raw: RawRun) -> Any:
