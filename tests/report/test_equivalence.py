@@ -108,7 +108,7 @@ def test_whether_an_variant_learns_the_same(
 )
 def test_losses_that_have_not_changed_show_nothing(change: float, answer: str, tmp_path: Path) -> None:
     for name, layout in (("a", SINGLE), ("b", FSDP)):
-        write_losses(make_run(tmp_path / name, S, layout), np.linspace(3, 3 * (1 - change), 40))
+        write_losses(make_run(tmp_path / name, S, layout), np.linspace(3, 3 * (1 - change), 40).tolist())
     found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == answer
     assert ("but the losses have changed by 9.0e-04 (relative) only; give more training.steps" in found.text) == (

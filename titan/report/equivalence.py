@@ -145,8 +145,8 @@ def _decide_answer(
     if exceeded := _find_exceeded_bound(pairs, parities):
         return "no", exceeded, None
     if all(p.identical for p in parities) and len(finished_pairs) == len(pairs):
-        agreement = describe_agreement(pairs, 0.0)
-        return "yes" if agreement.decides else "undecided", agreement.text, None
+        equal = describe_agreement(pairs, 0.0)
+        return "yes" if equal.decides else "undecided", equal.text, None
     if diverged := _describe_diverged(pairs):
         return "undecided", diverged, None
     rounding = find_agreement(pairs, parities)

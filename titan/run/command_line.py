@@ -184,7 +184,8 @@ def _check_range(override: Override) -> None:
     count = len(list(override.sweep_iterator()))
     if count == 0:
         raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
-    bounds = override.value().start, override.value().stop
+    sweep: Any = override.value()
+    bounds = sweep.start, sweep.stop
     if count == 1 and any(isinstance(bound, float) for bound in bounds) and not _has_step(override):
         raise ConfigError(f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP).")
 

@@ -64,10 +64,9 @@ def _resolve_parallelism(config: Mapping[str, Any], degrees: Mapping[str, int]) 
     """Return what settings that may be `auto` mean in a layout; none where this version rejects the configuration."""
     try:
         axes = _ExecutionAxes(
-            *(
-                _build_known(schema, config.get(axis) or {})
-                for axis, schema in typing.get_type_hints(_ExecutionAxes).items()
-            )
+            _build_known(Parallelism, config["parallelism"]),
+            _build_known(Memory, config.get("memory") or {}),
+            _build_known(Precision, config.get("precision") or {}),
         )
         layout = _build_layout(axes.parallelism, degrees)
         resolved = {
@@ -78,7 +77,7 @@ def _resolve_parallelism(config: Mapping[str, Any], degrees: Mapping[str, int]) 
     except ConfigError:
         return {}
     reshard = axes.parallelism.resolve_reshard(layout)
-    words = {True: "always", False: "never"}
+    words: dict[int, str] = {True: "always", False: "never"}
     return resolved | ({"reshard": words.get(reshard, reshard)} if layout.shard > 1 else {})
 
 
