@@ -24,6 +24,7 @@ from titan.run.directory import read_attempts
 from titan.run.lineage import check_start
 from titan.run.lock import lock_directory
 from titan.run.prepared_data import prepare_data
+from titan.run.records import list_hydra_folders
 from titan.run.run import Run
 from titan.run.same_experiment import check_same_without_data
 
@@ -52,7 +53,10 @@ def run_local(run: Run, apart: bool = False, report: ReasonReceiver = ignore_rea
     Returns:
         The exit code; what this process itself rejects, and a rank in it, is raised.
     """
-    with set_variables(run.cluster.environment), lock_directory(Path(run.directory)):
+    with (
+        set_variables(run.cluster.environment),
+        lock_directory(Path(run.directory), more_names=list_hydra_folders(run)),
+    ):
         for restart in range(run.cluster.restarts + 1):
             report("")  # what an earlier attempt reported is no reason for the end of this one
             attempt = _begin_attempt(run)
@@ -124,7 +128,10 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _ignore_error) -> 
     store = rendezvous.join(rank_info)
     try:
         patience = LOST_SECONDS if rank_info.scheduled else 2.0
-        with set_variables(run.cluster.environment), lock_directory(Path(run.directory), patience):
+        with (
+            set_variables(run.cluster.environment),
+            lock_directory(Path(run.directory), patience, list_hydra_folders(run)),
+        ):
             attempt = _begin_attempt(run)
             if isinstance(attempt, attempts.FinishedRun):
                 summary.show_finished(run, attempt)

@@ -47,7 +47,7 @@ LABELS = [
     ),
     full(
         [(S, ("model.rope_factor=2",)), (S, ("model.rope_factor=1", "memory=full"))],
-        ["memory=none rope_factor=2", "memory=full rope_factor=1"],
+        ["memory=none rope_factor=2.0", "memory=full rope_factor=1.0"],
         id="several-axes",
     ),
     pytest.param(
@@ -116,6 +116,63 @@ BASELINES = [
 ]
 
 
+def rewrite(directory: Path, *replacements: tuple[str, str]) -> None:
+    """Rewrite lines of a run.yaml as another version of titan wrote them."""
+    file = directory / "run.yaml"
+    text = file.read_text()
+    for line, other in replacements:
+        assert f"    {line}\n" in text, line
+        text = text.replace(f"    {line}\n", other)
+    file.write_text(text)
+
+
+OLD = (
+    ("prefetch: auto", "    prefetch: 0\n"),
+    ("regather: auto", ""),
+    ("dispatcher: alltoall", ""),
+    ("reduce_buffers: 1", ""),
+    ("separate_reduce: false", ""),
+    ("symmetric_memory: false", ""),
+)
+
+
+TP = ("parallelism=tp", "model.kv_heads=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "labels"),
+    [
+        pytest.param((FSDP,), ["model=debug parallelism=fsdp"], id="fsdp"),
+        pytest.param((SINGLE,), ["model=debug parallelism=single"], id="single"),
+        full(TP, ["regather=true", "regather=false"], id="tensor, which regathers now"),
+        full((*TP, "memory=full"), ["model=debug parallelism=tp"], id="tensor, which recomputes"),
+    ],
+)
+def test_a_run_of_an_older_version_is_a_seed_of_the_same_variant(
+    overrides: tuple[str, ...], labels: list[str], tmp_path: Path
+) -> None:
+    groups(tmp_path, (S, overrides), (Story(seed=1), overrides))
+    rewrite(tmp_path / "runs/01", *OLD)
+    found = align.group_runs(collect_runs([tmp_path / "runs"]).runs)
+    assert [group.label for group in found] == labels
+
+
+@pytest.mark.parametrize(
+    ("typed", "same"),
+    [
+        pytest.param("reshard=always", True, id="reshard"),
+        pytest.param("reshard=never", False, id="reshard-never"),
+        pytest.param("accumulate=sharded", True, id="accumulate"),
+        pytest.param("accumulate=whole", False, id="accumulate-whole"),
+        pytest.param("prefetch=0", True, id="prefetch"),
+        pytest.param("prefetch=1", False, id="prefetch-one"),
+    ],
+)
+def test_what_auto_means_by_name_is_the_same_variant(typed: str, same: bool, tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, (FSDP,)), (Story(seed=1), (FSDP, f"parallelism.{typed}")))
+    assert len(found) == (1 if same else 2)
+
+
 def make_auto(directory: Path) -> None:
     """A run whose precision=auto was bf16, whatever this machine computes fast in."""
     file = make_run(directory, S, "precision=bf16", "compile=off") / "run.yaml"
@@ -152,6 +209,21 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
         return
     with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
         rank.find_baselines(found, option, asked)
+
+
+def test_a_label_of_sampled_numbers_names_the_baseline(tmp_path: Path) -> None:
+    rates = ("0.00031622776601683794", "0.0010743298123456789")
+    found = groups(tmp_path, *((S, (f"optimizer.lr={rate}",)) for rate in rates))
+    assert [group.label for group in found] == ["lr=0.0003162", "lr=0.001074"]
+    for index, (group, rate) in enumerate(zip(found, rates, strict=True)):
+        assert rank.find_baselines(found, None, dict([group.label.split("=")])) == [index]
+        assert rank.find_baselines(found, f"optimizer.lr={group.settings['optimizer.lr']}", {}) == [index]
+        assert rank.find_baselines(found, f"optimizer.lr={rate}", {}) == [index]
+
+
+def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, ("optimizer.lr=0.00012345678",)), (S, ("optimizer.lr=0.00012345679",)))
+    assert [group.label for group in found] == ["lr=0.00012345678", "lr=0.00012345679"]
 
 
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.made_runs import Story, StoryAttempt, make_run
@@ -62,6 +64,24 @@ CASES = [
         id="equal-to-rounding-and-unfinished",
     ),
     pytest.param(
+        [replace(S, steps=1)],
+        [replace(S, steps=1)],
+        "undecided",
+        "all losses are bitwise equal, in 1 pair, but of 1 step only, of which the first one precedes all updates; "
+        "give training.steps=6 or more",
+        id="the-same-bits-before-any-update",
+    ),
+    pytest.param(
+        [replace(S, steps=5)],
+        [replace(S, steps=5, first_off=1 + 3e-7)],
+        "undecided",
+        "equal to rounding (relative differences up to 3.0e-07), in 1 pair, but of 5 steps only",
+        id="too-few-steps-equal-to-rounding",
+    ),
+    pytest.param(
+        [replace(S, steps=6)], [replace(S, steps=6)], "yes", "bitwise equal, in 1 pair", id="the-same-bits-of-six-steps"
+    ),
+    pytest.param(
         [S], [replace(S, batches=9)], "no", "batches differ (40 of 40 steps, the first is step 1)", id="other-batches"
     ),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
@@ -81,6 +101,26 @@ def test_whether_an_variant_learns_the_same(
 ) -> None:
     found = learning(tmp_path, baseline, variant)
     assert found.answer == answer and found.text.startswith(f"{ANSWER_WORDS[answer]}: ") and words in found.text
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"), [pytest.param(9e-4, "undecided", id="little"), pytest.param(2e-3, "yes", id="much")]
+)
+def test_losses_that_have_not_changed_show_nothing(change: float, answer: str, tmp_path: Path) -> None:
+    for name, layout in (("a", SINGLE), ("b", FSDP)):
+        write_losses(make_run(tmp_path / name, S, layout), np.linspace(3, 3 * (1 - change), 40).tolist())
+    found = compare([tmp_path]).variants[1].learning
+    assert found is not None and found.answer == answer
+    assert ("but the losses have changed by 9.0e-04 (relative) only; give more training.steps" in found.text) == (
+        answer == "undecided"
+    )
+
+
+def write_losses(run: Path, losses: Sequence[float]) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    by_step = dict(enumerate(losses, 1))
+    lines = [line | ({"loss": by_step[line["step"]]} if "loss" in line else {}) for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 COMMANDS = [

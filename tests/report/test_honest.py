@@ -14,7 +14,7 @@ import yaml
 from tests.support import shown_report
 from tests.support.made_runs import Story, StoryAttempt, make_run, make_sweep, read_lines, write_lines
 from titan.metrics import svg
-from titan.report.collect import collect_runs, format_setting
+from titan.report.collect import collect_runs
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
 from titan.report.render import sentences, table
@@ -244,22 +244,6 @@ def test_better_variants_were_not_compared_with_each_other() -> None:
     )
     assert told.startswith("Best so far: x=0, bits per byte ")
     assert told.endswith("The better variants were not compared with each other.")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        pytest.param(1e9, "1e9", id="large"),
-        pytest.param(1e30, "1e30", id="larger"),
-        pytest.param(1e-5, "1e-5", id="small"),
-        pytest.param(0.0003, "0.0003", id="as-typed"),
-        pytest.param(0.12345678, "0.12345678", id="no-digit-lost"),
-        pytest.param(1000000000, "1000000000", id="whole"),
-        pytest.param(None, "null", id="nothing"),
-    ],
-)
-def test_values_in_short(value: Any, text: str) -> None:
-    assert format_setting(value) == text
 
 
 @pytest.mark.parametrize(

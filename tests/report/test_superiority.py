@@ -97,6 +97,17 @@ def test_one_seed_shows_a_setting_without_effect(
     assert ("equal to rounding" in lead) == (answer == "no"), lead
 
 
+@pytest.mark.parametrize(("steps", "answer"), [(1, "undecided"), (5, "undecided"), (6, "no")])
+def test_losses_before_the_updates_show_no_setting_without_effect(steps: int, answer: str, tmp_path: Path) -> None:
+    story = replace(S, steps=steps)
+    found = compared(tmp_path, ([story], ("optimizer=adamw",)), ([story], ("optimizer=sgd",)))
+    quality = qualities(found)["the end"]
+    assert quality.answer == answer
+    words = f"inconclusive: all losses are bitwise equal, in 1 pair, but of {steps} step"
+    assert (quality.text.startswith(words) and quality.text.endswith("give training.steps=6 or more")) == (steps < 6)
+    assert "no difference" not in " ".join(format_lead(found)) or steps == 6
+
+
 def test_repeats_of_a_seed_are_no_repetition(tmp_path: Path) -> None:
     repeats = [replace(S, repeat=r, level=2.9 + r / 1000) for r in range(4)]
     found = qualities(compared(tmp_path, ([S], ()), (repeats, (WD,))))["the end"]

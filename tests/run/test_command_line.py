@@ -27,7 +27,7 @@ from titan.config import launcher_hints
 from titan.config.modules import check_hydra
 from titan.console.text import format_message
 from titan.errors import ConfigError, exit_code
-from titan.run import attempts, summary
+from titan.run import attempts, command_line, summary
 from titan.run.command_line import quote_value
 from titan.run.compose import compose_run
 from titan.run.lock import lock_directory
@@ -212,6 +212,27 @@ def test_other_launchers_keys_name_settings_that_there_are() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/slurm.md").read_text()
     for key, ours in launcher_hints.SUBMITIT.items():
         assert f"`{key}`" in page and ours.partition("=")[0] in page
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        pytest.param("training.seed=range(0,1)", "", id="one integer"),
+        pytest.param("training.seed=range(1)", "", id="stop only"),
+        pytest.param("training.seed=range(0,1,1)", "", id="integers with step"),
+        pytest.param("training.steps=range(100,200,150)", "", id="one step"),
+        pytest.param("optimizer.lr=range(1e-4,5e-4,1)", "", id="floats with step"),
+        pytest.param("optimizer.lr=range(start=1e-4,stop=5e-4,step=1)", "", id="floats with named step"),
+        pytest.param("optimizer.lr=range(1e-4,5e-4)", "is one value, because its step is 1", id="floats"),
+        pytest.param("optimizer.lr=shuffle(range(1e-4,5e-4))", "is one value", id="shuffled floats"),
+        pytest.param("optimizer.lr=range(0.5)", "is one value", id="float stop only"),
+        pytest.param("training.seed=range(5,1)", "has no values", id="empty"),
+    ],
+)
+def test_ranges_of_one_value(word: str, problem: str) -> None:
+    arguments = command_line.parse(["-m", word])
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        command_line.check(arguments)
 
 
 @pytest.mark.parametrize("module", [train, prepare, generate, status, compare, convert, data, bench])

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from launchers.start import run_local
+from tests.support.composing import compose_test_run
 from titan.errors import ConfigError
-from titan.run.lock import lock_directory
+from titan.run.lock import LINKED_FOLDERS, lock_directory
+from titan.run.paths import FILES
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank-0.log", "debug/messages", ".hydra"])
@@ -37,3 +40,25 @@ def test_a_directory_that_is_a_link_is_no_link_in_it(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     with lock_directory(tmp_path / "run"):
         pass
+
+
+def test_a_users_own_link_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("checkpoints/step-3")
+    with lock_directory(tmp_path):
+        assert (tmp_path / "latest").is_symlink()
+
+
+@pytest.mark.parametrize("name", [*sorted(FILES - {*LINKED_FOLDERS}), ".env.json.17.tmp", "hydra-files"])
+def test_a_link_under_a_name_that_a_run_writes_is_rejected(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="link"), lock_directory(tmp_path, more_names={"hydra-files"}):
+        pass
+
+
+def test_a_link_in_place_of_hydras_folder_is_rejected(tmp_path: Path) -> None:
+    run = compose_test_run([f"hydra.run.dir={tmp_path}/run", "hydra.output_subdir=composed"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/composed").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="run/composed is a symbolic link"):
+        run_local(run)
+    assert not (tmp_path / "config.yaml").exists()

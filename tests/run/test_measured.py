@@ -66,6 +66,16 @@ def test_each_variant_is_measured_by_its_own_runs(tmp_path: Path) -> None:
     assert measure_step(compose(tmp_path / "b", FSDP)) == pytest.approx(0.25)
 
 
+def test_a_run_of_an_older_version_is_measured(tmp_path: Path) -> None:
+    file = make(tmp_path / "a", 0.5, FSDP) / "run.yaml"
+    text = file.read_text().replace("    prefetch: auto\n", "    prefetch: 0\n")
+    for line in ("regather: auto", "dispatcher: alltoall", "reduce_buffers: 1", "float8_gather: true"):
+        assert f"    {line}\n" in text
+        text = text.replace(f"    {line}\n", "")
+    file.write_text(text)
+    assert measure_step(compose(tmp_path, FSDP)) == pytest.approx(0.5)
+
+
 DIFFERENT = {
     "layout": ((FSDP,), {}, "layout.shard is 1 there and 2 here"),
     "batch": (("training.global_batch=256",), {}, "training.global_batch is 128 there and 256 here"),

@@ -35,6 +35,14 @@ FEW = "each GPU computes only 1,024 tokens per step"
         pytest.param(LONG, "^$", id="one long row"),
         pytest.param(("training.seq_len=1024", "training.global_batch=16384"), "^$", id="two short rows"),
         pytest.param((*LONG, "parallelism=tp"), "^$", id="tensor"),
+        pytest.param(
+            ("model.rope_factor=1", "training.seq_len=512", "training.global_batch=262144"), "^$", id="unscaled RoPE"
+        ),
+        pytest.param(
+            ("model.rope_factor=1", "training.seq_len=512", "training.global_batch=8192"),
+            rf": {FEW}; give training.global_batch=16384 or more\.", id="unscaled RoPE, few tokens",
+        ),
+        pytest.param(("model=qwen3_0.6b", "training.seq_len=512", "training.global_batch=262144"), "^$", id="qwen3"),
     ],
 )  # fmt: skip
 def test_what_a_run_has_little_of(more: tuple[str, ...], words: str) -> None:

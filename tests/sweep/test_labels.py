@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launchers.foreign_sweeper import RESULTS, describe_best
-from titan.sweep.labels import clean_override, format_label
+from titan.sweep.labels import clean_override, format_label, is_same_value
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,19 @@ def test_the_best_trial_of_another_sweeper_is_one_line(tmp_path: Path) -> None:
     assert describe_best(tmp_path, "validation_loss") == f"{sentence}{tmp_path / RESULTS}\n"
     (tmp_path / RESULTS).write_text("name: optuna\nsolutions: []\n")
     assert describe_best(tmp_path, "validation_loss") == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "existing", "same"),
+    [
+        pytest.param("1e-3", "0.001", True, id="forms"),
+        pytest.param("5.535e-5", "5.53501234e-05", True, id="label"),
+        pytest.param("5.53501234e-05", "5.535e-5", False, id="label-as-value"),
+        pytest.param("0.31623", "0.3162277", False, id="other-number"),
+        pytest.param("' True'", "true", True, id="boolean"),
+        pytest.param("[0.9, 0.95]", "[0.9,0.95]", True, id="list"),
+        pytest.param("fsdp", "FSDP", False, id="word"),
+    ],
+)
+def test_values_are_compared_as_users_type_them(typed: str, existing: str, same: bool) -> None:
+    assert is_same_value(typed, existing) == same

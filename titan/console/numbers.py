@@ -57,20 +57,15 @@ def format_magnitude(value: float) -> str:
 
 def format_tick(value: float) -> str:
     """Return a round value with all digits that distinguish it from its neighbours on an axis."""
-    return _shorten_exponent(f"{value:,.10g}")
+    return shorten_exponent(f"{value:,.10g}")
 
 
 def format_log_tick(value: float) -> str:
     """Return a value for a logarithmic axis with at least three digits, as in 3e-4, 0.05, 16,384 or 1e6."""
     if value and not 0.01 <= abs(value) < 1e6:
         mantissa, _, power = f"{value:.2e}".partition("e")
-        return _shorten_exponent(f"{float(mantissa):g}e{power}")
+        return shorten_exponent(f"{float(mantissa):g}e{power}")
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _shorten_exponent(text: str) -> str:
-    """Return a number without plus and zeros in its exponent: 1e-05 as 1e-5."""
-    return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
 
 
 def align_decimals(texts: Sequence[str]) -> list[str]:
@@ -96,16 +91,6 @@ def format_exact(value: float) -> str:
 def shorten_exponent(text: str) -> str:
     """Return the text of a float with a short exponent: 1e-5 for 1e-05, 1e9 for 1e+09."""
     return re.sub(r"e\+?(-?)0*(?=\d)", r"e\1", text)
-
-
-def shorten_float(text: str) -> str:
-    """Return a setting's value for a label: floats of more than six digits are rounded, as 0.3162277 to 0.316228."""
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    is_long = math.isfinite(value) and "." in text and value != float(f"{value:.6g}")
-    return _shorten_exponent(f"{value:.6g}") if is_long else text
 
 
 def format_interval(low: float | None, high: float | None, format_value: Callable[[float], str] = format_fixed) -> str:

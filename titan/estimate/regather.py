@@ -5,19 +5,36 @@ Free of torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from titan.parallelism.pipeline.stage_plan import splits_backward
 
 if TYPE_CHECKING:
-    from titan.parallelism.schema import Layout
-    from titan.run.schema import Recipe
+    from titan.memory.schema import Memory
+    from titan.parallelism.schema import Layout, Parallelism
+    from titan.precision.schema import Precision
 
 SAVING = ("none", "every_n")
 """Activation checkpointing with blocks that save what they gather; others gather it again anyway."""
 
 
-def regathers_input(recipe: Recipe, layout: Layout) -> bool:
+class ExecutionAxes(Protocol):
+    """The part of a recipe that decides it."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Return the parallelism."""
+
+    @property
+    def memory(self) -> Memory:
+        """Return the activation checkpointing."""
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision."""
+
+
+def regathers_input(recipe: ExecutionAxes, layout: Layout) -> bool:
     """Return what `parallelism.regather` means in a layout."""
     choice = recipe.parallelism.regather
     if layout.tensor == 1 or choice is False or list_regather_obstacles(recipe, layout):
@@ -25,7 +42,7 @@ def regathers_input(recipe: Recipe, layout: Layout) -> bool:
     return choice is True or recipe.memory.checkpointing in SAVING
 
 
-def list_regather_obstacles(recipe: Recipe, layout: Layout) -> list[str]:
+def list_regather_obstacles(recipe: ExecutionAxes, layout: Layout) -> list[str]:
     """Return the settings that regions can't gather their input again with.
 
     Async tensor parallelism needs matmuls and collectives that the compiler sees, matmuls in eight bits save another

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.config.settings import format_value, to_plain
-from titan.console.numbers import format_count, format_plural, format_tokens, shorten_float
-from titan.report.collect import RawRun, format_setting
+from titan.config.settings import format_value
+from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.optimizer.schema import Muon
+from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
-from titan.run.identity import SCIENCE
+from titan.run.recorded_config import complete_config
 from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
@@ -90,7 +90,7 @@ class RunGroup:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
         names = {name: shorten_name(name, self.facts.values) for name in self.settings}
-        return " ".join(f"{names[name]}={shorten_float(value)}" for name, value in self.settings.items())
+        return " ".join(f"{names[name]}={value}" for name, value in self.settings.items())
 
     @cached_property
     def other_settings(self) -> str:
@@ -126,7 +126,8 @@ def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list
 def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
-    values = {name: value for name, value in flatten_config(_fill_defaults(raw)).items() if not IGNORED.fullmatch(name)}
+    config = complete_config(raw.config, last.get("layout") or {})
+    values = {name: value for name, value in flatten_config(config).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
@@ -142,41 +143,20 @@ def collect_facts(raw: RawRun) -> Facts:
 
 def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: RawRun) -> dict[str, str]:
     """Return `Facts.resolved`: of options and settings whose meaning follows from what run.yaml records."""
-    pipelined = int(values.get("parallelism.pipeline") or 1) > 1
-    meanings = {
-        "precision": values.get("precision.compute"),
-        "compile": values.get("compile.scope"),
-        "parallelism.accumulate": "whole" if pipelined else "sharded",
-    }
+    meanings = {"precision": values.get("precision.compute"), "compile": values.get("compile.scope")}
     if str(values.get("schedule.class", "titan")).startswith("titan"):
         meanings["schedule.warmup"] = Schedule().warmup_steps(raw.planned_steps)
-    if int(values.get("parallelism.shard") or 1) > 1:
-        meanings["parallelism.reshard"] = "never" if pipelined else "always"
     if device := raw.device.get("device"):
-        meanings["optimizer.newton_schulz"] = "fp32" if device == "cpu" else "bf16"
+        meanings["optimizer.newton_schulz"] = {4: "fp32", 2: "bf16"}[Muon().choose_matrix_bytes(device == "cpu")]
     current = {**values, **choices}
     return {
         name: str(meaning) for name, meaning in meanings.items() if meaning is not None and current.get(name) == AUTO
     }
 
 
-def _fill_defaults(raw: RawRun) -> dict[str, Any]:
-    """Return a run's configuration, with defaults for settings that its version of titan lacked."""
-    return {axis: {**_read_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
-
-
-@cache
-def _read_defaults(axis: str) -> Mapping[str, Any]:
-    """Return the defaults of the execution settings of an axis; science axes have several schemas and none."""
-    schema = typing.get_type_hints(Recipe).get(axis)
-    if axis in SCIENCE or not is_dataclass(schema):
-        return {}
-    return {f.name: to_plain(f.default) for f in fields(schema) if f.default is not MISSING}
-
-
 def _build_group_key(raw: RawRun) -> Any:
     values = collect_facts(raw).values
-    key_settings = sorted((name, format_setting(value)) for name, value in values.items() if not PATHS.fullmatch(name))
+    key_settings = sorted((name, format_value(value)) for name, value in values.items() if not PATHS.fullmatch(name))
     return raw.last_document["ids"]["group"], tuple(key_settings)
 
 
@@ -213,7 +193,7 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
 
 def _format_column(values: Sequence[Any]) -> list[str]:
     """Return a setting's values as text; sampled numbers have few digits where these distinguish them."""
-    texts = [format_setting(value) for value in values]
+    texts = [format_value(value) for value in values]
     short_texts = [
         format_number(text) if isinstance(value, float) and math.isfinite(value) else text
         for value, text in zip(values, texts, strict=True)
@@ -263,10 +243,7 @@ def shorten_name(name: str, names: Iterable[str]) -> str:
 def collect_differing_settings(groups: Sequence[RunGroup]) -> dict[str, tuple[str, ...]]:
     """Return the settings that differ, with their values as labels have them."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
-    return {
-        name: tuple(dict.fromkeys(shorten_float(g.settings[name]) for g in groups if name in g.settings))
-        for name in names
-    }
+    return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
 
 
 def label_runs(group: RunGroup, groups: Sequence[RunGroup]) -> list[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.modules import list_trusted_packages
-from titan.config.settings import build, format_value
-from titan.console.numbers import format_exact, format_plural
+from titan.config.settings import build
+from titan.console.numbers import format_plural
 from titan.console.text import sanitize_line
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read_regular_file
@@ -35,8 +35,8 @@ ESSENTIAL_KEYS = (
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
 """Keys of a document in run.yaml that a comparison needs."""
-GAVE_UP = "in a row without finite values"
-"""Words of the error that ends a run after `training.bad_steps`."""
+GAVE_UP = ("in a row without finite values", "in a row were not finite")
+"""Words of the error that ends a run after `training.bad_steps`: today's, and those of older versions of titan."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ class RawRun:
     @property
     def gave_up(self) -> bool:
         """Return whether the run ended because too many steps in a row were not finite."""
-        return self.state in ("failed", "stopped") and GAVE_UP in (self.reason or "")
+        ended = self.state in ("failed", "stopped")
+        return ended and any(words in (self.reason or "") for words in GAVE_UP)
 
 
 @dataclass(frozen=True)
@@ -276,11 +277,6 @@ def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
 
 def _list_overrides(trial: TrialState | None) -> tuple[str, ...]:
     return trial.overrides if trial else ()
-
-
-def format_setting(value: Any) -> str:
-    """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
-    return (format_exact(value) if isinstance(value, float) else "") or format_value(value)
 
 
 def _find_missing_key(documents: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 Layouts differ in the order of sums only. Over the first steps, where rounding has not grown yet, losses and gradient
 norms must agree within strict bounds (`titan.report.parity`). Later, rounding grows as in any chaotic system, so only
 the final loss is compared, for equivalence within a margin that was fixed in advance; where it has not grown in any
-step, one pair of runs is enough.
+step, and training went far enough to change the losses, one pair of runs is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from titan.report.parity import (
     build_replay_command,
     choose_bounds,
     compare_steps,
-    describe_rounding,
+    describe_agreement,
+    find_agreement,
     find_first_difference,
     has_same_evaluation_set,
     pair_runs,
@@ -144,12 +145,13 @@ def _decide_answer(
     if exceeded := _find_exceeded_bound(pairs, parities):
         return "no", exceeded, None
     if all(p.identical for p in parities) and len(finished_pairs) == len(pairs):
-        return "yes", f"all losses are bitwise equal, in {format_plural(len(pairs), 'pair')}", None
+        equal = describe_agreement(pairs, 0.0)
+        return "yes" if equal.decides else "undecided", equal.text, None
     if diverged := _describe_diverged(pairs):
         return "undecided", diverged, None
-    rounding = describe_rounding(pairs, parities)
+    rounding = find_agreement(pairs, parities)
     if rounding and difference is not None and abs(difference.estimate) <= margin:
-        return "yes", rounding, None
+        return "yes" if rounding.decides else "undecided", rounding.text, None
     if difference is None:
         agreement = (
             "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"

@@ -33,6 +33,10 @@ Measured with the debug model over five layouts on CPUs, with a warm-up of two s
 """
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-4}
 """Relative gaps of losses that are rounding in all steps, by the dtype of matmuls: the tolerances of layouts' tests."""
+LEAST_UPDATES = 5
+"""Steps after the first one, whose loss is computed before any update, from which on equal losses are a result."""
+LEAST_CHANGE = 100.0
+"""How many times the difference that is rounding the losses must have changed by, so that equal ones are a result."""
 TINY = 1e-12
 
 
@@ -171,10 +175,23 @@ def choose_bounds(*configs: Mapping[str, Any]) -> tuple[float, float]:
     return max(bounds)
 
 
-def describe_rounding(
+@dataclass(frozen=True)
+class Agreement:
+    """Finished pairs all of whose losses are equal to rounding.
+
+    Attributes:
+        text: the sentence.
+        decides: whether training went far enough for equal losses to show that both sides compute the same.
+    """
+
+    text: str
+    decides: bool
+
+
+def find_agreement(
     pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity], limit: float | None = None
-) -> str | None:
-    """Return the sentence on finished pairs all of whose losses are equal to rounding; None unless all pairs are.
+) -> Agreement | None:
+    """Return what the equal losses of finished pairs show; None unless those of all pairs are equal to rounding.
 
     Args:
         pairs: of runs.
@@ -183,14 +200,45 @@ def describe_rounding(
     """
     gaps = []
     for pair, parity in zip(pairs, parities, strict=True):
-        limits = [limit or ROUNDING.get(read_compute(m.raw.config), ROUNDING["bf16"]) for m in pair]
-        if parity.unequal or parity.largest_gap is None or parity.largest_gap > max(limits):
+        if parity.unequal or parity.largest_gap is None or parity.largest_gap > (limit or choose_rounding(pair)):
             return None
         gaps.append(parity.largest_gap)
-    if not gaps:
-        return None
-    size = f"equal to rounding (relative differences up to {max(gaps):.1e})" if max(gaps) else "bitwise equal"
-    return f"all losses are {size}, in {format_plural(len(pairs), 'pair')}"
+    return describe_agreement(pairs, max(gaps), limit) if gaps else None
+
+
+def describe_agreement(
+    pairs: Sequence[tuple[Member, Member]], largest_gap: float, limit: float | None = None
+) -> Agreement:
+    """Return what equal losses show: enough, where one of the pairs trained far enough.
+
+    Args:
+        pairs: of runs whose losses are equal to rounding.
+        largest_gap: their largest relative difference.
+        limit: see `find_agreement`.
+    """
+    size = f"equal to rounding (relative differences up to {largest_gap:.1e})" if largest_gap else "bitwise equal"
+    text = f"all losses are {size}, in {format_plural(len(pairs), 'pair')}"
+    doubts = [_explain_too_short(pair[0].history.steps, limit or choose_rounding(pair)) for pair in pairs]
+    return Agreement(text, True) if "" in doubts else Agreement(f"{text}, {doubts[0]}", False)
+
+
+def choose_rounding(pair: tuple[Member, Member]) -> float:
+    """Return the relative difference of losses that is rounding, of the run with the least precise matmuls."""
+    return max(ROUNDING.get(read_compute(m.raw.config), ROUNDING["bf16"]) for m in pair)
+
+
+def _explain_too_short(steps: StepColumns, limit: float) -> str:
+    """Return why equal losses of these steps show nothing, and what to do; empty where they show enough."""
+    if len(steps) <= LEAST_UPDATES:
+        return (
+            f"but of {format_plural(len(steps), 'step')} only, of which the first one precedes all updates; give "
+            f"training.steps={LEAST_UPDATES + 1} or more"
+        )
+    losses = steps.loss[np.isfinite(steps.loss)]
+    change = float(np.ptp(losses) / max(np.max(np.abs(losses)), TINY)) if len(losses) else 0.0
+    if change <= LEAST_CHANGE * limit:
+        return f"but the losses have changed by {change:.1e} (relative) only; give more training.steps"
+    return ""
 
 
 def find_first_difference(a: StepColumns, b: StepColumns, bounds: tuple[float, float]) -> StepDifference | None:

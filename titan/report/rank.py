@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from titan.config.settings import format_value
-from titan.console.numbers import shorten_float
 from titan.errors import ConfigError
 from titan.report.align import LEARNING_RATE, RunGroup, shorten_name
-from titan.report.collect import format_setting
 from titan.report.estimate import Member, collect_outcomes
 from titan.report.findings import Interval, Quality, Variant
 from titan.report.statistics import compare_seeds
+from titan.sweep.labels import is_same_value
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def find_fitting(groups: Sequence[RunGroup], settings: Mapping[str, str]) -> lis
 def has_settings(group: RunGroup, settings: Mapping[str, str]) -> bool:
     """Return whether a group has settings, by full or short names, with values as typed."""
     return all(
-        any(_is_same_value(value, existing) for existing in _list_values(group, name))
+        any(is_same_value(value, existing) for existing in _list_values(group, name))
         for name, value in settings.items()
     )
 
@@ -151,19 +150,7 @@ def _list_values(group: RunGroup, name: str) -> list[str]:
     full = [n for n in facts.values if shorten_name(n, facts.values) == name]
     resolved = [facts.resolved[n] for n in (full or [name]) if n in facts.resolved]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [format_setting(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed + resolved
-
-
-def _is_same_value(a: str, b: str) -> bool:
-    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
-
-    A label's rounded value is equal too: users copy it.
-    """
-    text_a, text_b = ("".join(text.split()).strip("'\"") for text in (a, b))
-    try:
-        return text_a in (text_b, shorten_float(text_b)) or float(text_a) == float(text_b)
-    except ValueError:
-        return text_a.lower() == text_b.lower() and text_a.lower() in ("true", "false")
+    return [format_value(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed + resolved
 
 
 def find_best_rates(groups: Sequence[RunGroup], members: Sequence[Sequence[Member]]) -> list[RateTuning]:
@@ -212,13 +199,11 @@ def _tune_family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[RateT
         return [RateTuning(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
     best = means.index(min(means))
     rate, rates = family[best][0], sorted(rate for rate, _ in family)
-    note = (
-        f"best of {len(family)} learning rates ({', '.join(map(format_setting, rates))}), selected by these same runs"
-    )
+    note = f"best of {len(family)} learning rates ({', '.join(map(format_value, rates))}), selected by these same runs"
     note += (
         "; it is the lowest or highest one, so a better one may lie outside" if rate in (rates[0], rates[-1]) else ""
     )
-    rejection = f"not ranked: the best of its learning rates is {format_setting(rate)}"
+    rejection = f"not ranked: the best of its learning rates is {format_value(rate)}"
     results = [
         RateTuning(False, rejection, len(family), _compare_with_best(losses, final_losses[best]))
         for losses in final_losses

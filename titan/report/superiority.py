@@ -10,8 +10,8 @@ Variants that saw different numbers of tokens are not ranked by their final loss
 where there is one, else at equal tokens.
 
 The answer follows from the test, corrected for the number of variants (Holm 1979): better or worse, no difference by
-equivalence, else undecided. One pair of seeds decides nothing but this: where all its losses are equal to rounding, the
-recipes compute the same.
+equivalence, else undecided. One pair of seeds decides nothing but this: where all its losses are equal to rounding, and
+training went far enough to change them, the recipes compute the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titan.report.estimate import (
     find_crossing,
 )
 from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNeeded
-from titan.report.parity import ROUNDING, compare_steps, describe_rounding, pair_runs
+from titan.report.parity import ROUNDING, Agreement, compare_steps, find_agreement, pair_runs
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
 
@@ -179,9 +179,8 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
         return _build_inconclusive(
             measure.name, "the end", "inconclusive: " + _explain_missing(variant, baseline, measure)
         )
-    if rounding := _describe_only_pair(variant, baseline):
-        text, difference = f"no difference: {rounding}", seed_comparison.compute_interval()
-        return UncorrectedComparison(Quality("no", text, measure.name, "the end", difference, None, None, {}, 1, None))
+    if agreement := _find_agreement(variant, baseline):
+        return _build_equal(agreement, seed_comparison, measure)
     variant_tokens, baseline_tokens = _collect_finished_tokens(variant), _collect_finished_tokens(baseline)
     suffix = (
         ""
@@ -191,15 +190,23 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
     return _build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
 
 
-def _describe_only_pair(variant: Sequence[Member], baseline: Sequence[Member]) -> str | None:
-    """Return the sentence on the only pair of runs, if all its losses are equal to rounding; else None.
+def _build_equal(agreement: Agreement, seed_comparison: SeedComparison, measure: Measure) -> UncorrectedComparison:
+    """Return the comparison of the only pair of runs, whose losses are equal to rounding."""
+    answer: Answer = "no" if agreement.decides else "undecided"
+    text = f"{'no difference' if agreement.decides else 'inconclusive'}: {agreement.text}"
+    difference = seed_comparison.compute_interval()
+    return UncorrectedComparison(Quality(answer, text, measure.name, "the end", difference, None, None, {}, 1, None))
+
+
+def _find_agreement(variant: Sequence[Member], baseline: Sequence[Member]) -> Agreement | None:
+    """Return what the only pair of runs shows, if all its losses are equal to rounding; else None.
 
     In any dtype it is that of fp32: a setting without effect leaves the order of sums as it is.
     """
     pairs = pair_runs(variant, baseline)
     if len(pairs) != 1 or len(variant) != 1 or len(baseline) != 1:
         return None
-    return describe_rounding(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
+    return find_agreement(pairs, [compare_steps(*pair) for pair in pairs], ROUNDING["fp32"])
 
 
 def _explain_missing(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:

@@ -176,10 +176,24 @@ def _check_ranges(overrides: Sequence[Override]) -> None:
             raise ConfigError(
                 f"{override.input_line}: a range is no value of a list; write each value, as in 1e-3,3e-3."
             )
-        if override.is_range_sweep() and len(list(override.sweep_iterator())) < 2:
-            raise ConfigError(
-                f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP)."
-            )
+        if override.is_range_sweep():
+            _check_range(override)
+
+
+def _check_range(override: Override) -> None:
+    count = len(list(override.sweep_iterator()))
+    if count == 0:
+        raise ConfigError(f"{override.input_line}: has no values; give range(START,STOP,STEP).")
+    sweep: Any = override.value()
+    bounds = sweep.start, sweep.stop
+    if count == 1 and any(isinstance(bound, float) for bound in bounds) and not _has_step(override):
+        raise ConfigError(f"{override.input_line}: is one value, because its step is 1; give range(START,STOP,STEP).")
+
+
+def _has_step(override: Override) -> bool:
+    """Return whether the step of a range was typed: Hydra keeps the value, not whether it is the default."""
+    arguments = re.sub(r".*\brange\(([^)]*)\).*", r"\1", override.input_line or "")
+    return arguments.count(",") == 2 or "step" in arguments
 
 
 def _check_duplicates(overrides: Sequence[Override]) -> None:

@@ -6,14 +6,14 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from titan.errors import ConfigError
 from titan.files import locks
 from titan.files.untrusted import truncate_text
-from titan.run.paths import BEGUN
+from titan.run.paths import BEGUN, is_written
 
 WRITTEN_FOLDERS = ("log", "profile", "debug")
 """Folders of a run with files of fixed names that are written to as they are."""
@@ -22,13 +22,14 @@ LINKED_FOLDERS = (*WRITTEN_FOLDERS, "checkpoints", "tensorboard", "wandb")
 
 
 @contextmanager
-def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
+def lock_directory(directory: Path, patience: float = 2.0, more_names: Container[str] = ()) -> Iterator[None]:
     """Lock a run's directory while the block runs, so that two jobs can't write to it; a kill frees the lock.
 
     Args:
         directory: the run's.
         patience: seconds to wait for another lock: `is_locked` takes one for a moment, and that of a node that was lost
             is freed some time later.
+        more_names: names that this run writes in its directory beside those of every run.
 
     Raises:
         ConfigError: when another job has locked it, it can't be written to, or what is written would go elsewhere.
@@ -43,7 +44,7 @@ def lock_directory(directory: Path, patience: float = 2.0) -> Iterator[None]:
         raise build_write_error(directory, error) from error
     try:
         _acquire_lock(lock, directory, patience)
-        _check_links(directory)
+        _check_links(directory, more_names)
         yield
     finally:
         if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
@@ -70,19 +71,24 @@ def _acquire_lock(lock: int, directory: Path, patience: float) -> None:
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
-def _check_links(directory: Path) -> None:
+def _check_links(directory: Path, more_names: Container[str]) -> None:
     """Raise ConfigError for a link in a run's directory through which titan would write files elsewhere.
 
-    Links are not files of a run: whoever made a directory that somebody else resumes may have put them there.
+    Whoever made a directory that somebody else resumes may have put it there. Links under other names are a user's own.
     """
     for folder in (directory, *(directory / name for name in WRITTEN_FOLDERS)):
         for entry in os.scandir(folder) if folder.is_dir() and not folder.is_symlink() else ():
-            may_be_link = folder == directory and entry.name in LINKED_FOLDERS
-            if entry.is_symlink() and not may_be_link:
+            is_harmless = folder == directory and not _is_followed(entry.name, more_names)
+            if entry.is_symlink() and not is_harmless:
                 raise ConfigError(
                     f"hydra.run.dir={directory}: {entry.path} is a symbolic link to {os.readlink(entry.path)}, and a "
                     "run would write there; remove it, or replace it by what it links to."
                 )
+
+
+def _is_followed(name: str, more_names: Container[str]) -> bool:
+    """Return whether a run would follow a link of this name in its directory to where it may not write."""
+    return name not in LINKED_FOLDERS and (is_written(name) or name in more_names)
 
 
 def build_write_error(directory: Path, error: OSError) -> ConfigError:

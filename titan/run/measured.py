@@ -24,6 +24,7 @@ from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_records
 from titan.metrics.schema import WARM
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
+from titan.run.recorded_config import complete_config
 from titan.run.run import as_config, flatten_config
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def _build_settings(
     machine: Mapping[str, Any],
     classes: Mapping[str, str],
 ) -> dict[str, str]:
+    config = complete_config(config, layout)
     values = {name: value for name, value in flatten_config(config).items() if not UNTIMED.fullmatch(name)}
     values |= {f"layout.{name}": degree for name, degree in layout.items()}
     values |= {"micro-batches": microbatches, **{f"{axis}.class": name for axis, name in classes.items()}}

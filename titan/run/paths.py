@@ -53,6 +53,11 @@ BEGUN = FILES - {".lock", "compare.html"}
 """What shows that a run has begun in a directory."""
 
 
+def is_written(name: str) -> bool:
+    """Return whether titan writes a file or folder of this name in a run's directory."""
+    return name in FILES or _TEMPORARY.fullmatch(name) is not None
+
+
 def foreign_files(names: Iterable[str]) -> list[str]:
     """Return the names in a directory that no run has made, sorted."""
-    return sorted(name for name in set(names) - FILES if not _TEMPORARY.fullmatch(name))
+    return sorted(name for name in set(names) if not is_written(name))

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from titan.run.attempts import Attempt
 
 
+def list_hydra_folders(run: Run) -> set[str]:
+    """Return the names of the folders of Hydra's own files in a run's directory: `hydra.output_subdir`."""
+    return {file.partition("/")[0] for file in run.hydra}
+
+
 def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
     """Write an attempt's document into run.yaml, after those of `earlier` attempts, and the files beside it.
 
@@ -105,5 +110,5 @@ def clear_attempt(run: Run) -> None:
     directory = Path(run.directory)
     for name in (RUN, ENVIRONMENT):
         (directory / name).unlink(missing_ok=True)
-    for name in ("log", "debug", "profile", *{file.partition("/")[0] for file in run.hydra}):
+    for name in ("log", "debug", "profile", *list_hydra_folders(run)):
         shutil.rmtree(directory / name, ignore_errors=True)

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 LARGE_MODEL = 100_000_000
 """Parameters from which a model is not for tests."""
 SHORT_SHARE = 8
-"""Rows are far shorter than the model's context if they have less than this fraction of its tokens."""
+"""Rows are far shorter than the context before RoPE scaling if they have less than this fraction of its tokens."""
 FEW_TOKENS = 2048
 """Tokens of a GPU in a step below which reading and gathering weights takes longer than computing with them."""
 
 
 def warn_of_small_work(run: Run, planned: bool = False) -> None:
-    """Warn of rows that are far shorter than the model's context, or of a few tokens for each GPU, in one sentence.
+    """Warn of rows that are far shorter than the context before RoPE scaling, or of few tokens for each GPU.
 
     Args:
         run: the run; on a CPU, with a small model, or on one GPU if it is not planned, there is no warning.
@@ -33,7 +33,8 @@ def warn_of_small_work(run: Run, planned: bool = False) -> None:
 
 def describe_small_work(run: Run) -> str:
     """Return what a run has little of, with the settings to change; empty where it has enough."""
-    training, context = run.training, run.model.rope_original
+    training, model = run.training, run.model
+    context = model.rope_original if model.rope_factor != 1 else 0  # without RoPE scaling nothing names the context
     tokens = run.rank_rows * training.seq_len // run.layout.context
     is_short, is_few = SHORT_SHARE * training.seq_len < context, tokens < FEW_TOKENS
     reasons = [f"rows are far shorter than the {context:,} tokens of model.rope_original"] * is_short

@@ -15,6 +15,7 @@ from titan.console.numbers import format_rounded
 from titan.errors import ConfigError
 from titan.run.budget import StepTime, check_steps, count_steps, find_step_time
 from titan.run.run import Run
+from titan.sweep.labels import is_same_value
 from titan.sweep.schema import Sweep
 
 Budget = Literal["tokens", "flops", "time"]
@@ -58,21 +59,12 @@ def find_baseline(varied: Sequence[Sequence[str]], sweep: Sweep) -> int:
     settings = dict(sweep.baseline or {})
     for index, trial in enumerate(varied):
         values = dict(override.lstrip("+").split("=", 1) for override in trial if "=" in override)
-        if all(_is_same_value(values.get(name), value) for name, value in settings.items()):
+        if all(name in values and is_same_value(str(value), values[name]) for name, value in settings.items()):
             return index
     raise ConfigError(
         f"sweep.baseline={format_value(settings)}: no trial has it, and sweep.budget={sweep.budget} is the budget of "
         "the baseline; name settings that the sweep varies."
     )
-
-
-def _is_same_value(typed: str | None, wanted: str) -> bool:
-    if typed is None:
-        return False
-    try:
-        return typed.strip("'\"") == str(wanted) or float(typed) == float(wanted)
-    except ValueError:
-        return False
 
 
 def describe_times(runs: Sequence[Run], varied: Sequence[Sequence[str]], sweep: Sweep) -> list[str]:

@@ -30,6 +30,20 @@ def format_number(text: str) -> str:
     return shorten_exponent(f"{float(text):.{SHOWN_DIGITS}g}") if len(digits) >= LONG else _clean_number(text)
 
 
+def is_same_value(typed: str, existing: str) -> bool:
+    """Return whether two values of a setting are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
+
+    Args:
+        typed: as a user types it, or copies it from a label, whose numbers have few digits.
+        existing: with all digits.
+    """
+    typed, existing = ("".join(text.split()).strip("'\"") for text in (typed, existing))
+    try:
+        return typed == existing or float(typed) in (float(existing), float(format_number(existing)))
+    except ValueError:
+        return typed.lower() == existing.lower() and typed.lower() in ("true", "false")
+
+
 def _clean_number(text: str) -> str:
     """Return the shortest text of a float that has no more digits than a user types; 1.0 and 10.0 stay as they are."""
     short = format_exact(float(text))

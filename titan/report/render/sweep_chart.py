@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from titan.console.numbers import format_log_tick, format_tick, shorten_float
+from titan.console.numbers import format_log_tick, format_tick
 from titan.metrics import svg
 from titan.metrics.svg import Frame, Label
 from titan.report import rank
@@ -182,9 +182,7 @@ def _draw_lines(
 
 
 def _format_other_settings(variant: Variant, name: str) -> str:
-    return " ".join(
-        f"{key.rpartition('.')[2]}={shorten_float(value)}" for key, value in variant.settings.items() if key != name
-    )
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in variant.settings.items() if key != name)
 
 
 def _draw_spot(comparison: Comparison, frame: Frame, spot: SettingSpot) -> str:
