@@ -18,6 +18,8 @@ from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
 from titan.run.run import Run
+from titan.training.replay.request import find_changes
+from titan.training.side_jobs import recompose
 
 SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
 
@@ -130,6 +132,29 @@ def test_the_first_step_that_differs_is_found(
     assert len(seen["weights"]) > 10 and max(seen["weights"].values()) > 1e-4
     assert f"the same step from the weights of {run.directory}" in out and "against=optimizer.lr=0.2" in out
     assert "relative difference of" not in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "other_overrides", "changes"),
+    [
+        (["optimizer.lr=0.1"], ["optimizer.lr=0.2"], ["optimizer.lr=0.2"]),
+        (["precision.matmuls=float8_rowwise", "parallelism=tp"], ["parallelism=fsdp"],
+         ["precision.matmuls=null", "parallelism=fsdp"]),
+        (["precision=fp32", "+model.norm_eps=0.01"], [], ["precision=bf16", "model.norm_eps=1e-5"]),
+        (["training.seed=0", "optimizer.momentum=0.5"], [], []),
+        (["dataset.path=data"], [], ["dataset.path='two words'"]),
+    ],
+    ids=["value", "value-of-the-first", "choice-of-the-first", "equal-or-unknown", "quoted"],
+)  # fmt: skip
+def test_the_advised_replay_has_the_settings_of_the_other_run(
+    overrides: list[str], other_overrides: list[str], changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model": {"norm_eps": 1e-5}, "precision": {"matmuls": None}, "training": {"seed": 0}}
+    other = {"choices": {"precision": "bf16"}, "config": {**config, "dataset": {"path": "two words"}}}
+    first_config = {"model": {"norm_eps": 0.01}, "precision": {"matmuls": "float8_rowwise"}, "training": {"seed": 0}}
+    documents = {"a": {"overrides": overrides, "config": first_config}, "b": {"overrides": other_overrides, **other}}
+    monkeypatch.setattr(recompose, "read_run_attempts", lambda name: [documents[name]])
+    assert find_changes("a", "b") == changes
 
 
 def test_runs_that_agree_have_no_step_to_look_at(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
