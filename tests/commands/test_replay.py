@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.corruption import flip_bit
 from tests.support.matrix import EXACT, MODEL
@@ -19,6 +20,7 @@ from titan.checkpoint import select
 from titan.run.directory import read_attempts
 from titan.run.run import Run
 from titan.training.replay.request import find_changes
+from titan.training.replay.weights import _compute_distance
 from titan.training.side_jobs import recompose
 
 SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
@@ -155,6 +157,25 @@ def test_the_advised_replay_has_the_settings_of_the_other_run(
     documents = {"a": {"overrides": overrides, "config": first_config}, "b": {"overrides": other_overrides, **other}}
     monkeypatch.setattr(recompose, "read_run_attempts", lambda name: [documents[name]])
     assert find_changes("a", "b") == changes
+
+
+@pytest.mark.parametrize(
+    ("values", "other_values", "distance"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([3.0, 5.0], [3.0, 4.0], 0.2),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan, 1.0], [0.0, 1.0], math.inf),
+        ([math.inf, 1.0], [math.inf, 1.0], 0.0),
+        ([math.inf, 1.0], [-math.inf, 1.0], math.inf),
+        ([math.inf, 1.0], [torch.finfo(torch.float32).max, 1.0], math.inf),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_are_not_finite_equal_themselves_only(
+    values: list[float], other_values: list[float], distance: float, dtype: torch.dtype
+) -> None:
+    assert _compute_distance(torch.tensor(values), torch.tensor(other_values, dtype=dtype)) == distance
 
 
 def test_runs_that_agree_have_no_step_to_look_at(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
