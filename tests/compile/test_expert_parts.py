@@ -90,16 +90,38 @@ def test_graphs_are_counted_where_they_run() -> None:
     assert watch.list_missing() == [labels[0], labels[2]]
 
 
-def test_what_should_be_compiled_and_is_not_is_warned_of() -> None:
+def warnings(labels: Sequence[GraphLabel], missing_by_rank: Sequence[Sequence[GraphLabel]], rank: int = 0) -> list[str]:
+    """What a rank whose parts have no graphs warns of, and that its own are what it sends."""
     lines: list[str] = []
+
+    def all_gather_object(missing: Sequence[GraphLabel]) -> Sequence[Sequence[GraphLabel]]:
+        assert missing == missing_by_rank[rank]
+        return missing_by_rank
+
     reporter: Any = SimpleNamespace(
-        show=lambda line: None, warn=lines.append, run=SimpleNamespace(compile=SimpleNamespace(scope="block"))
+        show=lambda line: None,
+        warn=lines.append,
+        run=SimpleNamespace(compile=SimpleNamespace(scope="block")),
+        world=SimpleNamespace(
+            is_rank0=rank == 0, rank_info=SimpleNamespace(rank=rank), all_gather_object=all_gather_object
+        ),
     )
-    RunReporter.report_graphs(reporter, GraphWatch([]))
-    assert lines == []
-    RunReporter.report_graphs(reporter, GraphWatch([GraphLabel("experts", "attention")]))
-    assert len(lines) == 1
-    assert "no graph of experts (attention) ran in the first step" in lines[0]
+    RunReporter.report_graphs(reporter, GraphWatch(labels))
+    return lines
+
+
+def test_what_should_be_compiled_and_is_not_is_warned_of() -> None:
+    assert warnings([], [[]]) == []
+    [line] = warnings([GraphLabel("experts", "attention")], [[GraphLabel("experts", "attention")]])
+    assert "no graph of experts (attention) ran in the first step on rank 0: " in line
+
+
+def test_rank_0_warns_of_what_later_stages_of_a_pipeline_lack() -> None:
+    head, missing = [GraphLabel("head")], [[], [], [GraphLabel("head")], [GraphLabel("head")]]
+    [line] = warnings([], missing)
+    assert "no graph of head ran in the first step on ranks 2, 3: " in line
+    assert warnings([], missing, rank=1) == []
+    assert warnings(head, missing, rank=2) == [line]
 
 
 def test_graphs_of_different_parts_are_not_shared() -> None:
