@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.corruption import flip_bit
 from tests.support.matrix import EXACT, MODEL
@@ -18,6 +19,9 @@ from titan import replay
 from titan.checkpoint import select
 from titan.run.directory import read_attempts
 from titan.run.run import Run
+from titan.training.replay.request import find_changes
+from titan.training.replay.weights import _compute_distance
+from titan.training.side_jobs import recompose
 
 SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
 
@@ -130,6 +134,48 @@ def test_the_first_step_that_differs_is_found(
     assert len(seen["weights"]) > 10 and max(seen["weights"].values()) > 1e-4
     assert f"the same step from the weights of {run.directory}" in out and "against=optimizer.lr=0.2" in out
     assert "relative difference of" not in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "other_overrides", "changes"),
+    [
+        (["optimizer.lr=0.1"], ["optimizer.lr=0.2"], ["optimizer.lr=0.2"]),
+        (["precision.matmuls=float8_rowwise", "parallelism=tp"], ["parallelism=fsdp"],
+         ["precision.matmuls=null", "parallelism=fsdp"]),
+        (["precision=fp32", "+model.norm_eps=0.01"], [], ["precision=bf16", "model.norm_eps=1e-5"]),
+        (["training.seed=0", "optimizer.momentum=0.5"], [], []),
+        (["dataset.path=data"], [], ["dataset.path='two words'"]),
+    ],
+    ids=["value", "value-of-the-first", "choice-of-the-first", "equal-or-unknown", "quoted"],
+)  # fmt: skip
+def test_the_advised_replay_has_the_settings_of_the_other_run(
+    overrides: list[str], other_overrides: list[str], changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model": {"norm_eps": 1e-5}, "precision": {"matmuls": None}, "training": {"seed": 0}}
+    other = {"choices": {"precision": "bf16"}, "config": {**config, "dataset": {"path": "two words"}}}
+    first_config = {"model": {"norm_eps": 0.01}, "precision": {"matmuls": "float8_rowwise"}, "training": {"seed": 0}}
+    documents = {"a": {"overrides": overrides, "config": first_config}, "b": {"overrides": other_overrides, **other}}
+    monkeypatch.setattr(recompose, "read_run_attempts", lambda name: [documents[name]])
+    assert find_changes("a", "b") == changes
+
+
+@pytest.mark.parametrize(
+    ("values", "other_values", "distance"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([3.0, 5.0], [3.0, 4.0], 0.2),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan, 1.0], [0.0, 1.0], math.inf),
+        ([math.inf, 1.0], [math.inf, 1.0], 0.0),
+        ([math.inf, 1.0], [-math.inf, 1.0], math.inf),
+        ([math.inf, 1.0], [torch.finfo(torch.float32).max, 1.0], math.inf),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_are_not_finite_equal_themselves_only(
+    values: list[float], other_values: list[float], distance: float, dtype: torch.dtype
+) -> None:
+    assert _compute_distance(torch.tensor(values), torch.tensor(other_values, dtype=dtype)) == distance
 
 
 def test_runs_that_agree_have_no_step_to_look_at(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,18 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support.matrix_experts import LAYOUTS, MODELS, skew_routers
 from tests.support.ranks import run_ranks
 from tests.support.runs import compose_tiny_run, compute_difference
 from tests.support.tiers import full
 from titan.cluster.rank_info import RankInfo
-from titan.compile.backend import ConfiguredBackend
-from titan.compile.graphs import GraphLabel, GraphWatch, count_calls
+from titan.compile.backend import compile_stage
+from titan.compile.graphs import GraphLabel, GraphWatch, count_calls, label_calls
+from titan.compile.schema import Compile
+from titan.model.layers import FeedForward
+from titan.model.parts import Part
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
@@ -81,7 +85,7 @@ def test_every_part_is_one_graph_and_computes_the_same(
 
 def test_graphs_are_counted_where_they_run() -> None:
     labels = [GraphLabel("dense"), GraphLabel("experts", "router"), GraphLabel("experts", "attention")]
-    graphs = [count_calls(label, lambda x: x + 1) for label in (labels[0], labels[1], labels[1])]
+    graphs = [label_calls(label, count_calls(lambda x: x + 1)) for label in (labels[0], labels[1], labels[1])]
     assert graphs[0](1) == 2
     watch = GraphWatch([*labels, *labels])
     assert [graph(1) for graph in (*graphs[1:], *graphs[1:])] == [2] * 4
@@ -90,18 +94,55 @@ def test_graphs_are_counted_where_they_run() -> None:
     assert watch.list_missing() == [labels[0], labels[2]]
 
 
-def test_what_should_be_compiled_and_is_not_is_warned_of() -> None:
+def warnings(labels: Sequence[GraphLabel], missing_by_rank: Sequence[Sequence[GraphLabel]], rank: int = 0) -> list[str]:
+    """What a rank whose parts have no graphs warns of, and that its own are what it sends."""
     lines: list[str] = []
+
+    def all_gather_object(missing: Sequence[GraphLabel]) -> Sequence[Sequence[GraphLabel]]:
+        assert missing == missing_by_rank[rank]
+        return missing_by_rank
+
     reporter: Any = SimpleNamespace(
-        show=lambda line: None, warn=lines.append, run=SimpleNamespace(compile=SimpleNamespace(scope="block"))
+        show=lambda line: None,
+        warn=lines.append,
+        run=SimpleNamespace(compile=SimpleNamespace(scope="block")),
+        world=SimpleNamespace(
+            is_rank0=rank == 0, rank_info=SimpleNamespace(rank=rank), all_gather_object=all_gather_object
+        ),
     )
-    RunReporter.report_graphs(reporter, GraphWatch([]))
-    assert lines == []
-    RunReporter.report_graphs(reporter, GraphWatch([GraphLabel("experts", "attention")]))
-    assert len(lines) == 1
-    assert "no graph of experts (attention) ran in the first step" in lines[0]
+    RunReporter.report_graphs(reporter, GraphWatch(labels))
+    return lines
 
 
-def test_graphs_of_different_parts_are_not_shared() -> None:
-    assert ConfiguredBackend("eager") == ConfiguredBackend("eager")
-    assert ConfiguredBackend("eager") != ConfiguredBackend("eager", label=GraphLabel("", "attention"))
+def test_what_should_be_compiled_and_is_not_is_warned_of() -> None:
+    assert warnings([], [[]]) == []
+    [line] = warnings([GraphLabel("experts", "attention")], [[GraphLabel("experts", "attention")]])
+    assert "no graph of experts (attention) ran in the first step on rank 0: " in line
+
+
+def test_rank_0_warns_of_what_later_stages_of_a_pipeline_lack() -> None:
+    head, missing = [GraphLabel("head")], [[], [], [GraphLabel("head")], [GraphLabel("head")]]
+    [line] = warnings([], missing)
+    assert "no graph of head ran in the first step on ranks 2, 3: " in line
+    assert warnings([], missing, rank=1) == []
+    assert warnings(head, missing, rank=2) == [line]
+
+
+KINDS = 10
+"""More than the graphs of one function that torch compiles."""
+
+
+def test_blocks_of_different_kinds_share_the_graphs_of_equal_parts() -> None:
+    torch._dynamo.reset()
+    blocks = [torch.nn.Sequential(FeedForward(4, 4), FeedForward(4, 4)) for _ in range(KINDS)]
+    parts = [[Part(block[0], name="router"), Part(block[1], name="experts")] for block in blocks]
+    config = SimpleNamespace(kind=lambda layer: f"kind {layer}")
+    model = SimpleNamespace(layers={str(layer): block for layer, block in enumerate(blocks)}, config=config, head=None)
+    labels = compile_stage(SimpleNamespace(model=model), Compile("block", "eager"), parts=parts)
+    watch, before = GraphWatch(labels), counters["stats"]["unique_graphs"]
+    for block in blocks[:-1]:
+        block(torch.ones(2, 4))
+    assert counters["stats"]["unique_graphs"] - before == 2  # the input of the second requires gradients
+    missing = [GraphLabel(f"kind {KINDS - 1}", name) for name in ("router", "experts")]
+    assert watch.count_graphs() == {label: int(label not in missing) for label in labels}
+    assert len(labels) == 2 * KINDS and watch.list_missing() == missing

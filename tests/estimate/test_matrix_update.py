@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.estimate.test_step_time import composed_run, speeds
-from titan.estimate import matrix_update
+from titan.estimate import matrix_update, memory
 from titan.estimate.matrix_update import MatrixShape
 from titan.estimate.operations import estimate_matmul
 from titan.estimate.step_time import StepModel
@@ -77,3 +79,24 @@ def test_experts_are_updated_where_they_are() -> None:
         for degree in (1, 8)
     }
     assert seconds[8] == pytest.approx(seconds[1], rel=0.2)  # 16 ranks have 8 of the 128 experts either way
+
+
+def optimizer_bytes(device: str, newton_schulz: str) -> float:
+    """What the optimizer has in memory during its step."""
+    run = composed_run("fsdp", "optimizer=muon", f"optimizer.newton_schulz={newton_schulz}")
+    *_, (_, phases) = memory.iterate_step_phases(run, run.layout, run.microbatches, 0, device)
+    return next(usage.parts["optimizer"] for usage in phases if usage.phase == "optimizer step")
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", "bf16"), ("cpu", "fp32")])
+def test_memory_is_estimated_in_the_type_that_the_device_computes_in(device: str, chosen: str) -> None:
+    assert optimizer_bytes(device, "auto") == optimizer_bytes(device, chosen)
+    assert optimizer_bytes(device, "bf16") < optimizer_bytes(device, "fp32")
+
+
+def test_muon_computes_in_the_type_that_is_estimated() -> None:
+    optimizer: Any = Muon().build([("layers.0.attention.wq.weight", torch.nn.Parameter(torch.ones(2, 2)))])
+    for device, dtype in {"cuda": torch.bfloat16, "cpu": torch.float32, "mps": torch.float32}.items():
+        parameter: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+        assert optimizer._choose_dtype(parameter) == dtype
+        assert Muon().choose_matrix_bytes(device) == dtype.itemsize

@@ -99,6 +99,32 @@ class Strict(Costed):
         raise RuntimeError("needs a GPU")
 
 
+class Counting(Costed):
+    """Takes indices of keys for positions of queries: raises for some queries of a row."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Tensor:
+        distance = torch.arange(k.shape[2])[:, None] - tokens.keys.positions[..., None, :]
+        return attend(q, k, v, (-0.5 * distance[:, None]).masked_fill(~tokens.find_visible(), -torch.inf))
+
+
+class FourHeads(Costed):
+    """Has a slope for each of four heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs) -> Tensor:
+        distance = tokens.queries.positions[..., None] - tokens.keys.positions[..., None, :]
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+        return attend(q, k, v, (-slopes * distance[:, None]).masked_fill(~tokens.find_visible(), -torch.inf))
+
+
+class Unchunked(LinearCore):
+    """Computes chunks of at least four tokens only."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: CoreInputs, state: State | None = None) -> Any:
+        if q.shape[2] < 4:
+            raise ValueError
+        return super().attend(q, k, v, tokens, state)
+
+
 class Sloped(Costed):
     """Has a bias by distance (arXiv:2108.12409), with a buffer."""
 
@@ -135,6 +161,8 @@ def check(core: type[nn.Module], **degrees: int) -> None:
         (FirstRow, "other results for rows of different lengths"),
         (Shaped, "returns [1, 12, 4, 8] for queries of [1, 4, 12, 8]"),
         (Dropping, "gives other results for the same tokens"),
+        (Counting, "raises RuntimeError for some queries of a row (The size of tensor "),
+        (Unchunked, "raises ValueError for a row in chunks; return the state of all earlier tokens, or"),
         (Forgetting, "other results for a row in chunks"),
         (Sloped, "nothing sets the values of the buffer layers.0.attention.core.slopes"),
         (Attribute, "the tensor slopes of layers.0.attention.core is neither a parameter nor a buffer"),
@@ -151,6 +179,12 @@ def test_heads_that_need_others_are_rejected_where_ranks_have_some() -> None:
     check(Mixing)
     with pytest.raises(ConfigError, match=r"some of the heads by themselves; give parallelism\.tensor=1"):
         check(Mixing, tensor=2)
+
+
+def test_heads_that_raise_without_others_are_rejected_where_ranks_have_some() -> None:
+    check(FourHeads)
+    with pytest.raises(ConfigError, match=r"FourHeads of layers\.0 raises RuntimeError for some of the heads .*=1"):
+        check(FourHeads, tensor=2)
 
 
 @pytest.mark.parametrize("core", [*CORES.values(), WholeMean, Strict], ids=lambda core: core.__name__)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan.model.experts import MixtureOfExperts, MoeBlock
+from titan.model.layers import RMSNorm
 from titan.model.parts import Part, is_one_part, list_parts
 from titan.model.schema_deepseek import DeepseekV3
 from titan.model.schema_moe import Qwen3Moe
@@ -25,6 +26,18 @@ class OtherBlock(MoeBlock):
 
     def forward(self, x: Any, cos: Any, sin: Any, mask: Any = None, valid: Any = None) -> Any:
         return self.feed_forward(self.attention(self.attention_norm(x), cos, sin, mask), valid)[0]
+
+
+class SandwichBlock(MoeBlock):
+    """A block with one more norm in `attend`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.post_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def attend(self, x: Any, cos: Any, sin: Any, mask: Any = None) -> Any:
+        x = x + self.post_norm(self.attention(self.attention_norm(x), cos, sin, mask))
+        return x, self.ffn_norm(x)
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -49,6 +62,13 @@ EXPERTS = ["attention", "feed_forward.router", "feed_forward.experts"]
             "",
             ["attention_norm", "attention", "ffn_norm", *EXPERTS[1:]],
             id="another-forward",
+        ),
+        pytest.param(
+            SandwichBlock(QWEN),
+            is_mixture,
+            "",
+            ["attention_norm", "attention", "ffn_norm", *EXPERTS[1:], "post_norm"],
+            id="another-attend",
         ),
         pytest.param(
             block_of(DEEPSEEK), is_mixture, "feed_forward", ["attention", "feed_forward"], id="hooks-of-feed-forward"

@@ -9,12 +9,11 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from titan.compile.graphs import WHOLE, GraphLabel, count_calls
+from titan.compile.graphs import GraphLabel, count_calls, label_calls
 from titan.compile.schema import Compile
 from titan.model.experts import Experts
 from titan.model.parts import Part, is_one_part
@@ -31,13 +30,11 @@ class ConfiguredBackend:
         name: torch's backend.
         share: activation memory budget, see `titan.memory.schema.Memory.share`.
         keep_buffers: whether backward leaves saved activations intact for a second backward pass.
-        label: what the graphs are of; their calls are counted by it.
     """
 
     name: str
     share: float | None = None
     keep_buffers: bool = False
-    label: GraphLabel = WHOLE
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
         """Compile a graph with the settings."""
@@ -50,7 +47,7 @@ class ConfiguredBackend:
             if self.keep_buffers:
                 stack.enter_context(_without_donated_buffers())
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
-        return count_calls(self.label, compiled)
+        return count_calls(compiled)
 
 
 @contextmanager
@@ -148,22 +145,22 @@ def compile_stage(
     backend = ConfiguredBackend(settings.backend, share, keep_buffers)
     blocks = [[Part(block)] for block in stage.model.blocks()] if parts is None else parts
     if settings.scope == "model" and all(map(is_one_part, blocks)):
-        labelled = replace(backend, label=GraphLabel("model"))
-        stage.compile(backend=labelled, fullgraph=fullgraph, **_isolate_recompiles())
-        return [labelled.label]
+        label = GraphLabel("model")
+        _compile_module(stage, label, backend=backend, fullgraph=fullgraph, **_isolate_recompiles())
+        return [label]
     labels = []
     for number, block_parts in zip(stage.model.layers, blocks, strict=True):
         kind = stage.model.config.kind(int(number))
         labels += [GraphLabel(kind, part.name) for part in block_parts] or [GraphLabel(kind)]
         for part in block_parts:
-            _compile_part(part, replace(backend, label=GraphLabel(kind, part.name)), fullgraph_blocks)
+            _compile_part(part, GraphLabel(kind, part.name), backend, fullgraph_blocks)
     if stage.model.head is not None:
         labels.append(GraphLabel("head"))
-        stage.model.head.compile(backend=replace(backend, share=None, label=labels[-1]), fullgraph=True)
+        _compile_module(stage.model.head, labels[-1], backend=replace(backend, share=None), fullgraph=True)
     return labels
 
 
-def _compile_part(part: Part, backend: ConfiguredBackend, fullgraph: bool) -> None:
+def _compile_part(part: Part, label: GraphLabel, backend: ConfiguredBackend, fullgraph: bool) -> None:
     """Compile a part of a block.
 
     Experts get another number of rows in each call, which the 8-bit kernels of other libraries may not let torch trace.
@@ -172,9 +169,15 @@ def _compile_part(part: Part, backend: ConfiguredBackend, fullgraph: bool) -> No
     if isinstance(part.module, Experts) and part.name:
         options |= {"dynamic": True, "fullgraph": False}
     if part.method == "forward":
-        part.module.compile(**options)
+        _compile_module(part.module, label, **options)
     else:
-        part.replace(partial(torch.compile, **options))
+        part.replace(lambda method: label_calls(label, torch.compile(method, **options)))
+
+
+def _compile_module(module: Any, label: GraphLabel, **options: Any) -> None:
+    """Compile the calls of a module in place."""
+    module.compile(**options)
+    module._compiled_call_impl = label_calls(label, module._compiled_call_impl)
 
 
 def _isolate_recompiles() -> dict[str, bool]:

@@ -1,13 +1,15 @@
-"""Which parts of a model ran as compiled graphs, by the backend that compiled them.
+"""Which parts of a model ran as compiled graphs, by calls of the graphs while a part runs.
 
-torch shares graphs between equal blocks, stages and builds of a process, so the calls of graphs are counted for the
-whole process too; `GraphWatch` compares the counts before and after a step.
+torch shares graphs between equal parts, blocks, stages and builds of a process, so the calls of graphs are counted for
+the whole process too; `GraphWatch` compares the counts before and after a step. The calls are counted by the part that
+runs, and not by the part that a graph was compiled for: a backend for each part would keep torch from sharing them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -32,14 +34,29 @@ class GraphLabel(NamedTuple):
 
 
 WHOLE = GraphLabel()
+_RUNNING: ContextVar[GraphLabel] = ContextVar("running", default=WHOLE)
+"""What runs in this thread."""
 
 
-def count_calls(label: GraphLabel, graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a new graph's function that counts its calls."""
-    key = label, next(_NUMBERS)
+def label_calls(label: GraphLabel, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose graphs are counted by what it is."""
+
+    def call_labelled(*args: Any, **kwargs: Any) -> Any:
+        token = _RUNNING.set(label)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    return call_labelled
+
+
+def count_calls(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a new graph's function that counts its calls by what runs."""
+    number = next(_NUMBERS)
 
     def call_graph(*args: Any) -> Any:
-        _CALLS[key] += 1
+        _CALLS[_RUNNING.get(), number] += 1
         return graph(*args)
 
     return call_graph

@@ -98,4 +98,4 @@ def _estimate_experts(rank: RankWork, experts: Mapping[ExpertMatrices, int]) -> 
 
 def _choose_element_bytes(rank: RankWork) -> int:
     """Return the bytes of an element in the type that the optimizer computes with whole matrices in."""
-    return rank.recipe.optimizer.choose_matrix_bytes(on_cpu=rank.speeds.synchronous)
+    return rank.recipe.optimizer.choose_matrix_bytes("cpu" if rank.speeds.synchronous else "cuda")

@@ -488,6 +488,6 @@ class _RankMemory(RankSizes):
 
     def _estimate_optimizer_step(self) -> Usage:
         matrix = find_largest_matrix(self.recipe.model)
-        working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards))
+        working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards), self.device)
         gradients = self._count_gradient_bytes(self.elements, True)
         return self._estimate_base().add_parts("optimizer step", gradients=gradients, optimizer=working)

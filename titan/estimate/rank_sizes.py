@@ -154,7 +154,7 @@ class RankSizes:
         stages: Mapping[int, StageBlocks],
     ) -> None:
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
-        self.exchange_copies = 2 if device == "cpu" else 1
+        self.device, self.exchange_copies = device, 2 if device == "cpu" else 1
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(count_rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)

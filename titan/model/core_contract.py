@@ -1,14 +1,14 @@
 """Whether attention of one's own does what its class states (`titan.model.core`), on one row of random numbers.
 
 Techniques rely on it: they give a core some of a row's queries, some of its heads, or its chunks one after another. A
-core that indexes where it must compare positions would be another function there, without an error. What can't be
-computed on a CPU in float32 is not judged.
+core that indexes where it must compare positions would be another function there, without an error. A core that can't
+compute the whole row on a CPU in float32 is not judged.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -42,12 +42,13 @@ def find_core_error(core: AttentionCore, heads: int, kv_heads: int, width: int, 
         width: d.
         tensor: the degree of tensor parallelism.
     """
-    try:
-        row = Row(core, heads, kv_heads, width)
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
-            return next(_find_errors(row, tensor), None)
-    except Exception:
-        return None
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        try:
+            row = Row(core, heads, kv_heads, width)
+            out = row.attend_all()
+        except Exception:  # such as a kernel that only a GPU has; what fails later depends on what the core gets
+            return None
+        return next(_find_errors(row, out, tensor), None)
 
 
 class Row:
@@ -86,31 +87,83 @@ class Row:
         return out
 
 
-def _find_errors(row: Row, tensor: int) -> Iterator[str]:
-    out = row.attend_all()
+def _find_errors(row: Row, out: Any, tensor: int) -> Iterator[str]:
+    """Yield how a core differs from what its class states; `out` is what all queries of the row get."""
     if not isinstance(out, Tensor) or out.shape != row.q.shape:
         returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         yield f"returns {returned} for queries of {list(row.q.shape)}; return a tensor of their shape"
         return
-    if _differs(out, row.attend_all()):
-        yield "gives other results for the same tokens, and titan seeds no randomness of a step; leave it out"
-    if _differs(out[:, :, :-1], row.attend_without(FIRST + SECOND - 1)[:, :, :-1]):
-        yield "lets a token see later ones; attend to tokens.find_visible() only"
-    if _differs(out[:, :, FIRST:], row.attend_without(FIRST - 1)[:, :, FIRST:]):
-        yield "lets a token see another document; attend to tokens.find_visible() only"
+    yield from _find_row_errors(row, out)
     if isinstance(row.core, KeyValueCore):
         yield from _find_part_errors(row, out)
     if isinstance(row.core, RecurrentCore):
         yield from _find_state_errors(row, out)
-    if tensor > 1 and _differs(out[:, : out.shape[1] // tensor], _attend_with_first_heads(row, tensor)):
-        yield "computes other results for some of the heads by themselves; give parallelism.tensor=1"
+    if tensor > 1 and row.q.shape[1] % tensor == row.k.shape[1] % tensor == 0:  # others are rejected with the layout
+        yield from _find_error(
+            lambda: _differs(out[:, : out.shape[1] // tensor], _attend_with_first_heads(row, tensor)),
+            "for some of the heads by themselves",
+            "give parallelism.tensor=1",
+        )
+
+
+def _find_error(differs: Callable[[], bool], case: str, way_out: str, difference: str = "") -> Iterator[str]:
+    """Yield what differs in a case, or which error the core raises there.
+
+    Args:
+        differs: calls the core, and returns whether the results are others than those of the row.
+        case: what the core gets.
+        way_out: what to change.
+        difference: what is wrong where they differ; empty: the results.
+    """
+    try:
+        found = (difference or f"computes other results {case}") if differs() else ""
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        found = f"raises {type(error).__name__} {case}{f' ({message})' if message else ''}"
+    if found:
+        yield f"{found}; {way_out}"
+
+
+def _find_row_errors(row: Row, out: Tensor) -> Iterator[str]:
+    """Yield what differs where a core gets the whole row again, and with another key and value."""
+    yield from _find_error(
+        lambda: _differs(out, row.attend_all()),
+        "for the same tokens again",
+        "leave out what is random: titan seeds no randomness of a step",
+        "gives other results for the same tokens",
+    )
+    last = FIRST + SECOND - 1
+    yield from _find_error(
+        lambda: _differs(out[:, :, :last], row.attend_without(last)[:, :, :last]),
+        "for another key and value of the last token",
+        "attend to tokens.find_visible() only",
+        "lets a token see later ones",
+    )
+    yield from _find_error(
+        lambda: _differs(out[:, :, FIRST:], row.attend_without(FIRST - 1)[:, :, FIRST:]),
+        "for another key and value of a token",
+        "attend to tokens.find_visible() only",
+        "lets a token see another document",
+    )
 
 
 def _find_part_errors(row: Row, out: Tensor) -> Iterator[str]:
     """Yield what differs where a core gets some queries of a row, or a query of each of two rows."""
     some = DocumentTokens(*(x[:, QUERIES] for x in row.tokens))
-    if _differs(out[:, :, QUERIES], row.attend(row.q[:, :, QUERIES], row.k, row.v, some, row.tokens)):
-        yield f"computes other results for some queries of a row; compare positions and not indices, or {WHOLE}"
+    yield from _find_error(
+        lambda: _differs(out[:, :, QUERIES], row.attend(row.q[:, :, QUERIES], row.k, row.v, some, row.tokens)),
+        "for some queries of a row",
+        f"compare positions and not indices, or {WHOLE}",
+    )
+    yield from _find_error(
+        lambda: _differs(*_attend_to_cache(row)),
+        "for rows of different lengths",
+        f"use the positions of each row, or {WHOLE}",
+    )
+
+
+def _attend_to_cache(row: Row) -> tuple[Tensor, Tensor]:
+    """Return what the last queries of two rows get from all of the row, and from a cache with both rows."""
     columns = torch.arange(FIRST + SECOND)[None]
     keys = DocumentTokens(torch.zeros_like(columns), columns)
     last = torch.tensor(LENGTHS)[:, None] - 1
@@ -118,15 +171,17 @@ def _find_part_errors(row: Row, out: Tensor) -> Iterator[str]:
     k, v = (x.repeat(len(LENGTHS), 1, 1, 1) for x in (row.k, row.v))
     cached = row.attend(queries, k, v, DocumentTokens(torch.zeros_like(last), last), keys)
     whole = row.attend(row.q, row.k, row.v, keys, keys)
-    if _differs(torch.cat([whole[:, :, length - 1 : length] for length in LENGTHS]), cached):
-        yield f"computes other results for rows of different lengths; use the positions of each row, or {WHOLE}"
+    return torch.cat([whole[:, :, length - 1 : length] for length in LENGTHS]), cached
 
 
 def _find_state_errors(row: Row, out: Tensor) -> Iterator[str]:
     """Yield what differs where a core gets a row in chunks, in documents and between them."""
     for cuts in CHUNKS:
-        if _differs(out, _attend_in_chunks(row, cuts)):
-            yield f"computes other results for a row in chunks; return the state of all earlier tokens, or {WHOLE}"
+        yield from _find_error(
+            lambda cuts=cuts: _differs(out, _attend_in_chunks(row, cuts)),  # type: ignore[misc]
+            "for a row in chunks",
+            f"return the state of all earlier tokens, or {WHOLE}",
+        )
 
 
 def _attend_in_chunks(row: Row, cuts: tuple[int, ...]) -> Tensor:

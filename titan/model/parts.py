@@ -80,6 +80,7 @@ def _fits_graph(module: nn.Module, breaks: ModuleTest, has_hooks: ModuleTest) ->
 
 
 def _list_attention_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of `Block.attend`; none of a module whose forward pass is not known to call it."""
-    calls_attend = type(module).forward in (Block.forward, MoeBlock.forward)
+    """Return the modules of `Block.attend`; none of a module that overrides it, or is not known to call it."""
+    kind: Any = type(module)
+    calls_attend = kind.forward in (Block.forward, MoeBlock.forward) and kind.attend is Block.attend
     return [module.attention_norm, module.attention, module.ffn_norm] if calls_attend else []  # type: ignore[list-item]

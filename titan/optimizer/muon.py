@@ -92,8 +92,8 @@ class MuonWithAdamW(mixed_precision.MixedPrecisionAdamW):
     def _choose_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the type of Newton-Schulz; offloaded weights are orthogonalised on their mesh's device."""
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
-        auto = torch.bfloat16 if device == "cuda" else torch.float32
-        return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.newton_schulz]
+        name = schema.choose_newton_schulz(self.settings.newton_schulz, device)
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
     def _apply_update(self, matrix: Matrix, part: Tensor) -> None:
         """Decay the local shard of a matrix and add its orthogonalised direction; round once."""

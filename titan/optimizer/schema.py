@@ -94,12 +94,13 @@ class Optimizer:
         words += [f"groups {', '.join(self.groups)}"] if self.groups else []
         return "; ".join(words)
 
-    def working_bytes(self, matrix: int, elements: int) -> int:
+    def working_bytes(self, matrix: int, elements: int, device: str) -> int:
         """Return the bytes of temporary tensors of an update.
 
         Args:
             matrix: elements of the largest matrix before sharding.
             elements: weight elements of the rank.
+            device: "cuda" or "cpu", where the update is computed.
         """
         return 4 * elements if getattr(self, "implementation", "fused") == "foreach" else 0
 
@@ -115,8 +116,8 @@ class Optimizer:
         """
         return []
 
-    def choose_matrix_bytes(self, on_cpu: bool) -> int:
-        """Return the bytes per element of a whole matrix where `list_matrix_products` names products."""
+    def choose_matrix_bytes(self, device: str) -> int:
+        """Return the bytes per element of a whole matrix on a device where `list_matrix_products` names products."""
         return 4
 
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
@@ -270,22 +271,29 @@ class Muon(AdamW):
         """Return also which parameters each algorithm updates."""
         return "; ".join(filter(None, ["muon for the blocks' matrices, adamw for the rest", super().describe()]))
 
-    def working_bytes(self, matrix: int, elements: int) -> int:
+    def working_bytes(self, matrix: int, elements: int, device: str) -> int:
         """Return the bytes of a Newton-Schulz iteration: five matrices, the gathered one and the broadcast one."""
-        return 7 * matrix * (4 if self.newton_schulz == "fp32" else 2)
+        return 7 * matrix * self.choose_matrix_bytes(device)
 
     def list_matrix_products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
         """Return the three products of each iteration, with the smaller side as rows; see `titan.optimizer.muon`."""
         small, large = sorted((rows, columns))
         return [(small, small, large), (small, small, small), (small, large, small)] * self.iterations
 
-    def choose_matrix_bytes(self, on_cpu: bool) -> int:
+    def choose_matrix_bytes(self, device: str) -> int:
         """Return the bytes per element of the Newton-Schulz iterations."""
-        return {"auto": 4 if on_cpu else 2, "fp32": 4, "bf16": 2}[self.newton_schulz]
+        return {"fp32": 4, "bf16": 2}[choose_newton_schulz(self.newton_schulz, device)]
 
     def state_bytes(self, matrices: int, other_parameters: int, weight_bytes: int = 4) -> int:
         """Return the bytes of one momentum for matrices and two moments for others; see `Optimizer.state_bytes`."""
         return self.moment_bytes(weight_bytes) * (matrices + 2 * other_parameters)
+
+
+def choose_newton_schulz(newton_schulz: Type, device: str) -> Literal["fp32", "bf16"]:
+    """Return the type of the Newton-Schulz iterations on a device, such as "cuda" or "cpu"."""
+    if newton_schulz == "auto":
+        return "bf16" if device == "cuda" else "fp32"
+    return newton_schulz
 
 
 def select_kernels(implementation: Implementation) -> dict[str, bool]:

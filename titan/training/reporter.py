@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from titan.compile.graphs import GraphWatch
 from titan.console.progress import Progress
 from titan.dataset.mixture import RowMixture
 from titan.debug.activity import FINISHING
+from titan.debug.diagnosis import format_ranks
 from titan.files.atomic import write_atomic
 from titan.hooks.calls import Hooks
 from titan.metrics.recorder import Recorder, peak_memory_gib
@@ -98,14 +100,19 @@ class RunReporter:
             self.recorder = metrics_setup.build_recorder(self.run, self.attempt, self.warn, mix)
 
     def report_graphs(self, graphs: GraphWatch) -> None:
-        """Report which compiled graphs ran in the first step."""
+        """Report which compiled graphs ran in the first step; rank 0 also warns of what the other ranks lack."""
+        if self.run.compile.scope == "off":
+            return
         if graphs.labels:
             self.show(f"compiled graphs: {graphs.describe()}")
-        for label in graphs.list_missing():
-            self.warn(
-                f"compile={self.run.compile.scope}: no graph of {label} ran in the first step: torch could not compile "
-                "it; TORCH_LOGS=graph_breaks shows why."
-            )
+        missing_by_rank = self.world.all_gather_object(graphs.list_missing())
+        for label in dict.fromkeys(chain.from_iterable(missing_by_rank)):
+            ranks = [rank for rank, missing in enumerate(missing_by_rank) if label in missing]
+            if self.world.is_rank0 or self.world.rank_info.rank in ranks:
+                self.warn(
+                    f"compile={self.run.compile.scope}: no graph of {label} ran in the first step on "
+                    f"{format_ranks(ranks)}: torch could not compile it; TORCH_LOGS=graph_breaks shows why."
+                )
 
     def report_step(
         self, result: StepResult, cause: str, poll_saves: Callable[[], Sequence[Mapping[str, Any]]]

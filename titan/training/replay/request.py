@@ -8,13 +8,13 @@ runs on one device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.manifest import Manifest, folder_of
 from titan.config.arguments import operand
-from titan.config.settings import setting
+from titan.config.settings import format_value, setting
 from titan.console.numbers import format_plural
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
@@ -22,6 +22,7 @@ from titan.errors import ConfigError
 from titan.evaluation.schema import Evaluation
 from titan.run import identity
 from titan.run.attempts import Attempt
+from titan.run.command_line import quote_value
 from titan.run.lineage import count_rows_read, find_parent
 from titan.run.run import Run
 from titan.training.side_jobs import recompose
@@ -136,11 +137,42 @@ def find_changes(name: str, other: str) -> list[str]:
         [o for o in d.get("overrides") or () if not o.lstrip("+").startswith(EXCLUDED_OVERRIDES)]
         for d in (document, other_document)
     )
+    other_keys = {_parse_key(o) for o in other_overrides}
+    keys = dict.fromkeys(key for key in map(_parse_key, overrides) if key not in other_keys)
     changes = [o for o in other_overrides if o not in overrides]
-    keys = [o.partition("=")[0] for o in other_overrides]
+    return [*_list_values(list(keys), document, other_document), *changes]
+
+
+def _parse_key(override: str) -> str:
+    """Return the group or the setting that an override names."""
+    return override.partition("=")[0].lstrip("+")
+
+
+def _list_values(keys: Sequence[str], document: Mapping[str, Any], other_document: Mapping[str, Any]) -> list[str]:
+    """Return the overrides that give settings the other run's choices and values, where these differ.
+
+    Args:
+        keys: of overrides that only the first run has.
+        document: of the first run in run.yaml.
+        other_document: of the other run.
+    """
     choices = other_document.get("choices") or {}
-    missing = [key for key in (o.partition("=")[0] for o in overrides) if key not in keys and key in choices]
-    return [*(f"{key}={choices[key]}" for key in missing), *changes]
+    chosen = [f"{key}={choices[key]}" for key in keys if key in choices]
+    values = {key: _find_value(other_document["config"], key) for key in keys if key not in choices}
+    differing = [key for key, v in values.items() if v not in (MISSING, _find_value(document["config"], key))]
+    return chosen + [f"{key}={_format_override(values[key])}" for key in differing]
+
+
+def _find_value(config: Mapping[str, Any], key: str) -> Any:
+    """Return the resolved value of a setting by its dotted name; MISSING where the run has no such setting."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+    return value
+
+
+def _format_override(value: Any) -> str:
+    return quote_value(value) if isinstance(value, str) else format_value(value)
 
 
 def _select_checkpoint(

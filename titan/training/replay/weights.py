@@ -45,8 +45,14 @@ def compare_weights(folder: Path, other_folder: Path) -> list[WeightDifference]:
 def _compute_distance(a: Tensor, b: Tensor) -> float:
     distance, size = _compute_norm(a, b), _compute_norm(b) or _compute_norm(a)
     if not math.isfinite(distance):
-        return 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else math.inf
+        return 0.0 if _are_equal(a, b) else math.inf
     return distance / size if size else 0.0
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have equal elements, where NaN equals NaN; compared part by part."""
+    parts = zip(torch.split(a.flatten(), CHUNK), torch.split(b.flatten(), CHUNK), strict=True)
+    return all(bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in parts)
 
 
 def _compute_norm(a: Tensor, b: Tensor | None = None) -> float:
