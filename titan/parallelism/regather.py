@@ -83,7 +83,8 @@ class _GatherTwice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        collectives.all_gather(*ctx.saved_tensors, SEQUENCE_DIM, ctx.group)
+        (x,) = ctx.saved_tensors
+        collectives.all_gather(x, SEQUENCE_DIM, ctx.group)
         return collectives.reduce_scatter(grads[0], SEQUENCE_DIM, ctx.group), None
 
 

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from titan.config.settings import format_value
 from titan.console.numbers import format_count, format_plural, format_tokens
-from titan.optimizer.schema import Muon
+from titan.optimizer.schema import choose_newton_schulz
 from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
 from titan.report.run_end import parse_start_time
-from titan.run.recorded_config import complete_config
+from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
@@ -126,10 +126,11 @@ def group_runs(runs: Sequence[RawRun], failed: Sequence[FailedRun] = ()) -> list
 def collect_facts(raw: RawRun) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last_document, raw.last_document["science"]
-    config = complete_config(raw.config, last.get("layout") or {})
+    degrees = read_degrees(last)
+    config = complete_config(raw.config, degrees)
     values = {name: value for name, value in flatten_config(config).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
-    values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
+    values |= {f"parallelism.{name}": degree for name, degree in degrees.items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
     values |= {CONTINUED: " ".join(map(str, raw.earlier_planned_steps)) or "no"}
@@ -147,7 +148,7 @@ def _resolve_auto(choices: Mapping[str, str], values: Mapping[str, Any], raw: Ra
     if str(values.get("schedule.class", "titan")).startswith("titan"):
         meanings["schedule.warmup"] = Schedule().warmup_steps(raw.planned_steps)
     if device := raw.device.get("device"):
-        meanings["optimizer.newton_schulz"] = {4: "fp32", 2: "bf16"}[Muon().choose_matrix_bytes(device == "cpu")]
+        meanings["optimizer.newton_schulz"] = choose_newton_schulz("auto", device)
     current = {**values, **choices}
     return {
         name: str(meaning) for name, meaning in meanings.items() if meaning is not None and current.get(name) == AUTO

@@ -23,6 +23,7 @@ from titan.report.align import find_shared_runs
 from titan.report.collect import RawRun, collect_runs
 from titan.report.estimate import measure_run
 from titan.run.prediction import sum_measured_bytes
+from titan.run.recorded_config import read_degrees
 from titan.run.run import Run
 from titan.run.schema import Recipe
 
@@ -107,7 +108,7 @@ def _build_sample(raw: RawRun, run: Run, hardware: Hardware) -> MeasuredRun:
     machine = _build_machine(raw.device, run.machine)
     try:
         recipe = rebuild_recipe(raw, hardware, run.cluster.peak_tflops)
-        layout = Layout(**{name: int(degree) for name, degree in raw.last_document["layout"].items()})
+        layout = Layout(**read_degrees(raw.last_document))
         planned = build_plan(recipe, layout, int(raw.last_document["microbatches"]), machine)
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise _UnusableRunError(f"can't be planned: {error}") from error

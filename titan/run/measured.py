@@ -24,7 +24,7 @@ from titan.files.run_directory import RUN
 from titan.metrics.reader import METRICS, read_records
 from titan.metrics.schema import WARM
 from titan.run.directory import ENVIRONMENT, RESULT, is_finished, read_attempts
-from titan.run.recorded_config import complete_config
+from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import as_config, flatten_config
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ def _collect_settings(config: Mapping[str, Any], run: Run) -> dict[str, str]:
     """Return what decides the time of a run's step."""
     machine = {"device": run.machine.device, "name": run.machine.name, "cores": run.machine.cores}
     classes = {axis: get_kind(type(getattr(run, axis))) for axis in CLASSES}
-    return _build_settings(config, run.layout.degrees(), run.microbatches, machine, classes)
+    return _build_settings(
+        config, run.layout.degrees() | {"expert": run.layout.expert}, run.microbatches, machine, classes
+    )
 
 
 def _build_settings(
@@ -160,7 +162,7 @@ def _read_measurement(directory: Path, *changed: int) -> StepMeasurement | None:
         return None
     classes = {axis: str(document["science"].get(axis, default)) for axis, default in CLASSES.items()}
     settings = _build_settings(
-        document["config"], document.get("layout") or {}, int(document.get("microbatches") or 1), machine, classes
+        document["config"], read_degrees(document), int(document.get("microbatches") or 1), machine, classes
     )
     return StepMeasurement(str(directory), settings, median(seconds))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,14 @@ class _ExecutionAxes:
     parallelism: Parallelism
     memory: Memory
     precision: Precision
+
+
+def read_degrees(document: Mapping[str, Any]) -> dict[str, int]:
+    """Return the recorded degrees of a run's layout; that of `expert` only where it was recorded or typed."""
+    typed = ((document.get("config") or {}).get("parallelism") or {}).get("expert", 1)
+    expert = document.get("expert") or typed
+    degrees = {name: int(degree) for name, degree in (document.get("layout") or {}).items()}
+    return degrees | ({"expert": expert} if isinstance(expert, int) and expert > 0 else {})
 
 
 def complete_config(config: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _resolve_parallelism(config: Mapping[str, Any], degrees: Mapping[str, int]) 
             _build_known(Memory, config.get("memory") or {}),
             _build_known(Precision, config.get("precision") or {}),
         )
-        layout = _build_layout(axes.parallelism, degrees)
+        layout = _build_layout(degrees)
         resolved = {
             "prefetch": axes.parallelism.resolve_prefetch(layout),
             "accumulate": "whole" if axes.parallelism.accumulates_whole(layout) else "sharded",
@@ -87,9 +95,7 @@ def _build_known(schema: type, values: Mapping[str, Any]) -> Any:
     return build(schema, {name: value for name, value in values.items() if name in names})
 
 
-def _build_layout(parallelism: Parallelism, degrees: Mapping[str, int]) -> Layout:
-    """Return the layout; where the degree of `expert` was found by rule, no less than all ranks share the experts."""
+def _build_layout(degrees: Mapping[str, int]) -> Layout:
+    """Return the layout; where the degree of `expert` is not known, all ranks share the experts."""
     layout = Layout(**{name: int(degrees.get(name, 1)) for name in DIMENSIONS})
-    is_number = isinstance(parallelism.expert, int) and parallelism.expert > 0
-    expert = int(parallelism.expert) if is_number else layout.sharded * layout.tensor
-    return Layout(**layout.degrees(), expert=expert)
+    return replace(layout, expert=degrees.get("expert", layout.sharded * layout.tensor))

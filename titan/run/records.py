@@ -65,6 +65,7 @@ def _build_document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> d
         "options": list(run.options),
         "choices": dict(run.choices),
         "layout": run.layout.degrees(),
+        "expert": run.layout.expert,
         "microbatches": run.microbatches,
         "config": as_config(run),
         "science": dict(science),
