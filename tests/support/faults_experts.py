@@ -73,7 +73,7 @@ FAULTS = (
     define_fault(
         "experts: rows that are padding count as exact",
         EXPERTS,
-        "exact or self.balance.capacity is None",
+        "exact or not drops",
         "True",
         f"{MODEL}::test_dropped_choices_add_nothing",
     ),
