@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
+from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
 from titan.parallelism.pipeline.stage_plan import find_default_stages, list_microbatch_counts, plan_stages
@@ -54,13 +55,16 @@ def compute_available_gib(recipe: Recipe, layout: Layout, machine: Machine) -> f
 def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda") -> int:
     """Return the smallest number of micro-batches that fits into `gib`, or the one that needs least if none fits.
 
+    Memory is that of a plan, with what allocators reserve in published runs.
+
     From the second micro-batch on, the gradients of the earlier ones are in memory, so two can need more than one. From
     two on, more micro-batches never need more memory without a pipeline, so the number is found by bisection.
     """
     rows = count_rank_rows(recipe, layout)
 
     def estimate_gib(count: int) -> float:
-        return estimate_memory(recipe, layout, count, device).gib
+        peak = memory.estimate_peak(recipe, layout, count, device)
+        return overhead.add_overhead(recipe, layout, count, peak, device, load_constants().fragments).gib
 
     if layout.pipeline > 1:
         counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
