@@ -198,7 +198,10 @@ def test_command(
         assert profile.COMMAND.parse(words[words.index("titan.profile") + 1 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
-        made = {"runs/grid": ["runs/low", "runs/high"]}  # the grid is another command's, which may run elsewhere
+        # grids are other commands', which may run elsewhere
+        made = {f"runs/{name}": ["runs/low", "runs/high"] for name in ("grid", "muon", "layouts")}
+        made |= {f"runs/muon/optimizer-adamw_seed-{seed}": [] for seed in range(4)}
+        made |= {"runs/muon-97": made["runs/muon"]}
         given = [new for word in words[words.index("titan.compare") + 1 :] for new in made.get(word, [word])]
         assert command.elsewhere or compare.main(given) == 2 * command.refused
     elif "titan.plan" in words:
@@ -219,6 +222,8 @@ def test_command(
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains
+        measured, given = "training.measured=runs/pilot", "training.step_seconds=0.1"  # that run is another command's
+        overrides = [given if override == measured else override for override in overrides]
         overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
         assert launch(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 

@@ -382,7 +382,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("cluster.device=cuda", "cluster.device=cuda|cluster.device=cpu"),
     ("cluster.device=tpu", "choose one of auto, cpu, cuda"),
     # memory
-    ("model=llama8b", "156 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
+    ("model=llama8b", "131 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=3d", "8 ranks|at least 2 devices of 80 GiB|cluster.memory_gib"),
     ("model=llama70b parallelism=fsdp", "model=llama70b parallelism=fsdp|2 ranks (shard 2)|at least 32 devices"),
     ("model=llama405b", "7.6 TiB|of 80 GiB with parallelism=fsdp and memory=full"),

@@ -24,7 +24,8 @@ from titan.schedule.schema import Schedule
 from titan.sweep.labels import format_number
 
 IGNORED = re.compile(
-    r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # layout and hardware stand for cluster
+    r"name|modules|training\.(seed|repeat|gc_every|tokens|hours|measured|step_seconds)"  # steps stand for the budget
+    r"|cluster\..*"  # layout and hardware stand for it
     r"|metrics\.(?!valid).*"
     r"|checkpoint\.(?!mode|every|minutes).*"
     r"|dataset\.(.*\.)?(cache|prefetch|workers)"
