@@ -73,7 +73,7 @@ LABELS = [
     ),
     pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
     full(
-        [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x", "training.step_seconds=0.1"))],
+        [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "training.step_seconds=0.1"))],
         ["model=debug parallelism=single"],
         id="what-changes-nothing-that-counts",
     ),
