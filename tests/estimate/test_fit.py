@@ -71,8 +71,7 @@ def test_from_two_on_more_microbatches_never_take_more(layout: Layout, first: in
 
 def compute_planned_gib(recipe: Recipe, layout: Layout, count: int) -> float:
     """What a plan says of GPUs: with what allocators reserve in published runs."""
-    peak = memory.estimate_peak(recipe, layout, count)
-    return overhead.add_overhead(recipe, layout, count, peak, "cuda", load_constants().fragments).gib
+    return estimate_memory(recipe, layout, count, "cuda", load_constants().fragments).gib
 
 
 def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:

@@ -72,10 +72,14 @@ class ScaledLlama(Llama):
         return model
 
 
+CALLED: list[str] = []
+
+
 def hook_on_first_rank(model: Any) -> None:
-    """Let one rank alone observe a layer."""
+    """Let one rank alone observe a layer in both passes."""
     if torch.distributed.get_rank() == 0:
-        model.blocks()[0].attention.wq.register_forward_hook(lambda module, args, out: None)
+        model.blocks()[0].attention.wq.register_forward_hook(lambda *args: CALLED.append("forward"))
+        model.blocks()[1].attention.wq.register_full_backward_hook(lambda *args: CALLED.append("backward"))
 
 
 def train(
@@ -151,6 +155,7 @@ def train_hooked(rank: int, world: int) -> tuple[list[str], bool]:
     """The collectives of backward where one rank has a hook, and whether loss and gradients are those without it."""
     config = Llama(**SHAPE)
     plain, hooked = train(config, regather=True), train(config, regather=True, prepare=hook_on_first_rank)
+    assert (["forward", "backward"] if rank == 0 else []) == CALLED
     same = all(torch.equal(plain.gradients[name], hooked.gradients[name]) for name in plain.gradients)
     return [name for name in hooked.operations if name != "mm"], same and torch.equal(plain.loss, hooked.loss)
 

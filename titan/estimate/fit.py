@@ -32,7 +32,9 @@ MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
 
 
-def estimate_memory(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
+def estimate_memory(
+    recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda", fragments: float = overhead.FRAGMENTS
+) -> Usage:
     """Return the memory estimate of the fullest rank: live tensors at their peak plus process and allocator overhead.
 
     Args:
@@ -41,9 +43,10 @@ def estimate_memory(recipe: Recipe, layout: Layout, microbatches: int, device: s
         microbatches: micro-batches of a rank in one step; rounded up to the next number that the pipeline schedule
             supports.
         device: "cuda" or "cpu".
+        fragments: see `titan.estimate.overhead.add_overhead`; by default the least.
     """
     peak = memory.estimate_peak(recipe, layout, microbatches, device)
-    return overhead.add_overhead(recipe, layout, microbatches, peak, device)
+    return overhead.add_overhead(recipe, layout, microbatches, peak, device, fragments)
 
 
 def compute_available_gib(recipe: Recipe, layout: Layout, machine: Machine) -> float:
@@ -63,8 +66,7 @@ def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str 
     rows = count_rank_rows(recipe, layout)
 
     def estimate_gib(count: int) -> float:
-        peak = memory.estimate_peak(recipe, layout, count, device)
-        return overhead.add_overhead(recipe, layout, count, peak, device, load_constants().fragments).gib
+        return estimate_memory(recipe, layout, count, device, load_constants().fragments).gib
 
     if layout.pipeline > 1:
         counts = _select_smaller_microbatches(list_microbatch_counts(recipe.parallelism, layout, rows), rows)
@@ -154,6 +156,12 @@ def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_no
         if not deeper:
             break
     return min(candidates, key=lambda pair: pair[0])[1]
+
+
+def count_node_devices(recipe: Recipe, machine: Machine) -> int:
+    """Return the devices of a node, at least two, which limits degrees that are "auto"."""
+    per_node = recipe.cluster.devices_per_node
+    return max(2, machine.count if per_node == "auto" else int(per_node))
 
 
 def find_largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:

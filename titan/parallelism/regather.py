@@ -54,7 +54,7 @@ def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup
     """
     if not all(map(_is_product, layers)):
         return call_layers(collectives.all_gather_autograd(x, SEQUENCE_DIM, group), layers)
-    if any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers):
+    if any(map(_has_hooks, layers)):
         gathered: Tensor = _GatherTwice.apply(x, group)  # type: ignore[no-untyped-call]
         return call_layers(gathered, layers)
     weights = [layer.get_weight(layer.weight, layer.operand or x.dtype) for layer in layers]
@@ -67,6 +67,11 @@ def _project_shard(x: Tensor, layers: Sequence[Linear], group: dist.ProcessGroup
 def _is_product(layer: Linear) -> bool:
     """Whether a layer is a product with its weight, the same answer on all ranks."""
     return layer.product is F.linear and type(layer).forward is Linear.forward and not isinstance(layer, FSDPModule)
+
+
+def _has_hooks(layer: Linear) -> bool:
+    """Whether something on this rank is called when the layer is."""
+    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks)
 
 
 class _GatherTwice(torch.autograd.Function):

@@ -366,8 +366,7 @@ def _recommend_shared_experts(run: Run) -> None:
     layout, device = run.layout, run.machine.device
     if layout.tensor == 1 or layout.expert > 1 or not run.parallelism.sequence_parallel:
         return
-    per_node = run.cluster.devices_per_node
-    node = max(2, run.machine.count if per_node == "auto" else int(per_node))
+    node = fit.count_node_devices(run, run.machine)
     degree = math.gcd(layout.sharded * layout.tensor, fit.find_largest_degrees(run, node)["expert"])
     if degree == 1:
         return

@@ -141,7 +141,7 @@ def _uses_flex_attention(recipe: Recipe, machine: Machine, remote: bool) -> bool
 
 def _choose_layout(recipe: Recipe, machine: Machine, ranks: int | None, remote: bool) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
-    node = max(2, machine.count if per_node == "auto" else int(per_node))
+    node = fit.count_node_devices(recipe, machine)
 
     def choose_for(devices: int) -> Layout:
         return fit.choose_layout(recipe, machine, devices, node)
