@@ -21,6 +21,7 @@ from titan.memory.kept_values import build_passes
 from titan.memory.schema import Memory
 from titan.model.experts import ExpertLinear, Router
 from titan.model.parts import Part, is_one_part
+from titan.model.steps import get_turn
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
@@ -212,19 +213,20 @@ class _Policy:
     """Decides for each operation of one pass through a block whether to save its results."""
 
     def __init__(self, matmuls: int, first: int = 0) -> None:
-        self.last_matmul = matmuls
+        self.first, self.last_matmul = first, matmuls
         # Per pass: torch before 2.13 calls the policy in recomputation too, and needs the same answers.
-        self.matmul_counts: Counter[bool] = Counter({False: first, True: first})
+        self.matmul_counts: Counter[tuple[bool, int]] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Save the results of attention, of collectives and of the first, third, fifth... matmul.
 
         Not of the last matmul: it is added to the residual stream, and backward needs neither operand of the sum.
         """
-        name, recompute = op.name().partition(".")[0], context.is_recompute
+        name, half = op.name().partition(".")[0], (context.is_recompute, get_turn())
         if name in MATMULS:
-            self.matmul_counts[recompute] += 1
-            keep = self.matmul_counts[recompute] % 2 == 1 and self.matmul_counts[recompute] != self.last_matmul
+            self.matmul_counts[half] += 1
+            number = self.first + self.matmul_counts[half]
+            keep = number % 2 == 1 and number != self.last_matmul
         else:
             keep = name in ATTENTION or name in COLLECTIVES
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

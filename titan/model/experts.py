@@ -19,6 +19,7 @@ from titan.model.expert_rows import expand_tokens, select_weights, sort_choices,
 from titan.model.float32_product import multiply_in_float32
 from titan.model.grouped import GroupedProduct, multiply_grouped
 from titan.model.layers import Block, FeedForward, GetWeight, cast_weight
+from titan.model.steps import Exchange, Steps, run_steps
 
 TINY = 1e-20
 """Added to a sum of scores by which they are divided: sigmoids may all be zero."""
@@ -207,6 +208,18 @@ Dispatcher = Callable[[Tensor, Tensor, Tensor | None, int, Compute], Tensor]
 Another exchange between ranks than titan's plugs in here."""
 
 
+class SteppedDispatcher(Protocol):
+    """A dispatcher that lets others compute while tokens travel."""
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute) -> Tensor:
+        """See `dispatch`."""
+
+    def iterate(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute
+    ) -> Steps[Tensor]:
+        """As `dispatch`, in steps: yields when the exchange of tokens, and of results, has started."""
+
+
 def dispatch(
     x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute, rows: int | None = None
 ) -> Tensor:
@@ -232,6 +245,10 @@ def dispatch(
 def compute_offsets(experts: Tensor, count: int) -> Tensor:
     """Return the ends of the experts' rows once they are sorted, int32 [count]."""
     return balance.count_experts(experts, count).cumsum(0).to(torch.int32)
+
+
+ExpertsOutput = tuple[Tensor, dict[str, Tensor], Tensor | None]
+"""What a mixture of experts returns; see `MixtureOfExperts.forward`."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -261,7 +278,7 @@ class MixtureOfExperts(nn.Module):
         self.dispatch: Dispatcher = dispatch
         self.balance = balance.Balance(router.experts)
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> ExpertsOutput:
         """Compute tokens.
 
         Args:
@@ -271,26 +288,77 @@ class MixtureOfExperts(nn.Module):
         Returns:
             [B, T, D], and of valid tokens the values of the balancing losses and the counts; see `titan.model.balance`.
         """
+        if hasattr(self.dispatch, "iterate"):
+            output: ExpertsOutput = self._run_steps(x, valid)
+            return output
+        route, kept_experts = self._choose_experts(x)
+        inputs = self._expand_inputs(x, kept_experts, route.weights)
+        out = self._sum_outputs(self.dispatch(*inputs, self._compute_rows), x)
+        return self._complete(out if self.shared is None else out + self.shared(x), route, kept_experts, valid)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_steps(self, x: Tensor, valid: Tensor | None) -> ExpertsOutput:
+        """Compute as `forward`, outside of graphs."""
+        return run_steps(self.iterate(x, valid))
+
+    def iterate(self, x: Tensor, valid: Tensor | None = None, beside: Exchange = "dispatch") -> Steps[ExpertsOutput]:
+        """As `forward`, in steps.
+
+        Args:
+            x: [B, T, D].
+            valid: as of `forward`.
+            beside: the exchange beside which shared experts compute.
+        """
+        route, kept_experts = self._choose_experts(x)
+        inputs = self._expand_inputs(x, kept_experts, route.weights)
+        out, shared = yield from self._iterate_exchanges(inputs, x, beside)
+        out = self._sum_outputs(out, x)
+        return self._complete(out if shared is None else out + shared, route, kept_experts, valid)
+
+    def _iterate_exchanges(
+        self, inputs: tuple[Any, ...], x: Tensor, beside: Exchange
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Dispatch inputs; return the sums, and of x what shared experts compute beside an exchange."""
+        dispatch: Any = self.dispatch
+        if not hasattr(dispatch, "iterate"):
+            return dispatch(*inputs, self._compute_rows), None if self.shared is None else self.shared(x)
+        steps: Steps[Tensor] = dispatch.iterate(*inputs, self._compute_rows)
+        shared = None
+        while True:
+            try:
+                started = next(steps)
+            except StopIteration as end:
+                return end.value, shared
+            yield started
+            if started == beside and self.shared is not None:
+                shared = self.shared(x)
+
+    def _choose_experts(self, x: Tensor) -> tuple[Route, Tensor]:
+        """Return where tokens [B, T, D] go, and their experts int64 [B, T, K] without those that a capacity drops."""
         route = self.router(x)
-        kept_experts = self.balance.apply_capacity(route.experts)
-        out = self._compute_experts(
-            x.flatten(0, -2), kept_experts.flatten(0, -2), route.weights.flatten(0, -2)
-        ).view_as(x)
-        if self.shared is not None:
-            out = out + self.shared(x)
+        return route, self.balance.apply_capacity(route.experts)
+
+    def _expand_inputs(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return what is dispatched, of tokens [B, T, D] with experts and weights [B, T, K].
+
+        Where weights scale the inputs, each expert's input is a token by itself.
+        """
+        x, experts, weights = (tensor.flatten(0, -2) for tensor in (x, experts, weights))
+        if not self.scale_inputs:
+            return x, experts, weights, self.router.experts
+        x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        return x, experts.reshape(-1, 1), None, self.router.experts
+
+    def _sum_outputs(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the experts' results for tokens [B, T, D], of what was dispatched."""
+        return out.view(*x.shape[:-1], -1, x.shape[-1]).sum(-2) if self.scale_inputs else out.view_as(x)
+
+    def _complete(self, out: Tensor, route: Route, kept_experts: Tensor, valid: Tensor | None) -> ExpertsOutput:
+        """Return the results with the values of the balancing losses and the counts."""
         if valid is None:
             return out, {}, None
         values = self.balance.compute_losses(route.experts, route.scores, route.logits, self.router.load, valid)
         return out, values, balance.count_choices(route.experts, kept_experts, self.router.experts, valid)
-
-    def _compute_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of the outputs of the experts int64 [N, K] of tokens [N, D] with weights float32 [N, K]."""
-        count = self.router.experts
-        if not self.scale_inputs:
-            return self.dispatch(x, experts, weights, count, self._compute_rows)
-        x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-        outputs = self.dispatch(x, experts.reshape(-1, 1), None, count, self._compute_rows)
-        return outputs.view(*weights.shape, -1).sum(-2)
 
     def _compute_rows(self, x: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool = False) -> Tensor:
         """Return the results of the experts on this rank; see `Compute`.
@@ -320,5 +388,19 @@ class MoeBlock(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any = None, valid: Tensor | None = None) -> Any:
         """See `titan.model.layers.Block.forward`; with `valid` also `MixtureOfExperts.forward`."""
         x, normed = self.attend(x, cos, sin, mask)
-        out, values, counts = self.feed_forward(normed, valid)
-        return x + out if counts is None else (x + out, values, counts)
+        return _add_output(x, self.feed_forward(normed, valid))
+
+    def iterate(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, valid: Tensor | None = None) -> Steps[Any]:
+        """As `forward`, in steps; the shared experts compute beside the exchange of results.
+
+        So the last of several blocks' exchanges, beside which no other experts compute, has something beside it.
+        """
+        x, normed = self.attend(x, cos, sin, mask)
+        feed_forward: Any = self.feed_forward
+        return _add_output(x, (yield from feed_forward.iterate(normed, valid, "combine")))
+
+
+def _add_output(x: Tensor, output: ExpertsOutput) -> Any:
+    """Add what experts return to the residual stream [B, T, D]; see `MoeBlock.forward`."""
+    out, values, counts = output
+    return x + out if counts is None else (x + out, values, counts)

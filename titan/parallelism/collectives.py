@@ -1,7 +1,8 @@
 """Collective operations that autograd and torch.compile can trace.
 
 All are torch's functional collectives followed by a wait, so that the result is a plain tensor in eager and in compiled
-code. A pending tensor (torch's AsyncCollectiveTensor) would give wrong gradients when it enters a compiled block.
+code. A pending tensor (torch's AsyncCollectiveTensor) would give wrong gradients when it enters a compiled block. Only
+an exchange of rows may be waited for later (`start_exchange`).
 """
 
 from __future__ import annotations
@@ -69,18 +70,73 @@ def all_reduce_by_name(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return wait(_OPS.all_reduce(x.contiguous(), op, group))
 
 
-class _ExchangeRows(torch.autograd.Function):
+class PendingExchange:
+    """Rows that travel between ranks: in the forward pass those of `start_exchange`, in the backward pass their
+    gradients, which have the shape of neither its argument nor its result."""
+
+    def __init__(self, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> None:
+        self.send_counts, self.receive_counts, self.group = send_counts, receive_counts, group.group_name
+        self.rows: Tensor | None = None
+        self.marker: Tensor | None = None
+
+    def start(self, x: Tensor) -> None:
+        """Start to send rows."""
+        self.rows = _OPS.all_to_all_single(x.contiguous(), self.receive_counts, self.send_counts, self.group)
+
+    def start_gradient(self, grad: Tensor) -> None:
+        """Start to send the gradients of received rows back."""
+        self.rows = _OPS.all_to_all_single(grad.contiguous(), self.send_counts, self.receive_counts, self.group)
+
+    def take(self) -> Tensor:
+        """Wait for the rows that come to this rank, and return them; raises RuntimeError when none were sent."""
+        rows, self.rows = self.rows, None
+        if rows is None:
+            raise RuntimeError("an exchange of rows that has not started")
+        return wait(rows)
+
+    def finish(self) -> Tensor:
+        """Return the received rows, differentiably; what autograd keeps does not refer to this object's `marker`."""
+        marker, self.marker = self.marker, None
+        out: Tensor = _FinishExchange.apply(marker, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _StartExchange(torch.autograd.Function):
+    """Returns an empty tensor, which orders this operation and `_FinishExchange` in both passes."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (send_counts, receive_counts), group
-        return wait(_OPS.all_to_all_single(x.contiguous(), receive_counts, send_counts, group.group_name))
+    def forward(ctx: Any, x: Tensor, exchange: PendingExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(x)
+        return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (send_counts, receive_counts), group = ctx.sizes, ctx.group.group_name
-        return wait(_OPS.all_to_all_single(grads[0].contiguous(), send_counts, receive_counts, group)), None, None, None
+        return ctx.exchange.take(), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, marker: Tensor, exchange: PendingExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.take()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.exchange.start_gradient(grads[0])
+        return grads[0].new_empty(0), None
+
+
+def start_exchange(
+    x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
+) -> PendingExchange:
+    """As `exchange_rows`, but what is computed before `PendingExchange.finish` runs beside the exchange.
+
+    In the backward pass the exchange of the gradient runs beside the gradients of the same operations.
+    """
+    exchange = PendingExchange(send_counts, receive_counts, group)
+    exchange.marker = _StartExchange.apply(x, exchange)  # type: ignore[no-untyped-call]
+    return exchange
 
 
 def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -92,8 +148,7 @@ def exchange_rows(x: Tensor, send_counts: list[int], receive_counts: list[int], 
         receive_counts: how many come from each rank.
         group: the ranks.
     """
-    out: Tensor = _ExchangeRows.apply(x, send_counts, receive_counts, group)  # type: ignore[no-untyped-call]
-    return out
+    return start_exchange(x, send_counts, receive_counts, group).finish()
 
 
 class _AllGather(torch.autograd.Function):

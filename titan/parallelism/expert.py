@@ -34,6 +34,7 @@ from titan.model.expert_rows import (
     transpose_segments,
 )
 from titan.model.experts import Compute, Dispatcher, ExpertLinear, MixtureOfExperts, dispatch
+from titan.model.steps import Steps, run_steps
 from titan.parallelism import collectives
 from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
 from titan.parallelism.mesh import World
@@ -86,19 +87,28 @@ class ExpertDispatch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute) -> Tensor:
         """See `titan.model.experts.dispatch`; `compute` has the experts of this rank."""
+        return run_steps(self.iterate(x, experts, weights, count, compute))
+
+    def iterate(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int, compute: Compute
+    ) -> Steps[Tensor]:
+        """See `titan.model.experts.SteppedDispatcher`."""
         received_per_expert, send_counts, receive_counts = keep(lambda: self._exchange_counts(experts.flatten(), count))
         order = sort_choices(experts, sum(send_counts))
+        counts = send_counts, receive_counts, self.group
+        pending = collectives.start_exchange(expand_tokens(x, order), *counts)
+        pending_weights = (
+            None if weights is None else collectives.start_exchange(select_weights(weights, order), *counts)
+        )
+        yield "dispatch"
         by_expert, by_rank = transpose_segments(received_per_expert, sum(receive_counts))
-
-        def receive(sent: Tensor) -> Tensor:
-            received = collectives.exchange_rows(sent, send_counts, receive_counts, self.group)
-            return permute_rows(received, by_expert, by_rank)
-
-        rows = receive(expand_tokens(x, order))
-        row_weights = None if weights is None else receive(select_weights(weights, order))
+        rows = permute_rows(pending.finish(), by_expert, by_rank)
+        row_weights = None if pending_weights is None else permute_rows(pending_weights.finish(), by_expert, by_rank)
         out = compute(rows, row_weights, received_per_expert.sum(0).cumsum(0).to(torch.int32), exact=True)
         out = permute_rows(out, by_rank, by_expert)
-        return sum_rows(collectives.exchange_rows(out, receive_counts, send_counts, self.group), order)
+        result = collectives.start_exchange(out, receive_counts, send_counts, self.group)
+        yield "combine"
+        return sum_rows(result.finish(), order)
 
     def _exchange_counts(self, experts: Tensor, count: int) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows of each rank and local expert that come here, and the rows to and from each rank.

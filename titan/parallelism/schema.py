@@ -143,6 +143,10 @@ class Parallelism:
         "with expert: how tokens reach experts: alltoall: a row for each of their experts; deepep: one copy for each "
         "rank, which adds its experts' results (CUDA, bf16, the package deep_ep)",
     )
+    halves: bool = setting(
+        False,
+        "with expert: blocks compute a micro-batch in two halves of its rows, each beside the exchanges of the other",
+    )
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",

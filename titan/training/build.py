@@ -21,6 +21,7 @@ from titan.estimate.regather import regathers_input
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, balance, init_weights, loss_terms
 from titan.model.core import RecurrentCore, iterate_cores
+from titan.model.halves import compute_in_halves
 from titan.model.parts import Part, list_parts
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, expert, tensor
@@ -186,6 +187,9 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
     hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
+    if parallelism.halves:
+        compute_in_halves(model.blocks())
+        model.in_halves = True
     parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
     first, is_compiled = int(next(iter(model.layers))), run.compile.scope != "off"
     checkpoint_blocks(model.blocks(), run.memory, first, parts, is_compiled)
