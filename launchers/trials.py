@@ -30,7 +30,7 @@ from titan.run import compose, identity, small_work, trust
 from titan.run.hydra_choices import check_optional
 from titan.run.run import Run
 from titan.sweep import budget, ledger
-from titan.sweep.labels import format_label
+from titan.sweep.labels import SHOWN_DIGITS, count_distinguishing_digits, format_label
 from titan.sweep.schema import Sweep
 
 AUTO = "auto"
@@ -53,17 +53,19 @@ class Trial:
         varied: its overrides, without those that all trials share.
         run: the frozen run.
         config: what Hydra composed, for callbacks.
+        digits: of sampled numbers in its label.
     """
 
     id: str
     varied: tuple[str, ...]
     run: Run
     config: DictConfig | None = field(default=None, compare=False, repr=False)
+    digits: int = SHOWN_DIGITS
 
     @property
     def label(self) -> str:
         """Its name in messages."""
-        return format_label(self.varied) or sanitize_line(self.run.name)
+        return format_label(self.varied, self.digits) or sanitize_line(self.run.name)
 
 
 def expand_trials(
@@ -139,6 +141,7 @@ def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool) -
     ledger_trials = ledger.read_trials(root)
     directories = {trial.id: Path(trial.directory) for trial in ledger_trials}
     trials_by_id: dict[str, Trial] = {}
+    digits = count_distinguishing_digits([trial.varied for trial in composed])
     named: list[Trial] = []
     for number, (varied, run, cfg) in enumerate(composed):
         trial = find_trial_id(run, varied, ledger_trials)
@@ -148,7 +151,7 @@ def _name_trials(composed: Sequence[ComposedTrial], root: Path, is_grid: bool) -
             )
         if trial not in trials_by_id:
             run = _assign_folder(run, trial, root, directories, [c.run.directory for c in trials_by_id.values()])
-            trials_by_id[trial] = Trial(trial, varied, run, cfg)
+            trials_by_id[trial] = Trial(trial, varied, run, cfg, digits)
         named.append(trials_by_id[trial])
     return named
 

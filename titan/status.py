@@ -31,7 +31,7 @@ from titan.metrics.schema import WARM
 from titan.report.run_end import classify_end
 from titan.run.directory import describe_hook_end, is_finished, is_locked, read_attempts, read_result
 from titan.run.prediction import parse_document
-from titan.sweep.labels import format_label
+from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import ENDED_STATES, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
@@ -150,18 +150,14 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     states = ", ".join(f"{counts[state]} {state}" for state in order)
     noun = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
     head = [f"{sweep.directory}: {format_plural(len(sweep.trials), noun)}: {states}"]
-    rows = _drop_empty_columns([HEADING, *(_format_row(trial) for trial in sweep.trials)])
+    names = _name_trials(sweep.trials)
+    rows = _drop_empty_columns([HEADING, *(_format_row(p, name) for p, name in zip(sweep.trials, names, strict=True))])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = [
         "  ".join(_fit_cell(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    reasons = [*sweep.notes, *(f"{_name_trial(p)}: {p.reason}" for p in sweep.trials if p.reason)]
-    reasons += [
-        f"{_name_trial(p)}: {slow}" for p in sweep.trials if p.state == "running" and (slow := _describe_slow_ranks(p))
-    ]
-    hangs = ((p, read_hang_sentence(Path(p.directory))) for p in sweep.trials if p.state == "running")
-    reasons += [f"{_name_trial(p)}: {sentence}" for p, sentence in hangs if sentence]
+    reasons = [*sweep.notes, *_list_reasons(sweep.trials, names)]
     text_lines = [
         *head,
         *(sweep.spec.question or "").splitlines(),
@@ -173,24 +169,33 @@ def format_table(sweep: SweepState, width: int) -> list[str]:
     return [sanitize_line(line) for line in text_lines]
 
 
-def _format_row(trial: TrialState) -> tuple[str, ...]:
+def _list_reasons(trials: Sequence[TrialState], names: Sequence[str]) -> list[str]:
+    """Return lines on trials that have failed, that have slow ranks and that hang."""
+    reasons = [f"{name}: {trial.reason}" for trial, name in zip(trials, names, strict=True) if trial.reason]
+    running = [(Path(t.directory), name) for t, name in zip(trials, names, strict=True) if t.state == "running"]
+    for describe in (_describe_slow_ranks, read_hang_sentence):
+        reasons += [f"{name}: {sentence}" for directory, name in running if (sentence := describe(directory))]
+    return reasons
+
+
+def _format_row(trial: TrialState, name: str) -> tuple[str, ...]:
     directory = Path(trial.directory)
     last: Mapping[str, Any] = next(read_last_steps(directory / METRICS), {})
     step = f"{last.get('step') or 0:,}/{trial.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     attempts = str(last.get("attempt", "")) if last else ""
-    return _name_trial(trial), trial.state, step, loss, rate, *_format_step_times(directory), trial.job or "", attempts
+    return name, trial.state, step, loss, rate, *_format_step_times(directory), trial.job or "", attempts
 
 
-def _describe_slow_ranks(trial: TrialState) -> str:
+def _describe_slow_ranks(directory: Path) -> str:
     """Return a sentence on the ranks that the last step names as slow; empty without one."""
-    times = next(read_last_steps(Path(trial.directory) / METRICS), {}).get("ranks")
+    times = next(read_last_steps(directory / METRICS), {}).get("ranks")
     slow = times.get("slow") if isinstance(times, dict) else None
     if not isinstance(slow, list) or not slow:
         return ""
     ranks = f"rank{'s' if len(slow) > 1 else ''} {', '.join(str(rank) for rank in slow)}"
-    return f"{ranks} slower than the others; touch {trial.directory}/profile/now shows why"
+    return f"{ranks} slower than the others; touch {directory}/profile/now shows why"
 
 
 def _drop_empty_columns(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -225,8 +230,9 @@ def _read_last_attempt(directory: Path, changed: int) -> tuple[float | None, int
     return None if prediction is None else prediction.step_seconds.value, int(document["attempt"]), first
 
 
-def _name_trial(trial: TrialState) -> str:
-    return format_label(trial.overrides) or sanitize_line(Path(trial.directory).name)
+def _name_trials(trials: Sequence[TrialState]) -> list[str]:
+    digits = count_distinguishing_digits([trial.overrides for trial in trials])
+    return [format_label(t.overrides, digits) or sanitize_line(Path(t.directory).name) for t in trials]
 
 
 def _fit_cell(cell: str, width: int) -> str:

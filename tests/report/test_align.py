@@ -226,6 +226,22 @@ def test_labels_of_close_numbers_keep_the_digits_that_distinguish_them(tmp_path:
     assert [group.label for group in found] == ["lr=0.00012345678", "lr=0.00012345679"]
 
 
+@pytest.mark.parametrize(
+    ("rates", "labels"),
+    [
+        pytest.param(
+            ("0.000123456789", "0.000123451234"), ["lr=0.00012346", "lr=0.00012345"], id="one-digit-more-than-usual"
+        ),
+        pytest.param(("3e-05", "3.0000000000000004e-05"), ["lr=3e-5", "lr=3.0000000000000004e-5"], id="rounding-error"),
+    ],
+)
+def test_variants_of_close_sampled_numbers_have_different_labels(
+    tmp_path: Path, rates: tuple[str, str], labels: list[str]
+) -> None:
+    found = groups(tmp_path, *((S, (f"optimizer.lr={rate}",)) for rate in rates))
+    assert [group.label for group in found] == labels
+
+
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)))
     assert rank.find_baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]

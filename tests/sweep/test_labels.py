@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launchers.foreign_sweeper import RESULTS, describe_best
-from titan.sweep.labels import clean_override, format_label, is_same_value
+from titan.sweep.labels import clean_override, count_distinguishing_digits, format_label, format_numbers, is_same_value
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,24 @@ def test_numbers_have_the_digits_that_a_user_types(override: str, cleaned: str, 
     assert (clean_override(override), format_label([override])) == (cleaned, label)
 
 
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [
+        pytest.param(["5.53501234e-05", "6.12345678e-04"], ["5.535e-5", "0.0006123"], id="usual"),
+        pytest.param(["5.53501234e-05", "5.53511234e-05"], ["5.5350e-5", "5.5351e-5"], id="one-more"),
+        pytest.param(["0.123456789012", "0.123456789013"], ["0.123456789012", "0.123456789013"], id="all"),
+        pytest.param(["0.123456789012", "0.123456789012"], ["0.1235", "0.1235"], id="equal"),
+        pytest.param(["0.1", "0.1000000001"], ["0.1", "0.1000000001"], id="short-beside-long"),
+    ],
+)
+def test_labels_have_the_digits_that_distinguish_trials(rates: list[str], shown: list[str]) -> None:
+    trials = [[f"optimizer.lr={rate}", "training.seed=1"] for rate in rates]
+    digits = count_distinguishing_digits(trials)
+    labels = [format_label(overrides, digits) for overrides in trials]
+    assert labels == [f"optimizer.lr={rate} training.seed=1" for rate in shown]
+    assert format_numbers(rates) == shown
+
+
 def test_the_best_trial_of_another_sweeper_is_one_line(tmp_path: Path) -> None:
     assert describe_best(tmp_path, "validation_loss") == ""
     (tmp_path / RESULTS).write_text(
@@ -45,6 +63,8 @@ def test_the_best_trial_of_another_sweeper_is_one_line(tmp_path: Path) -> None:
         pytest.param("1e-3", "0.001", True, id="forms"),
         pytest.param("5.535e-5", "5.53501234e-05", True, id="label"),
         pytest.param("5.53501234e-05", "5.535e-5", False, id="label-as-value"),
+        pytest.param("5.5350e-5", "5.53501234e-05", True, id="label-with-more-digits"),
+        pytest.param("5.5350e-5", "5.53511234e-05", False, id="label-of-another-trial"),
         pytest.param("0.31623", "0.3162277", False, id="other-number"),
         pytest.param("' True'", "true", True, id="boolean"),
         pytest.param("[0.9, 0.95]", "[0.9,0.95]", True, id="list"),

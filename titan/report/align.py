@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.settings import format_value
-from titan.console.numbers import format_count, format_plural, format_tokens
+from titan.console.numbers import format_count, format_plural, format_tokens, shorten_exponent
 from titan.optimizer.schema import choose_newton_schulz
 from titan.report.collect import RawRun
 from titan.report.findings import FailedRun
@@ -21,7 +21,7 @@ from titan.run.recorded_config import complete_config, read_degrees
 from titan.run.run import flatten_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import Schedule
-from titan.sweep.labels import format_number
+from titan.sweep.labels import format_numbers
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every|tokens|hours|measured|step_seconds)"  # steps stand for the budget
@@ -194,13 +194,14 @@ def find_distinguishing_settings(facts: Sequence[Facts]) -> list[dict[str, str]]
 
 
 def _format_column(values: Sequence[Any]) -> list[str]:
-    """Return a setting's values as text; sampled numbers have few digits where these distinguish them."""
+    """Return a setting's values as text; sampled numbers have as few digits as distinguish them."""
     texts = [format_value(value) for value in values]
-    short_texts = [
-        format_number(text) if isinstance(value, float) and math.isfinite(value) else text
-        for value, text in zip(values, texts, strict=True)
-    ]
-    return short_texts if len(set(short_texts)) == len(set(texts)) else texts
+    is_number = [isinstance(value, float) and math.isfinite(value) for value in values]
+    numbers = [repr(value) for value, is_float in zip(values, is_number, strict=True) if is_float]
+    exact_texts = [text for text, is_float in zip(texts, is_number, strict=True) if is_float]
+    has_rounding = len(set(exact_texts)) < len(set(numbers))
+    shown = iter(map(shorten_exponent, numbers) if has_rounding else format_numbers(exact_texts))
+    return [next(shown) if is_float else text for text, is_float in zip(texts, is_number, strict=True)]
 
 
 def _name_resolved(name: str, column: Sequence[str], facts: Sequence[Facts]) -> list[str]:

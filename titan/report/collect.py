@@ -27,7 +27,7 @@ from titan.report.findings import FailedRun, State
 from titan.report.run_end import classify_end
 from titan.run.directory import ENVIRONMENT, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
-from titan.sweep.labels import format_label
+from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec, TrialState
 
 ESSENTIAL_KEYS = (
@@ -200,7 +200,7 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
     """Add a run or a sweep, else search the subdirectories."""
     if (directory / "run.yaml").is_file():
         if named_by_user or _is_run_directory(directory):
-            _add_run(directory, collection, None)
+            _add_run(directory, collection, None, sanitize_line(directory.name))
         return
     try:
         sweep = ledger.read(directory)
@@ -212,8 +212,9 @@ def _add_directory(directory: Path, collection: _RunCollection, named_by_user: b
     if sweep is not None:
         collection.sweeps[directory] = sweep.spec
         collection.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
+        digits = count_distinguishing_digits([trial.overrides for trial in sweep.trials])
         for trial in sweep.trials:
-            _add_run(Path(trial.directory), collection, trial)
+            _add_run(Path(trial.directory), collection, trial, format_label(trial.overrides, digits))
         return
     for child in _list_subdirectories(directory):
         _add_directory(child, collection)
@@ -233,19 +234,18 @@ def _list_subdirectories(directory: Path) -> Iterator[Path]:
     yield from (directory / name for name in names)
 
 
-def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | None) -> None:
+def _add_run(directory: Path, collection: _RunCollection, trial: TrialState | None, label: str) -> None:
     if collection.has_run(directory):
         return
-    run = _read_run(directory, trial)
+    run = _read_run(directory, trial, label)
     if isinstance(run, RawRun):
         collection.runs[directory] = run
     else:
         collection.failed[directory] = run
 
 
-def _read_run(directory: Path, trial: TrialState | None) -> RawRun | FailedRun:
+def _read_run(directory: Path, trial: TrialState | None, label: str) -> RawRun | FailedRun:
     """Return a run, or why there is none."""
-    label = format_label(trial.overrides) if trial else sanitize_line(directory.name)
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
     except ConfigError as error:

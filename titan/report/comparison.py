@@ -24,7 +24,7 @@ from titan.report.collect import CollectedRuns, collect_runs
 from titan.report.estimate import VariantEstimates
 from titan.report.findings import Comparison, FailedRun, Learning, Quality, Variant
 from titan.report.rank import VariantCandidate
-from titan.sweep.labels import format_label
+from titan.sweep.labels import count_distinguishing_digits, format_label
 from titan.sweep.ledger import SweepSpec
 
 FAILED_STATES = ("failed", "stopped")
@@ -135,13 +135,14 @@ def _list_failed_runs(collected: CollectedRuns, candidates: Sequence[VariantCand
     """Return trials without metrics, and runs that failed or stopped."""
     failed_runs = list(collected.failed)
     members_by_directory = {m.raw.directory: m for candidate in candidates for m in candidate.members}
+    digits = count_distinguishing_digits([raw.overrides for raw in collected.runs])
     for raw in collected.runs:
         if raw.state not in FAILED_STATES and raw.directory in members_by_directory:
             continue
         label = (
             members_by_directory[raw.directory].run.label
             if raw.directory in members_by_directory
-            else format_label(raw.overrides)
+            else format_label(raw.overrides, digits)
         )
         reason = raw.reason or "its first step is not finished"
         failed_runs.append(FailedRun(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))

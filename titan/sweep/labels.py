@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from titan.console.numbers import format_exact, shorten_exponent
 from titan.console.text import sanitize_line
 
 _FLOAT = re.compile(r"(?<![^\[,=])-?\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)(?=[\],]|$)")
 """A float that is the value of an override, or one of a list."""
-SHOWN_DIGITS, LONG = 4, 9
-"""The digits of a number in a label, and from how many digits on a number is shortened to them."""
+SHOWN_DIGITS, LONG, MAX_DIGITS = 4, 9, 17
+"""The fewest digits of a number in a label, from how many digits on a number is shortened, and how many a float has."""
 
 
 def clean_override(override: str) -> str:
@@ -19,29 +19,65 @@ def clean_override(override: str) -> str:
     return _FLOAT.sub(lambda match: _clean_number(match[0]), override)
 
 
-def format_label(overrides: Sequence[str]) -> str:
+def format_label(overrides: Sequence[str], digits: int = SHOWN_DIGITS) -> str:
     """Return the overrides of a trial as one line; a sampled number has few digits."""
-    return sanitize_line(" ".join(_FLOAT.sub(lambda match: format_number(match[0]), text) for text in overrides))
+    texts = [_FLOAT.sub(lambda match: format_number(match[0], digits), override) for override in overrides]
+    return sanitize_line(" ".join(texts))
 
 
-def format_number(text: str) -> str:
-    """Return a float's text; few digits of a long one."""
-    digits = re.sub(r"e.*|\D", "", text).strip("0")
-    return shorten_exponent(f"{float(text):.{SHOWN_DIGITS}g}") if len(digits) >= LONG else _clean_number(text)
+def count_distinguishing_digits(trials: Sequence[Sequence[str]]) -> int:
+    """Return the fewest digits of sampled numbers with which trials have labels that differ, from their overrides."""
+    exact = {tuple(map(clean_override, overrides)) for overrides in trials}
+    return _find_digits(len(exact), lambda digits: {tuple(_round_floats(o, digits) for o in trial) for trial in trials})
+
+
+def format_numbers(texts: Sequence[str]) -> list[str]:
+    """Return the texts of floats, with as few digits of long ones as distinguish them."""
+    digits = _find_digits(len(set(texts)), lambda digits: {float(format_number(text, digits)) for text in texts})
+    return [format_number(text, digits) for text in texts]
+
+
+def _find_digits(count: int, round_all: Callable[[int], Collection[object]]) -> int:
+    """Return the fewest digits with which `count` values remain different."""
+    return next((digits for digits in range(SHOWN_DIGITS, MAX_DIGITS) if len(round_all(digits)) >= count), MAX_DIGITS)
+
+
+def _round_floats(override: str, digits: int) -> str:
+    """Return an override whose floats have the values that a label shows."""
+    return _FLOAT.sub(lambda match: repr(float(format_number(match[0], digits))), override)
+
+
+def format_number(text: str, digits: int = SHOWN_DIGITS) -> str:
+    """Return a float's text; `digits` of a long one, with zeros at the end where they are more than usual."""
+    if _count_digits(text) < LONG:
+        return _clean_number(text)
+    kind = "" if digits == SHOWN_DIGITS else "#"
+    return shorten_exponent(f"{float(text):{kind}.{digits}g}")
+
+
+def _count_digits(text: str) -> int:
+    """Return the number of significant digits; zeros at the end count for none."""
+    return len(re.sub(r"e.*|\D", "", text).strip("0"))
 
 
 def is_same_value(typed: str, existing: str) -> bool:
     """Return whether two values of a setting are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored.
 
     Args:
-        typed: as a user types it, or copies it from a label, whose numbers have few digits.
+        typed: as a user types it, or copies it from a label, whose numbers have fewer digits.
         existing: with all digits.
     """
     typed, existing = ("".join(text.split()).strip("'\"") for text in (typed, existing))
     try:
-        return typed == existing or float(typed) in (float(existing), float(format_number(existing)))
+        return typed == existing or float(typed) in (float(existing), _round_as(typed, existing))
     except ValueError:
         return typed.lower() == existing.lower() and typed.lower() in ("true", "false")
+
+
+def _round_as(typed: str, existing: str) -> float:
+    """Return the existing number with as many digits as a label has that reads as the typed one."""
+    digits = len(re.sub(r"e.*|\D", "", typed).lstrip("0"))
+    return float(format_number(existing, min(max(digits, SHOWN_DIGITS), MAX_DIGITS)))
 
 
 def _clean_number(text: str) -> str:
