@@ -143,6 +143,11 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
             "parallelism.groups.mine: matches experts",
             id="groups",
         ),
+        pytest.param(
+            ("parallelism=ep", "parallelism.halves=true", "training.global_batch=512", "training.seq_len=256"),
+            "parallelism.halves=true: needs micro-batches of two rows",
+            id="one-row",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) -> None:
@@ -186,7 +191,11 @@ def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [(), LAYOUTS["ep"]], ids=["single", "ep"])
+@pytest.mark.parametrize(
+    "layout",
+    [(), LAYOUTS["ep"], (*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective")],
+    ids=["single", "ep", "halves"],
+)
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
     losses = []
     for name, how in (("eager", ("compile=off",)), ("compiled", ("compile=block", "compile.backend=aot_eager"))):
