@@ -239,6 +239,22 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
     assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rank"), [("1F1B", 1), ("Interleaved1F1B", 1), full("1F1B", 0), full("Interleaved1F1B", 0)]
+)
+def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank: int) -> None:
+    settings = (f"parallelism.schedule={schedule}", "memory=full", "model.layers=4", "model.vocab=64")
+    few, many = (
+        run("blocks", "pp-first", *settings, f"parallelism.microbatches={n}", f"training.global_batch={512 * n}")
+        for n in (8, 16)
+    )
+    (estimated, found), (estimated_many, found_many) = (both(one, rank, "cuda") for one in (few, many))
+    message = 2 * few.training.seq_len * few.model.dim
+    assert found_many.bytes - found.bytes < message
+    assert estimated_many - estimated < message
+    assert estimated_many == pytest.approx(found_many.bytes, rel=CLOSE), str(found_many)
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str, ranks: int) -> None:
