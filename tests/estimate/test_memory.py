@@ -77,12 +77,12 @@ LAYOUTS = {
 MODES = {"blocks": ("none", "full", "selective"), "head": ("none",), "state": ("full",)}
 """How activations are kept, which counts where the peak is in the blocks."""
 EVERY_N = ("single", "fsdp-kept", "tp", "cp-ring", "pp-first", "interleaved-first", "3d-last")
-"""Where every second block is computed again too."""
+"""Where every second block, or the gated product, is computed again too."""
 CASES = [
     pytest.param(shape, layout, mode, id=f"{shape}-{layout}-{mode}")
     for shape in SHAPES
     for layout in LAYOUTS
-    for mode in (*MODES[shape], *(["every_n"] if shape == "blocks" and layout in EVERY_N else []))
+    for mode in (*MODES[shape], *(["gate", "every_n"] if shape == "blocks" and layout in EVERY_N else []))
 ]
 
 

@@ -207,6 +207,9 @@ class BlockTime:
         memory, work = self.rank.recipe.memory, SecondsByCause()
         if memory.checkpointing == "none":
             return BlockPass(work, 0)
+        if memory.checkpointing == "gate":
+            work["memory-bound"] = self._estimate_gates()
+            return BlockPass(work, 2)
         names = [name for name in self.layers if not name.endswith(".w2")]
         is_full = memory.checkpointing in ("full", "every_n")
         recomputed_names = names if is_full else names[1::2]
@@ -229,6 +232,14 @@ class BlockTime:
         ) * self.rank.estimate_tensor_exchange()
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
+
+    def _estimate_gates(self) -> float:
+        """Return the time of the gated products, which read two tensors and write one, where a compiler fuses them."""
+        rank = self.rank
+        inner = [layer for name, layer in self.layers.items() if name.endswith(".w2")]
+        widths = rank.tokens * sum(layer.split(rank.tensor).inputs for layer in inner)
+        widths += self._expert_rows * sum(m.inputs for name, m in self.experts.items() if name.endswith("w2"))
+        return float(3 * rank.precision.bytes * widths * rank.eager**0.5 / rank.speeds.memory)
 
     @property
     def _launch_count(self) -> int:

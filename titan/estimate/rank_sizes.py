@@ -168,6 +168,7 @@ class RankSizes:
             expert=layout.expert,
             regather=regathers_input(recipe, layout),
             one_row=rows == 1,
+            recomputes_gates=recipe.memory.checkpointing == "gate",
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
@@ -347,7 +348,7 @@ class RankSizes:
 
     def _count_saved_by_group(self, group: BlockGroup, block: BlockSizes) -> float:
         memory, saved = self.recipe.memory, block.full_bytes
-        if self.every or memory.checkpointing == "none":
+        if self.every or memory.checkpointing in ("none", "gate"):
             return (group.size - group.recomputed) * saved + group.recomputed * self.input
         if memory.checkpointing == "selective":
             return group.size * block.activations.selective

@@ -52,8 +52,8 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         ConfigError: for a combination that can't work.
     """
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
-        layout = run.layout
-        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
+        layout, gate = run.layout, run.memory.checkpointing == "gate"
+        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert, gate=gate)
     _check_growth(run, remote)
     _check_precision(run, remote)
     _check_dispatcher(run, remote)
