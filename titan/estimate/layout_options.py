@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CheckpointingMode = Literal["none", "gate", "full", "every_n", "selective", "budget"]
 TypedSettings = Mapping[str, Any]
-MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
+MODES: tuple[CheckpointingMode, ...] = ("none", "gate", "selective", "full")
 """Activation checkpointing that is tried."""
 MOST_STAGES = 4
 """Stages per rank that are tried for interleaved schedules."""
