@@ -134,8 +134,8 @@ def recompute(rank: int, world: int, checkpointing: Any, scale_inputs: bool) -> 
     generator = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(1, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(2)]
     outputs = [layer(x)[0] for x in inputs]
-    gradients = [torch.autograd.grad(out.square().sum(), (x, *layer.parameters())) for x, out in zip(inputs, outputs, strict=True)]
-    return (transport.sends, transport.tokens_again), [*outputs, *(g for found in gradients for g in found)]
+    gradients = torch.autograd.grad(sum(out.square().sum() for out in outputs), (*inputs, *layer.parameters()))
+    return (transport.sends, transport.tokens_again), [*outputs, *gradients]
 
 
 @pytest.mark.parametrize("scale_inputs", [False, full(True, id="inputs")])

@@ -76,9 +76,7 @@ class _Send(torch.autograd.Function):
         return *ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle), None, None, None
 
 
-def _receive(
-    x: Tensor, experts: Tensor, weights: Tensor | None, count: int, transport: Transport
-) -> ReceivedTokens:
+def _receive(x: Tensor, experts: Tensor, weights: Tensor | None, count: int, transport: Transport) -> ReceivedTokens:
     """Return what this rank receives; in the recomputation of a block only the tokens are sent again."""
     tokens: list[Tensor] = []
 
