@@ -199,7 +199,7 @@ def test_collectives_that_go_on_are_progress(moves: bool, tmp_path: Path, monkey
 def test_a_collective_that_times_out_is_no_progress(
     is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that waits for processors looks only after the collective has failed, and still says what it waited for."""
+    """A rank without a processor looks only after the collective has failed, and still says what it waited for."""
     now = [100.0]
     what = Activity(get_time=lambda: now[0], timeout=60)
     what.enter_phase(COMPUTING)
