@@ -60,6 +60,20 @@ def test_one_copy_of_a_token_for_each_rank_takes_less_time_than_its_rows() -> No
     assert again.parts["recomputation"] > copies.parts["expert parallelism"] / 2
 
 
+def test_halves_compute_beside_three_of_four_exchanges() -> None:
+    settings = ("parallelism.expert=8", "parallelism.microbatches=1", "precision=bf16")
+    whole, halved = (predicted(run(*settings, f"parallelism.halves={n}")) for n in ("false", "true"))
+    assert halved.parts["expert parallelism"] == pytest.approx(whole.parts["expert parallelism"] / 4, rel=0.02)
+    shared = ("model=moonlight_16b", "dataset.vocab=163840", "cluster.nodes=2", "cluster.devices=16")
+    settings = (*shared, "parallelism.expert=16", "parallelism.microbatches=1", "precision=bf16")
+    one = run(*settings)
+    rows = one.model.top_k * one.microbatch_rows * 4096
+    sent, weights = (estimate_collective("all-to-all", rows * n, 16, 1, speeds()) for n in (one.model.dim * 2, 4))
+    layers = sum(one.model.expert_parameters(layer) > 0 for layer in range(one.model.layers))
+    assert predicted(one).parts["expert parallelism"] < 0.99 * layers * (4 * sent + 2 * weights)
+    assert predicted(run(*settings, "parallelism.halves=true")).parts["expert parallelism"] < layers * sent
+
+
 def test_checkpointing_exchanges_rows_again() -> None:
     full, none = (predicted(run("parallelism.expert=8", f"memory={mode}")) for mode in ("full", "none"))
     assert full.parts["recomputation"] > none.parts["expert parallelism"] / 2 + none.parts["experts"] / 3

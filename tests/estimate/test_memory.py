@@ -77,12 +77,12 @@ LAYOUTS = {
 MODES = {"blocks": ("none", "full", "selective"), "head": ("none",), "state": ("full",)}
 """How activations are kept, which counts where the peak is in the blocks."""
 EVERY_N = ("single", "fsdp-kept", "tp", "cp-ring", "pp-first", "interleaved-first", "3d-last")
-"""Where every second block is computed again too."""
+"""Where every second block, or the gated product, is computed again too."""
 CASES = [
     pytest.param(shape, layout, mode, id=f"{shape}-{layout}-{mode}")
     for shape in SHAPES
     for layout in LAYOUTS
-    for mode in (*MODES[shape], *(["every_n"] if shape == "blocks" and layout in EVERY_N else []))
+    for mode in (*MODES[shape], *(["gate", "every_n"] if shape == "blocks" and layout in EVERY_N else []))
 ]
 
 
@@ -237,6 +237,22 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
     estimated, found = both(run("blocks", "pp-first", *how), 0)
     too_high = CLOSE if mode == "none" else 0.1
     assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank"), [("1F1B", 1), ("Interleaved1F1B", 1), full("1F1B", 0), full("Interleaved1F1B", 0)]
+)
+def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank: int) -> None:
+    settings = (f"parallelism.schedule={schedule}", "memory=full", "model.layers=4", "model.vocab=64")
+    few, many = (
+        run("blocks", "pp-first", *settings, f"parallelism.microbatches={n}", f"training.global_batch={512 * n}")
+        for n in (8, 16)
+    )
+    (estimated, found), (estimated_many, found_many) = (both(one, rank, "cuda") for one in (few, many))
+    message = 2 * few.training.seq_len * few.model.dim
+    assert found_many.bytes - found.bytes < message
+    assert estimated_many - estimated < message
+    assert estimated_many == pytest.approx(found_many.bytes, rel=CLOSE), str(found_many)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])

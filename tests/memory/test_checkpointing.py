@@ -31,6 +31,7 @@ SHAPE = Llama(dim=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
 NONE = Memory()
 MODES = [
+    pytest.param(Memory("gate"), id="gate"),
     pytest.param(Memory("every_n"), id="every_n"),
     pytest.param(Memory("every_n", every=3), id="every_third"),
     pytest.param(Memory("selective"), id="selective"),
@@ -97,6 +98,7 @@ def test_no_bit_changes_with_two_micro_batches_in_flight(how: Memory, compute: t
 
 AGAIN = [
     pytest.param(NONE, 0, 0, id="none"),
+    pytest.param(Memory("gate"), 0, 0, id="gate"),
     # Recomputing stops where all that backward needs is there: before the seventh, w2.
     pytest.param(Memory("every_n"), 2 * 6, 2, id="every_n"),
     pytest.param(Memory("every_n", every=3), 6, 1, id="every_third"),
@@ -125,6 +127,8 @@ def kept(how: Memory) -> int:
 def test_keeps_what_the_mode_says() -> None:
     full, block = kept(Memory("full")), SHAPE.block_activations(RankBatch(4 * 16, 4, fused=False))
     assert kept(Memory("selective")) - full == SHAPE.layers * (block.selective - block.input)
+    gate_and_product = 2 * 4 * SHAPE.ffn * 4 * 16
+    assert kept(NONE) - kept(Memory("gate")) == SHAPE.layers * gate_and_product
     whole = (kept(NONE) - full) / SHAPE.layers
     assert whole > block.selective
     assert kept(Memory("every_n")) - full == 2 * whole

@@ -37,6 +37,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
 
 QUICK = (
     "qwen3_moe-ep_zbv-none-2", "qwen3_moe-ep_in_tp-full-1", "documents-ep_tp", "capacity-ep_cp", "muon-ep_hsdp",
+    "halves-deepseek_v3-ep_hsdp-none",
 )  # fmt: skip
 REST = ("qwen3_moe-ep_hsdp-none-4", "muon-ep_pp")
 
@@ -164,6 +165,11 @@ def test_any_layout_resumes_with_experts_load_and_bias(before: str, after: str, 
             "parallelism.groups.mine: matches experts",
             id="groups",
         ),
+        pytest.param(
+            ("parallelism=ep", "parallelism.halves=true", "training.global_batch=512", "training.seq_len=256"),
+            "parallelism.halves=true: needs micro-batches of two rows",
+            id="one-row",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str) -> None:
@@ -207,7 +213,11 @@ def test_experts_that_a_dense_model_lacks_are_warned_of(capsys: pytest.CaptureFi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [(), LAYOUTS["ep"]], ids=["single", "ep"])
+@pytest.mark.parametrize(
+    "layout",
+    [(), LAYOUTS["ep"], (*LAYOUTS["ep"], "parallelism.halves=true", "memory=selective")],
+    ids=["single", "ep", "halves"],
+)
 def test_compiled_blocks_learn_the_same(layout: tuple[str, ...], tmp_path: Path) -> None:
     losses = []
     for name, how in (("eager", ("compile=off",)), ("compiled", ("compile=block", "compile.backend=aot_eager"))):

@@ -105,6 +105,10 @@ TRAINING = (
         (*EXPERTS, "precision=fp32", "parallelism=ep"),
         devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
+    Rehearsed(
+        "ep in halves", (*EXPERTS, "precision=fp32", "parallelism=ep", "parallelism.halves=true", "memory=full"),
+        devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
+    ),
     Rehearsed("ep, bf16", (*EXPERTS, "precision=bf16", "parallelism=ep"), devices=2, waits=(EXPERTS_WAIT,)),
     Rehearsed(
         "muon, async save", (*MUON, "optimizer.newton_schulz=fp32", *SAVED), like="muon",

@@ -106,6 +106,7 @@ def list_special() -> Iterator[LayoutCase]:
     for name, science in SCIENCE.items():
         for layout in PLACES:
             yield LayoutCase(f"{name}-{layout}", LAYOUTS[layout], model=(*MODELS["qwen3_moe"], *science))
+    yield from _list_halves()
     eight = ("parallelism=fsdp", "cluster.devices=8", "parallelism.expert=4")
     for name, settings, counts in (("ep", LAYOUTS["ep"], (1, 2, 4)), ("ep_eight", eight, (1, 2))):
         for count in counts:
@@ -113,6 +114,17 @@ def list_special() -> Iterator[LayoutCase]:
             yield LayoutCase(
                 f"loaded-{name}-{count}", (*settings, microbatches), model=(*MODELS["qwen3_moe"], "model.aux_loss=5")
             )
+
+
+def _list_halves() -> Iterator[LayoutCase]:
+    """Micro-batches in two halves: each model, layout and memory mode in some combination, and masked documents."""
+    recipes = {**MODELS, "documents": (*MODELS["qwen3_moe"], *SCIENCE["documents"])}
+    for number, (name, science) in enumerate(recipes.items()):
+        for index, layout in enumerate((*PLACES, "ep_zbv")):
+            mode = ("none", "full", "selective")[(number + index) % (2 if layout == "ep_zbv" else 3)]
+            count = 2 if layout in STAGES else 1
+            technique = ("parallelism.halves=true", f"memory={mode}", f"parallelism.microbatches={count}")
+            yield LayoutCase(f"halves-{name}-{layout}-{mode}", (*LAYOUTS[layout], *technique), model=science)
 
 
 def choose_preparation(case: LayoutCase) -> Callable[[Trainer], None] | None:

@@ -35,6 +35,8 @@ LAYOUTS = {
     "1f1b": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 "
     "model.layers=17 training.global_batch=8192 parallelism.microbatches=4",
     "interleaved": "parallelism=3d model.layers=27 training.global_batch=8192 parallelism.schedule=Interleaved1F1B",
+    "experts-ahead": "model=qwen3_moe_debug model.layers=10 model.dim=128 model.expert_ffn=64 parallelism=ep "
+    "cluster.devices=4 parallelism.expert=2 training.global_batch=8192 memory=full",
     "zbv": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 parallelism.schedule=ZBVZeroBubble "
     "model.layers=26 training.global_batch=8192",
 }

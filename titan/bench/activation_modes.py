@@ -17,7 +17,7 @@ from titan.metrics.reader import METRICS, read_steps
 if TYPE_CHECKING:
     from titan.run.run import Run
 
-MEMORY, COMPILE = ("none", "every_n", "selective", "full", "budget"), ("off", "block", "model")
+MEMORY, COMPILE = ("none", "gate", "every_n", "selective", "full", "budget"), ("off", "block", "model")
 LAYOUTS = ("single", "fsdp", "tp", "pp", "cp", "3d")
 LONG = (32_768, 131_072, 262_144)
 """Row lengths in tokens, measured on a GPU."""

@@ -5,7 +5,7 @@ compared with the published one; the constants minimise the sum of squared logar
 out once, to see how well the others predict it. `titan/estimate/unseen.csv` has further runs, which the fit never uses;
 runs that recompute in a way that titan does not have are not among them. `titan/estimate/experts.csv` has runs of
 models with experts: the mean of their measured over predicted times is a constant too. Runs that hide the exchange of
-rows between experts behind computation, which titan does not do, are not among them.
+rows between experts behind other computation than shared experts' are not among them.
 """
 
 from __future__ import annotations

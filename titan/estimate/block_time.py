@@ -29,6 +29,8 @@ LAUNCHES = {True: 14, False: 30}
 """Kernel launches of a block's forward pass, compiled or not."""
 EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
+SHARED = "feed_forward.shared."
+"""How the names of a block's shared experts begin."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a row, in float32."""
 
@@ -176,7 +178,7 @@ class BlockTime:
         work["memory-bound"] = self._estimate_elementwise("forward")
         work["tensor parallelism"] = self._exchange_count * self.rank.estimate_tensor_exchange()
         work["context parallelism"] = self._estimate_context_exchange("forward")
-        work["expert parallelism"] = self._estimate_exchanges()
+        work["expert parallelism"] = self._estimate_exposed_exchanges("forward")
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
 
@@ -191,7 +193,7 @@ class BlockTime:
         work["memory-bound"] = self._estimate_elementwise("backward")
         work["tensor parallelism"] = self._estimate_backward_exchanges()
         work["context parallelism"] = self._estimate_context_exchange("backward")
-        work["expert parallelism"] = self._estimate_exchanges()
+        work["expert parallelism"] = self._estimate_exposed_exchanges("input", "weight")
         work["host"] = self._estimate_host(2)
         return BlockPass(work, 2 * self._launch_count)
 
@@ -205,6 +207,9 @@ class BlockTime:
         memory, work = self.rank.recipe.memory, SecondsByCause()
         if memory.checkpointing == "none":
             return BlockPass(work, 0)
+        if memory.checkpointing == "gate":
+            work["memory-bound"] = self._estimate_gates()
+            return BlockPass(work, 2)
         names = [name for name in self.layers if not name.endswith(".w2")]
         is_full = memory.checkpointing in ("full", "every_n")
         recomputed_names = names if is_full else names[1::2]
@@ -218,7 +223,7 @@ class BlockTime:
         work["memory-bound"] = self.forward.work["memory-bound"]
         work["experts"] = self._estimate_experts("forward") * (1 if is_full else 2 / 3)  # one of w1 and w3 is saved
         if is_full or self._sends_copies:  # not saved
-            work["expert parallelism"] = self._estimate_exchanges()
+            work["expert parallelism"] = self._estimate_exposed_exchanges("forward")
         if is_full:
             work["attention"] = self._attention_seconds[0]
             work["context parallelism"] = self._estimate_context_exchange("forward")
@@ -227,6 +232,14 @@ class BlockTime:
         ) * self.rank.estimate_tensor_exchange()
         work["host"] = self._estimate_host(1)
         return BlockPass(work, self._launch_count)
+
+    def _estimate_gates(self) -> float:
+        """Return the time of the gated products, which read two tensors and write one, where a compiler fuses them."""
+        rank = self.rank
+        inner = [layer for name, layer in self.layers.items() if name.endswith(".w2")]
+        widths = rank.tokens * sum(layer.split(rank.tensor).inputs for layer in inner)
+        widths += self._expert_rows * sum(m.inputs for name, m in self.experts.items() if name.endswith("w2"))
+        return float(3 * rank.precision.bytes * widths * rank.eager**0.5 / rank.speeds.memory)
 
     @property
     def _launch_count(self) -> int:
@@ -321,15 +334,39 @@ class BlockTime:
         halves = 2 if rank.precision.bytes < 4 and part != "forward" else 1  # of a float32 gradient
         return matmuls + halves * router
 
-    def _estimate_exchanges(self) -> float:
-        """Return the time of a pass' exchanges between expert ranks: of rows and results, and of the rows' weights."""
-        if not self.experts:
+    def _estimate_exposed_exchanges(self, *parts: str) -> float:
+        """Return the time that a pass' exchanges between expert ranks add to the computation beside them.
+
+        Shared experts compute beside one exchange. With halves of micro-batches, three in four run beside the other
+        half: attention, and the experts (`titan.model.halves`).
+        """
+        if not self.experts or self.rank.layout.expert == 1:
             return 0.0
+        dispatch, combine = self._estimate_exchanges()
+        if self.rank.speeds.synchronous or self._sends_copies:
+            return dispatch + combine
+        shared = sum(self._estimate_shared(part) for part in parts)
+        if not self.rank.recipe.parallelism.halves:
+            return max(0.0, dispatch - shared) + combine
+        experts = sum(self._estimate_experts(part) for part in parts)
+        attention = self._attention_seconds[0 if parts == ("forward",) else 1] - shared
+        attention += sum(self._estimate_matmul(*item, part) for item in self.layers.items() for part in parts)
+        pairs = ((dispatch, attention), (dispatch, experts), (combine, experts), (combine, 2 * shared))
+        return sum(max(0.0, exchange - beside) for exchange, beside in pairs) / 2
+
+    def _estimate_shared(self, part: str) -> float:
+        """Return the time of the shared experts' matmuls: forward, or the gradient of inputs or weights."""
+        names = [name for name in self.layers if name.startswith(SHARED)]
+        return sum(self._estimate_matmul(name, self.layers[name], part) for name in names)
+
+    def _estimate_exchanges(self) -> tuple[float, float]:
+        """Return the time of a pass' exchange of rows and their weights, and of that of results."""
         rows, row_bytes = self._expert_rows, self.rank.model.dim * self.rank.precision.bytes
         if self._sends_copies:
             rows *= count_token_copies(self._experts_per_token, self.rank.layout.expert) / self._experts_per_token
-            return 2 * self._estimate_exchange(rows * row_bytes)
-        return 2 * self._estimate_exchange(rows * row_bytes) + self._estimate_exchange(rows * WEIGHT_BYTES)
+            return self._estimate_exchange(rows * row_bytes), self._estimate_exchange(rows * row_bytes)
+        combine = self._estimate_exchange(rows * row_bytes)
+        return combine + self._estimate_exchange(rows * WEIGHT_BYTES), combine
 
     def _estimate_exchange(self, size: float) -> float:
         return estimate_collective("all-to-all", size, self.rank.layout.expert, 1, self.rank.speeds)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
-CheckpointingMode = Literal["none", "full", "every_n", "selective", "budget"]
+CheckpointingMode = Literal["none", "gate", "full", "every_n", "selective", "budget"]
 TypedSettings = Mapping[str, Any]
 MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
 """Activation checkpointing that is tried."""

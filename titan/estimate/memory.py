@@ -243,16 +243,8 @@ class _RankMemory(RankSizes):
         """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
         fields = 3 if self.recipe.dataset.mask_documents else 2
         batch = INDEX_BYTES * fields * count_rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
-        buffers = (
-            self.microbatches
-            * self.input
-            * sum(
-                (not stage.first) * (2 if self.splits_backward else 1) + (not stage.last)
-                for stage in self.stages.values()
-            )
-        )
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
-        return base.add_parts(activations=batch, communication=buffers)
+        return base.add_parts(activations=batch, communication=self._count_message_bytes())
 
     def _estimate_forward_start(self, stage: StageBlocks, state: State, saved: float) -> Usage:
         """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""

@@ -168,6 +168,7 @@ class RankSizes:
             expert=layout.expert,
             regather=regathers_input(recipe, layout),
             one_row=rows == 1,
+            recomputes_gates=recipe.memory.checkpointing == "gate",
         )
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
@@ -303,7 +304,29 @@ class RankSizes:
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
         ends = self.head.saved + self.head_cast if stage.last else self.input
+        ends += self.input * self._keeps_input_apart(stage)
         return self._count_saved_by_blocks(stage.layers) + ends + rotation + self._count_mask_bytes()
+
+    def _keeps_input_apart(self, stage: StageBlocks) -> bool:
+        """Return whether a stage keeps the input that it received next to what its first block saves.
+
+        Blocks that are recomputed save it, and so do fused norms and those in float32.
+        """
+        saves_input = self.share.has_fused_norms or self.share.bytes == 4 or not stage.layers
+        memory = self.recipe.memory.checkpointing
+        recomputed = memory == "selective" or (self.every and (stage.layers.start + 1) % self.every == 0)
+        return not (stage.first or saves_input or recomputed)
+
+    def _count_message_bytes(self) -> float:
+        """Return the bytes of messages of a pipeline that a stage does not keep.
+
+        They are the gradient of its output while it computes backward, and on ranks with several stages, whose messages
+        are awaited early, an input and a gradient of the next micro-batches.
+        """
+        if self.layout.pipeline == 1:
+            return 0.0
+        has_next = any(not stage.last for stage in self.stages.values())
+        return self.input * (has_next + 2 * (len(self.stages) > 1))
 
     def _count_saved_for_weight_grads(self, stage: StageBlocks) -> float:
         """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.
@@ -315,6 +338,7 @@ class RankSizes:
             for layer, size, recomputed in group_blocks(self.recipe.model, stage.layers, self.every)
         )
         ends = self._count_saved_bytes(stage) - self._count_saved_by_blocks(stage.layers)
+        ends += self.input * (not stage.first)  # its gradient
         return ends + blocks + self.sum_blocks(lambda block: block.activations.outputs, stage.layers)
 
     def _count_saved_by_blocks(self, layers: range) -> float:
@@ -324,7 +348,7 @@ class RankSizes:
 
     def _count_saved_by_group(self, group: BlockGroup, block: BlockSizes) -> float:
         memory, saved = self.recipe.memory, block.full_bytes
-        if self.every or memory.checkpointing == "none":
+        if self.every or memory.checkpointing in ("none", "gate"):
             return (group.size - group.recomputed) * saved + group.recomputed * self.input
         if memory.checkpointing == "selective":
             return group.size * block.activations.selective

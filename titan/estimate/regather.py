@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from titan.parallelism.schema import Layout, Parallelism
     from titan.precision.schema import Precision
 
-SAVING = ("none", "every_n")
+SAVING = ("none", "gate", "every_n")
 """Activation checkpointing with blocks that save what they gather; others gather it again anyway."""
 
 

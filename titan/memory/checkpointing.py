@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 from titan.memory.kept_values import build_passes
 from titan.memory.schema import Memory
 from titan.model.experts import ExpertLinear, Router
-from titan.model.parts import Part, is_one_part
+from titan.model.parts import Part, find_gated_layers, is_one_part
 from titan.model.steps import get_turn
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
@@ -80,6 +80,8 @@ def checkpoint_blocks(
         parts: of each block, see `titan.model.parts`; None: each is one part.
         compiled: whether the parts are compiled.
     """
+    if memory.checkpointing == "gate":
+        return _checkpoint_gates(blocks)
     for index, block in enumerate(blocks):
         block_parts = [Part(block)] if parts is None else parts[index]
         if memory.checkpointing == "full" or (
@@ -91,6 +93,20 @@ def checkpoint_blocks(
         elif memory.checkpointing == "selective":
             contexts = _build_keeping_contexts(_count_matmuls(block.modules()))
             block.forward = _with_contexts(block.forward, contexts)
+
+
+def _checkpoint_gates(blocks: Sequence[nn.Module]) -> None:
+    """Recompute the gated product of each feed-forward layer, in place of saving it as the input of w2.
+
+    Raises:
+        TypeError: where a block has no such layer; `titan.model.module_checks` rejects its model before.
+    """
+    for block in blocks:
+        layers = find_gated_layers(block)
+        if not layers:
+            raise TypeError(f"{type(block).__name__} has no gated layer of titan's")
+        for layer in layers:
+            layer.complete = _with_recompute(layer.complete)
 
 
 def _checkpoint_parts(parts: Sequence[Part]) -> None:

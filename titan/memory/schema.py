@@ -12,10 +12,11 @@ from titan.config.settings import setting
 class Memory:
     """Activation checkpointing (Chen et al. 2016, arXiv:1604.06174) and offloading."""
 
-    checkpointing: Literal["none", "full", "every_n", "selective", "budget"] = setting(
+    checkpointing: Literal["none", "gate", "full", "every_n", "selective", "budget"] = setting(
         "none",
-        "none: save all activations; full: save each block's input and recompute the block; every_n: the same for "
-        "every n-th block; selective: save what is costly to compute; budget: the compiler decides (needs compile)",
+        "none: save all activations; gate: recompute the gated product of each feed-forward layer; full: save each "
+        "block's input and recompute the block; every_n: the same for every n-th block; selective: save what is costly "
+        "to compute; budget: the compiler decides (needs compile)",
     )
     every: int = setting(2, "with every_n: every how many blocks one is recomputed", at_least=1)
     budget: float = setting(

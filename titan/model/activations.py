@@ -24,6 +24,7 @@ class RankBatch:
         expert: ranks that share experts; each computes as many rows as it has, if the load is even.
         regather: whether regions of split matmuls save the rank's part of their input and gather it again in backward.
         one_row: whether the micro-batch is one row, which ranks gather without copies.
+        recomputes_gates: whether a feed-forward layer's gated product is recomputed.
     """
 
     tokens: float
@@ -35,6 +36,7 @@ class RankBatch:
     expert: int = 1
     regather: bool = False
     one_row: bool = False
+    recomputes_gates: bool = False
 
     @property
     def residual_tokens(self) -> float:
@@ -226,7 +228,7 @@ def count_latent_attention_bytes(
 def count_swiglu_bytes(batch: RankBatch, dim: int, ffn: int) -> LayerActivations:
     """Return the activation memory of SwiGLU: both projections, the gate's activation, the last projection's input.
 
-    A compiler recomputes the gate's activation.
+    A compiler recomputes the gate's activation; the last projection's input is recomputed with `memory=gate`.
 
     Args:
         batch: the part that the rank computes.
@@ -234,7 +236,7 @@ def count_swiglu_bytes(batch: RankBatch, dim: int, ffn: int) -> LayerActivations
         ffn: F.
     """
     c, n, f = batch.bytes, batch.tokens, ffn / batch.tensor
-    saved = (3 if batch.compiled else 4) * c * f * n
+    saved = (2 if batch.recomputes_gates else 3 if batch.compiled else 4) * c * f * n
     return LayerActivations(saved, c * f * n + _count_reduced_bytes(batch, dim), c * (2 * f + dim) * n, 3)
 
 
@@ -329,7 +331,7 @@ def count_moe_block_bytes(
     shared_activations = LayerActivations(0.0, 0.0, 0.0, 0) if shared is None else shared.count_bytes(batch, dim)
     norms = 2 * batch.count_norm_bytes(dim) * s + c * dim * batch.saved_input_tokens
     router = (c * dim + 4 * experts.total + (INDEX_BYTES + 8) * experts.top_k + 4) * s
-    gates = 3 * c * width * rows
+    gates = (2 if batch.recomputes_gates else 3) * c * width * rows
     index_bytes = (2 if batch.expert == 1 else 4) * INDEX_BYTES * rows
     saved = norms + attention.saved + router + index_bytes + c * dim * rows + gates + shared_activations.saved
     exchanged_bytes = (2 * c * dim + 4) * rows if batch.expert > 1 else 0.0

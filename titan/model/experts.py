@@ -149,8 +149,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor, weights: Tensor | None = None, exact: bool = False) -> Tensor:
         """Map rows [N, D], sorted by expert, to [N, D]; each result times its row's weight, float32 [N]; None: one."""
-        hidden = gate_rows(self.w1(x, offsets, exact), self.w3(x, offsets, exact), weights)
-        out: Tensor = self.w2(hidden, offsets, exact)
+        return self.complete(self.w1(x, offsets, exact), self.w3(x, offsets, exact), weights, offsets, exact)
+
+    def complete(self, a: Tensor, b: Tensor, weights: Tensor | None, offsets: Tensor, exact: bool) -> Tensor:
+        """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
+        out: Tensor = self.w2(gate_rows(a, b, weights), offsets, exact)
         return out
 
 

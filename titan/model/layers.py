@@ -356,7 +356,11 @@ class FeedForward(nn.Module):
     @passes_input_to_project
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        gate, up = self.project(x, (self.w1, self.w3))
+        out: Tensor = self.complete(*self.project(x, (self.w1, self.w3)))
+        return out
+
+    def complete(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return w2 of the gated product; a method for itself, so that it can be recomputed (`memory=gate`)."""
         out: Tensor = self.w2(F.silu(gate) * up)
         return out
 

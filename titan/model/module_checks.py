@@ -20,11 +20,12 @@ from titan.model.built_counts import BuiltCounts
 from titan.model.core import GUIDE, AttentionCore, KeyValueCore, RecurrentCore, find_unknown, iterate_cores
 from titan.model.core_contract import find_core_error
 from titan.model.experts import ExpertLinear, MixtureOfExperts
+from titan.model.parts import find_gated_layers
 from titan.model.schema import Decoder
 from titan.model.tensor_plan import find_plan_errors
 
 
-def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False) -> None:
     """Check a model's module.
 
     Args:
@@ -32,6 +33,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         tensor: the degree of tensor parallelism.
         context: the degree of context parallelism.
         expert: the degree of expert parallelism.
+        gate: whether gated products are recomputed (`memory=gate`).
 
     Raises:
         ConfigError: with the first module or parameter that a technique can't treat, or that is not counted.
@@ -45,6 +47,7 @@ def check_module(schema: Decoder, tensor: int = 1, context: int = 1, expert: int
         _find_value_errors(model, name),
         _find_contract_errors(model, schema, name, tensor),
         _find_expert_errors(model, schema, name, expert),
+        _find_gate_errors(model, schema, name) if gate else iter(()),
         _find_compute_errors(model, name),
         _find_count_errors(model, schema, name),
     ):
@@ -126,6 +129,17 @@ def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> 
                 f"parallelism.expert={degree}: the experts of layers.{layer} of the model {name} are in no "
                 "titan.model.experts.MixtureOfExperts, which sends tokens to them; derive from it, or give "
                 "parallelism.expert=1."
+            )
+
+
+def _find_gate_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
+    """Yield which blocks have no gated product that can be recomputed."""
+    for layer in range(schema.layers):
+        if not find_gated_layers(block := model.layers[str(layer)]):
+            yield (
+                f"memory.checkpointing=gate: layers.{layer} of the model {name}, a {type(block).__name__}, has no "
+                "titan.model.layers.FeedForward with its forward, whose gated product is recomputed; give another "
+                "memory, such as none or full."
             )
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titan.model.experts import MoeBlock
-from titan.model.layers import Block
+from titan.model.experts import Experts, MoeBlock
+from titan.model.layers import Block, FeedForward
 
 ModuleTest = Callable[[nn.Module], bool]
 
@@ -84,3 +84,12 @@ def _list_attention_modules(module: nn.Module) -> list[nn.Module]:
     kind: Any = type(module)
     calls_attend = kind.forward in (Block.forward, MoeBlock.forward) and kind.attend is Block.attend
     return [module.attention_norm, module.attention, module.ffn_norm] if calls_attend else []  # type: ignore[list-item]
+
+
+def find_gated_layers(block: nn.Module) -> list[Any]:
+    """Return the feed-forward layers of a block that compute w2 of a gated product in their method `complete`.
+
+    A class with another `forward` is not known to call it.
+    """
+    kinds: tuple[Any, ...] = (FeedForward, Experts)
+    return [module for module in block.modules() if any(type(module).forward is kind.forward for kind in kinds)]

@@ -91,7 +91,7 @@ class Decoder(DecoderCounts):
         if not is_titan_class(cls):
             use_built_counts(cls)
 
-    def check_module(self, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+    def check_module(self, tensor: int = 1, context: int = 1, expert: int = 1, gate: bool = False) -> None:
         """Raise ConfigError for a module that titan can't count, or that a technique can't treat; it is built on meta.
 
         Raises:
@@ -99,7 +99,7 @@ class Decoder(DecoderCounts):
         """
         from titan.model import module_checks
 
-        module_checks.check_module(self, tensor, context, expert)
+        module_checks.check_module(self, tensor, context, expert, gate)
 
 
 @dataclass(frozen=True, kw_only=True)

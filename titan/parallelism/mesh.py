@@ -278,10 +278,17 @@ def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeo
 
 
 def _build_expert_mesh(world: World) -> DeviceMesh:
-    """Return the mesh of the experts' weights, of all ranks; they call it together."""
+    """Return the mesh of the experts' weights, of all ranks; they call it together.
+
+    The ranks that share experts have a group for themselves, even where another one has the same ranks: NCCL runs the
+    operations of a group one after another, and an exchange of tokens would wait for a gather of weights. Its kernels
+    run before those of computation, so that what is beside an exchange doesn't delay it.
+    """
     layout = world.layout
     sizes = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.expert_shards}
-    return _rebuild_mesh(world, {**sizes, "expert": layout.expert}, ("shard", "expert"))
+    sizes["expert"] = layout.expert
+    exchange = split_group(_list_groups_along(sizes, ("expert",)), world.timeout, urgent=True)
+    return _rebuild_mesh(world, sizes, ("shard",), {"expert": exchange})
 
 
 def _build_data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -290,10 +297,16 @@ def _build_data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
     return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
 
 
-def _rebuild_mesh(world: World, sizes: Mapping[str, int], new_dims: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks with other sizes; dimensions that are not `new_dims` are the weights' mesh's."""
-    names = tuple(name for name, size in sizes.items() if size > 1 or name in new_dims)
-    new_groups = {name: _create_group_along(sizes, (name,), world.timeout) for name in new_dims}
+def _rebuild_mesh(
+    world: World,
+    sizes: Mapping[str, int],
+    new_dims: tuple[str, ...],
+    given_groups: Mapping[str, Any] | None = None,
+) -> DeviceMesh:
+    """Return a mesh of all ranks with other sizes; dimensions neither new nor with a given group are the weights'."""
+    new_groups: dict[str, Any] = {name: _create_group_along(sizes, (name,), world.timeout) for name in new_dims}
+    new_groups |= given_groups or {}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name in new_groups)
     groups: list[Any] = [new_groups.get(name) or world.get_group(name) for name in names]
     ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])
     return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
@@ -307,15 +320,23 @@ def _create_group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeou
         names: some of them.
         timeout: see `split_group`.
     """
-    ranks = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
-    inner = [list(sizes).index(name) for name in names]
-    outer = [dim for dim in range(len(sizes)) if dim not in inner]
-    lists = ranks.permute(*outer, *inner).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
+    lists = _list_groups_along(sizes, names)
     return dist.group.WORLD if len(lists) == 1 else split_group(lists, timeout)  # type: ignore[return-value]
 
 
+def _list_groups_along(sizes: Mapping[str, int], names: tuple[str, ...]) -> list[list[int]]:
+    """Return the ranks of each group whose coordinates differ along `names` only."""
+    ranks = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
+    inner = [list(sizes).index(name) for name in names]
+    outer = [dim for dim in range(len(sizes)) if dim not in inner]
+    lists: list[list[int]] = (
+        ranks.permute(*outer, *inner).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
+    )
+    return lists
+
+
 def split_group(
-    lists: Sequence[Sequence[int]], timeout: float, parent: dist.ProcessGroup | None = None
+    lists: Sequence[Sequence[int]], timeout: float, parent: dist.ProcessGroup | None = None, urgent: bool = False
 ) -> dist.ProcessGroup:
     """Split `parent` into the groups in `lists`, and return this rank's; all ranks of `parent` call it together.
 
@@ -326,6 +347,7 @@ def split_group(
         lists: the global ranks of each group, ascending; each rank of `parent` is in one of them.
         timeout: seconds after which the creation gives up, and an operation on the group.
         parent: the group to split; None: all ranks.
+        urgent: with NCCL, let the group's kernels run before those of computation.
 
     Raises:
         RuntimeError: without a process group to split, or when this rank is in none of the groups.
@@ -336,7 +358,10 @@ def split_group(
     if parent_group.bound_device_id is not None:  # NCCL with eager initialisation
         parent_ranks = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(parent_group))}
         group = dist.split_group(
-            parent_group, [[parent_ranks[rank] for rank in ranks] for ranks in lists], timeout=group_timeout
+            parent_group,
+            [[parent_ranks[rank] for rank in ranks] for ranks in lists],
+            timeout=group_timeout,
+            pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if urgent else None,
         )
     else:
         member_ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)

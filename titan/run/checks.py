@@ -52,11 +52,12 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
         ConfigError: for a combination that can't work.
     """
     if not is_titan_class(type(run.model)):  # tests check titan's own, without torch here
-        layout = run.layout
-        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert)
+        layout, gate = run.layout, run.memory.checkpointing == "gate"
+        run.model.check_module(tensor=layout.tensor, context=layout.context, expert=layout.expert, gate=gate)
     _check_growth(run, remote)
     _check_precision(run, remote)
     _check_dispatcher(run, remote)
+    _check_halves(run)
     _check_exchange(run, remote)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
@@ -344,6 +345,20 @@ def _check_dispatcher(run: Run, remote: bool) -> None:
         warn_once("parallelism.dispatcher=deepep: has no effect, because no ranks share experts.")
     elif (lacking := next(_list_lacking_for_deep_ep(run, remote), None)) is not None:
         raise ConfigError(f"parallelism.dispatcher=deepep: {lacking}, or parallelism.dispatcher=alltoall.")
+
+
+def _check_halves(run: Run) -> None:
+    """Reject halves of micro-batches of one row; where nothing is exchanged they are whole."""
+    if not run.parallelism.halves:
+        return
+    if run.layout.expert == 1:
+        warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
+    elif run.microbatch_rows < 2:
+        raise ConfigError(
+            f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
+            f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
+            "or parallelism.halves=false."
+        )
 
 
 def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:

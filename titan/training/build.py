@@ -187,7 +187,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
         kernel = _choose_attention_kernel(run, world)
         context.replace_attention(model, parallelism.context_method, world.context, parallelism.balance, kernel)
     hands_on = world.context is not None and any(isinstance(core, RecurrentCore) for core in iterate_cores(model))
-    if parallelism.halves:
+    if parallelism.halves and run.layout.expert > 1:
         compute_in_halves(model.blocks())
         model.in_halves = True
     parts = _list_block_parts(model, mesh, groups, parallelism.resolve_reshard(run.layout))
@@ -377,6 +377,8 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
     if layout.context > 1:
         balance = ", balanced" if parallelism.balance else ""
         note(f"context parallel over {layout.context} ranks by {parallelism.context_method}{balance}")
+    if parallelism.halves and layout.expert > 1:
+        note("blocks compute micro-batches in two halves, each beside the exchange of the other's tokens")
     note(f"attention kernel: {_describe_attention(run, world)}")
     if run.training.loss_chunk:
         note(f"logits and loss in chunks of {run.training.loss_chunk:,} tokens")

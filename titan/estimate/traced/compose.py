@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Event, Region, StepTrace
 
-UNITS = 5
-"""Units of blocks in a short trace."""
+UNITS, UNITS_AHEAD = 5, 7
+"""Units of blocks in a short trace, of which the middle one is repeated; and where FSDP gathers a block ahead, so that
+what is gathered in a block's region is freed two blocks later. The first and the last unit are repeated never."""
 MICROBATCHES = 4
 """Micro-batches in a short trace: the third is repeated."""
 
@@ -86,28 +87,33 @@ class ObjectName(NamedTuple):
     number: int
 
 
-def compose_trace(trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> StepTrace:
+def compose_trace(
+    trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int, units: int = UNITS
+) -> StepTrace:
     """Return the trace of a rank with more blocks in its stages, or more micro-batches.
 
     Args:
-        trace: of a model with five units of blocks, and what is left over, in each stage.
+        trace: of a model with so many units of blocks, and what is left over, in each stage.
         blocks: first and end of the blocks of each stage in the whole.
         period: blocks of a unit.
         microbatches: of the whole; the trace has as many, or four.
+        units: of blocks in the trace, `UNITS` or `UNITS_AHEAD`.
 
     Raises:
         IrregularTraceError: when the events of repeated units refer to different objects.
     """
-    return _Composer(trace, blocks, period, microbatches).compose()
+    return _Composer(trace, blocks, period, microbatches, units).compose()
 
 
 class _Composer:
     """Repeats the events of a trace."""
 
-    def __init__(self, trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int) -> None:
+    def __init__(
+        self, trace: StepTrace, blocks: Mapping[int, tuple[int, int]], period: int, microbatches: int, units: int
+    ) -> None:
         self.trace, self.blocks = trace, blocks
         self.axes = {
-            stage: RepeatAxis(begin, blocks[stage][0], period, min(UNITS, max(1, (end - begin) // period)), UNITS // 2,
+            stage: RepeatAxis(begin, blocks[stage][0], period, min(units, max(1, (end - begin) // period)), units // 2,
                         (blocks[stage][1] - blocks[stage][0] - end + begin) // period)
             for stage, (begin, end) in trace.blocks.items()
         }  # fmt: skip

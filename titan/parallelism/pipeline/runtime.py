@@ -6,7 +6,8 @@ see one scalar from the last stage, and logits never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -272,28 +273,52 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage whose messages use the groups of `create_p2p_groups`."""
+    """A stage whose messages use the groups of `create_p2p_groups`.
+
+    A buffer exists from when its message is awaited until the stage has used it; torch would keep those of all
+    micro-batches. Until then its place has a tensor of the same shape on the device "meta".
+    """
 
     groups: P2PGroups
     advance: Callable[[], None]
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Describe the messages of all micro-batches without their buffers."""
+        with _without_memory(self):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Describe the messages of all micro-batches without their buffers."""
+        with _without_memory(self):
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Record progress: a step of many micro-batches may take long."""
         self.advance()
-        return super().forward_one_chunk(*args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _free_buffers(self.args_recv_info[fwd_chunk_id])
+        return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Record progress."""
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """Record progress.
+
+        torch keeps the losses of a step, and with them their graphs, which hold the last stage's inputs.
+        """
         self.advance()
-        return super().backward_one_chunk(*args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if loss is not None:
+            loss.detach_()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return [use_direction_group(op, self.groups) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [use_direction_group(op, self.groups) for op in super().get_fwd_send_ops(fwd_chunk_id)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _allocate_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return [use_direction_group(op, self.groups) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -325,6 +350,34 @@ class _ReducingStage(_Stage):
         module.set_requires_all_reduce(last_backward)
         inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*inputs), None
+
+
+@contextmanager
+def _without_memory(stage: PipelineStage) -> Iterator[None]:
+    """Let a stage create tensors without memory."""
+    device, stage.device = stage.device, torch.device("meta")
+    try:
+        yield
+    finally:
+        stage.device = device
+
+
+def _allocate_buffers(messages: Sequence[Any], device: torch.device) -> None:
+    """Create the buffers of messages that are about to be received."""
+    for buffer, message in _list_buffers(messages):
+        message.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+
+def _free_buffers(messages: Sequence[Any]) -> None:
+    """Drop the buffers of messages that were used; the stage's graph may still need what they hold."""
+    for buffer, message in _list_buffers(messages):
+        message.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+
+
+def _list_buffers(messages: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+    """Return messages with their buffers; the inputs of the first stage and missing gradients have none."""
+    buffers = [(getattr(message, "buffer", None), message) for message in messages]
+    return [(buffer, message) for buffer, message in buffers if buffer is not None]
 
 
 def use_direction_group(op: dist.P2POp, groups: P2PGroups) -> dist.P2POp:

@@ -11,7 +11,7 @@ import torch
 
 from titan.estimate.operations import Speeds
 from titan.estimate.regather import regathers_input
-from titan.estimate.traced.compose import MICROBATCHES, UNITS, compose_trace
+from titan.estimate.traced.compose import MICROBATCHES, UNITS, UNITS_AHEAD, compose_trace
 from titan.estimate.traced.events import StepTrace
 from titan.estimate.traced.result import RankResult, TracedStep, build_rank_result, build_traced_step
 from titan.parallelism.strategy import blocks_are_alike
@@ -47,7 +47,7 @@ def build_rank_trace(run: Run, rank: int, *, full: bool = False) -> StepTrace:
         return trace_rank(eager_run, rank, device)
     short = trace_rank(shorten_run(eager_run), rank, device)
     blocks = {stage: run.staging.layers[stage] for stage in short.blocks}
-    return compose_trace(short, blocks, _find_period(run), run.microbatches)
+    return compose_trace(short, blocks, _find_period(run), run.microbatches, _count_units(run))
 
 
 def _blocks_repeat(run: Run) -> bool:
@@ -85,8 +85,8 @@ def shorten_run(run: Run) -> Run:
     layers, start = [], 0
     for first, end in run.staging.layers:
         count = end - first
-        if count // _find_period(run) > UNITS:
-            count = UNITS * _find_period(run) + count % _find_period(run)
+        if count // _find_period(run) > _count_units(run):
+            count = _count_units(run) * _find_period(run) + count % _find_period(run)
         layers.append((start, start + count))
         start += count
     staging = dataclasses.replace(run.staging, layers=tuple(layers))
@@ -96,6 +96,11 @@ def shorten_run(run: Run) -> Run:
     tokens = MICROBATCHES * run.microbatch_rows * run.layout.data_ranks * run.training.seq_len
     training = dataclasses.replace(run.training, global_batch=tokens)
     return dataclasses.replace(short, microbatches=MICROBATCHES, training=training)
+
+
+def _count_units(run: Run) -> int:
+    """Return the units of blocks of a short trace."""
+    return UNITS_AHEAD if run.parallelism.resolve_prefetch(run.layout) else UNITS
 
 
 def _find_period(run: Run) -> int:

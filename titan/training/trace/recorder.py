@@ -98,6 +98,8 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record_allocation(self, tensor: Tensor) -> None:
         """Record the allocation of a tensor's storage, if it is new or was resized."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         cdata, size = storage._cdata, storage.nbytes()
         previous = self.sizes.get(cdata)
