@@ -195,6 +195,27 @@ def test_collectives_that_go_on_are_progress(moves: bool, tmp_path: Path, monkey
     assert what.compute_idle_seconds() == (0 if moves else 80)
 
 
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_collective_that_times_out_is_no_progress(
+    is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a processor looks only after the collective has failed, and still says what it waited for."""
+    now = [100.0]
+    what = Activity(get_time=lambda: now[0], timeout=60)
+    what.enter_phase(COMPUTING)
+    watch = Watch(tmp_path, RankInfo(0, 2), 1, what, 30.0)
+    found = [{"entered": {"0": 7}, "completed": {"0": 6}, "pending": ("x",)},
+             {"entered": {"0": 7}, "completed": {"0": 7}, "pending": ()}]  # fmt: skip
+    monkeypatch.setattr(Watch, "_read_collectives", lambda watch: found.pop(0))
+    for seconds in (40, 10 if is_reported else 21):
+        now[0] += seconds
+        watch._read_details(late=True)
+        if is_reported:
+            watch.hang_event.set()
+    assert found == [] and what.compute_idle_seconds() == now[0] - 100
+    assert watch._details["pending"] == ("x",)
+
+
 def test_the_launcher_shows_messages_that_come_later(tmp_path: Path) -> None:
     (tmp_path / "debug").mkdir()
     verdict.append_message(tmp_path, "of an earlier attempt")

@@ -286,6 +286,23 @@ def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.
         )
 
 
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        pytest.param(["model=llama8b"], "cluster=h100 parallelism=fsdp", id="single"),
+        pytest.param(["model=llama8b", "parallelism=fsdp"], "cluster=h100", id="fsdp"),
+        pytest.param(["model=llama70b"], "cluster=h100 cluster.nodes=4 parallelism=fsdp", id="nodes"),
+    ],
+)
+def test_a_plan_on_a_laptop_names_the_nodes_that_hold_the_model(
+    settings: list[str], way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "detect_machine", make_detector("cpu"))
+    with pytest.raises(ConfigError, match=f"Try {way_out} to plan it on GPUs, model=debug, or set"):
+        compose_test_run(settings, remote=True)
+    compose_test_run([*settings, *way_out.split()], remote=True)
+
+
 MUON, BF16_MOMENTS = "optimizer=muon", "optimizer.moments=bf16"
 
 

@@ -56,7 +56,7 @@ def test_owners_compute_the_largest_matrices_first_in_rounds() -> None:
     model, small, large = step_model(run), MatrixShape(512, 512), MatrixShape(2048, 2048)
     seconds = {shape: matrix_update._estimate_products(model, shape) for shape in (small, large)}
     for owners, rounds in {1: (5, 3), 2: (2, 2), 3: (2, 1), 8: (0, 1)}.items():
-        counted = matrix_update._estimate_owners(model, Counter({small: 5, large: 3}), owners)
+        counted = matrix_update._estimate_largest_updates(model, Counter({small: 5, large: 3}), owners)
         assert counted == pytest.approx(rounds[0] * seconds[small] + rounds[1] * seconds[large]), owners
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.composing import compose_test_run
+from tests.support.measured_memory import CASES, FEW
 from titan.cluster import heap
-from titan.estimate import overhead
+from titan.estimate import fit, overhead
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs/memory.md").read_text().split())
 
@@ -17,7 +19,8 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs/memory.md").read_text().split
     [
         pytest.param(f"On a CPU titan adds {overhead.PROCESS_GIB:g} GiB per rank", id="process"),
         pytest.param(f"{100 * overhead.FRAGMENTATION:g}% of the live tensors", id="heap"),
-        pytest.param(f"{overhead.EXPERT_FRAGMENTATION:g} times the activations", id="experts"),
+        pytest.param(f"{overhead.EXPERT_FRAGMENTATION:g} times a block's activations", id="experts"),
+        pytest.param(f"{overhead.EXPERT_KERNELS_GIB:g} GiB for kernels in bf16", id="expert-kernels"),
         pytest.param(
             f"On a GPU it adds {overhead.CONTEXT_GIB:g} GiB and {100 * overhead.FRAGMENTS:g}%", id="allocator"
         ),
@@ -29,3 +32,19 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs/memory.md").read_text().split
 )
 def test_the_page_on_memory_states_the_figures_of_the_code(phrase: str) -> None:
     assert phrase in PAGE
+
+
+MEASURED = {  # MiB of the largest rank, by `python -m tests.support.measured_memory`
+    "qwen3_moe": 2173, "qwen3_moe fp32": 2173, "qwen3_moe fp32 full": 1576, "qwen3_moe fsdp": 1269,
+    "qwen3_moe fp32 ep": 1163, "qwen3_moe ep": 1223, "qwen3_moe ep of 4": 869, "deepseek_v3": 2122,
+    "deepseek_v3 fp32 fsdp": 1220, "deepseek_v3 ep": 1199, "qwen3_moe of 8192 tokens": 3473, "qwen3_moe_debug": 1179,
+    "qwen3_moe of 16 ep": 1248, "deepseek_v3 fp32 selective": 1851,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_memory_of_experts_on_a_cpu_is_about_what_was_measured(name: str) -> None:
+    precision = () if any(word.startswith("precision=") for word in CASES[name]) else ("precision=bf16",)
+    run = compose_test_run(["model=debug", "dataset=synthetic", *FEW, *CASES[name], *precision])
+    stated = fit.estimate_memory(run, run.layout, run.microbatches, "cpu").bytes / 2**20
+    assert 0.95 <= stated / MEASURED[name] <= 1.22

@@ -21,9 +21,12 @@ from tests.support.ranks import run_ranks
 from tests.support.tiers import full
 from titan.config import warning
 from titan.errors import ConfigError
+from titan.memory.checkpointing import checkpoint_blocks
+from titan.memory.schema import Memory
 from titan.model.experts import MixtureOfExperts, Router
+from titan.model.parts import Part
 from titan.parallelism import expert
-from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport
+from titan.parallelism.deep_ep import AddingDispatch, DeepEPTransport, ReceivedTokens
 from titan.parallelism.expert import ExpertDispatch
 from titan.parallelism.schema import count_token_copies
 
@@ -98,6 +101,53 @@ def test_tokens_go_to_fewer_ranks_than_they_have_experts() -> None:
     assert count_token_copies(1, 8) == pytest.approx(1)
     assert count_token_copies(8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8)) == pytest.approx(5.25, abs=0.01)
     assert count_token_copies(8, 1) == 1
+
+
+class CountingTransport(OneCopyTransport):
+    """Counts what is sent, by exchanges that selective checkpointing does not save, as it does not save DeepEP's."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.sends, self.tokens_again = 0, 0
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, count: int) -> ReceivedTokens:
+        """See `Transport.send`."""
+        self.sends += 1
+        received = super().send(x, experts, weights, count)
+        self.tokens_again = 0
+        return received
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        """See `Transport.send_again`."""
+        self.tokens_again += 1
+        tokens, sent, received, _ = handle
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x[tokens].contiguous(), received, sent, group=self.group)
+        return out
+
+
+def recompute(rank: int, world: int, checkpointing: Any, scale_inputs: bool) -> tuple[tuple[int, int], list[Tensor]]:
+    """How often a rank sent all and tokens only in a step of two micro-batches; and its results and gradients."""
+    transport = CountingTransport(dist.group.WORLD)
+    layer = build_layer(rank, AddingDispatch(transport.group, transport), scale_inputs)
+    checkpoint_blocks([layer], Memory(checkpointing), parts=[[Part(layer, name="router"), Part(layer, name="experts")]])
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(1, TOKENS, DIM, generator=generator).requires_grad_() for _ in range(2)]
+    outputs = [layer(x)[0] for x in inputs]
+    gradients = torch.autograd.grad(sum(out.square().sum() for out in outputs), (*inputs, *layer.parameters()))
+    return (transport.sends, transport.tokens_again), [*outputs, *gradients]
+
+
+@pytest.mark.parametrize("scale_inputs", [False, full(True, id="inputs")])
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_a_recomputation_sends_tokens_only(checkpointing: str, scale_inputs: bool) -> None:
+    expected = run_ranks(recompute, RANKS, "none", scale_inputs)
+    for (counts, found), (counts_once, once) in zip(
+        run_ranks(recompute, RANKS, checkpointing, scale_inputs), expected, strict=True
+    ):
+        assert counts_once == (2, 2)  # the gradients of two results
+        assert counts == (2, 4)  # and the tokens of two recomputations
+        assert all(torch.equal(a, b) for a, b in zip(found, once, strict=True))
 
 
 class RecordedBuffer:

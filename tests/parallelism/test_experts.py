@@ -11,13 +11,22 @@ from torch import Tensor
 from tests.checkpoint.test_manager import in_two_attempts
 from tests.support.composing import compose_test_run
 from tests.support.matrix import EXACT, LayoutCase, TrainedLayout
-from tests.support.matrix_experts import LAYOUTS, MODELS, OneDevice, list_cases, measure_case
+from tests.support.matrix_experts import (
+    LAYOUTS,
+    MODELS,
+    ChoiceMargin,
+    OneDevice,
+    check_margin,
+    list_cases,
+    measure_case,
+)
 from tests.support.ranks import run_ranks
-from tests.support.runs import are_identical, compose_tiny_run, read_step_records, train_run
+from tests.support.runs import RankOutcome, are_identical, compose_tiny_run, read_step_records, train_run
 from tests.support.tiers import full, select_cases
 from titan.config import warning
 from titan.errors import ConfigError
-from titan.model.experts import dispatch
+from titan.model import experts as model_experts
+from titan.model.experts import Router, dispatch
 from titan.parallelism.expert import ExpertDispatch
 
 
@@ -43,6 +52,19 @@ def test_gradients_of_each_expert_are_those_of_one_device(
     assert found.pop("same start")
     assert found.pop("same rows")
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
+
+
+def test_a_seed_whose_choice_rounding_may_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_experts, "select_top_k", model_experts.select_top_k)
+    margin = ChoiceMargin()
+    run = compose_test_run(["model=qwen3_moe_debug", "training.seed=7"])
+    router = Router(3, 3, top_k=2)
+    torch.nn.init.eye_(router.weight)
+    router(torch.tensor([[2.0, 1.0, 0.5]]))
+    check_margin(TrainedLayout(run, [RankOutcome(extra=margin)], 0.0))
+    router(torch.tensor([[2.0, 1.0, 1.0 - 1e-5]]))
+    with pytest.raises(AssertionError, match=r"training.seed=7: .* by only 1.0e-05 of it"):
+        check_margin(TrainedLayout(run, [RankOutcome(extra=margin)], 0.0))
 
 
 EXPERTS, WIDTH, RANKS = 6, 8, 3

@@ -6,12 +6,14 @@ worst of each group.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tests.support.matrix import (
     COLUMNS,
@@ -25,6 +27,7 @@ from tests.support.matrix import (
 )
 from tests.support.ranks import RankFailedError
 from tests.support.runs import Tensors, read_step_records
+from titan.model import experts as model_experts
 from titan.training.trainer import Trainer
 
 MODELS = {
@@ -44,8 +47,10 @@ MODELS = {
         "model.rope_original=8", "model.rope_mscale_all=0.7", "training.seed=16",
     ),
 }  # fmt: skip
-"""The models, with all that balances experts, so large that their gradients count. With these seeds the score of the
-last chosen expert is above the next one's by at least 2e-5 of it, so that rounding changes no choice."""
+"""The models, with all that balances experts, so large that their gradients count."""
+MARGIN = 2e-5
+"""What the score of the last chosen expert, or group, is above the next by, as a fraction of it, with the seeds of
+the cases: so that rounding changes no choice. A token that chooses another expert makes gradients differ by 15 %."""
 LAYOUTS = {
     "ddp": ("parallelism=ddp",),
     "fsdp": ("parallelism=fsdp",),
@@ -151,6 +156,34 @@ def list_cases() -> Iterator[LayoutCase]:
     yield from list_special()
 
 
+class ChoiceMargin:
+    """Observes what a rank chooses experts by, and keeps the smallest margin.
+
+    Attributes:
+        smallest: relative difference between the score of the last chosen one and the first that is not chosen.
+    """
+
+    def __init__(self) -> None:
+        """Observe all choices of this process from now on."""
+        self.smallest = math.inf
+        choose = model_experts.select_top_k
+
+        def observe(scores: Tensor, count: int) -> Tensor:
+            self.smallest = min(self.smallest, measure_margin(scores, count))
+            return choose(scores, count)
+
+        model_experts.select_top_k = observe
+
+
+def measure_margin(scores: Tensor, count: int) -> float:
+    """Return the smallest margin of a choice among scores [..., E]; infinite where all are chosen."""
+    if count == scores.shape[-1]:
+        return math.inf
+    ordered = scores.detach().sort(dim=-1, descending=True).values
+    last, following = ordered[..., count - 1], ordered[..., count]
+    return float(((last - following) / last.abs()).min())
+
+
 class OneDevice(dict[tuple[tuple[str, ...], bool], TrainedLayout]):
     """Runs on one device by what they learn, each trained when it is first asked for."""
 
@@ -159,13 +192,29 @@ class OneDevice(dict[tuple[tuple[str, ...], bool], TrainedLayout]):
         self.folder = folder
 
     def find_outcome(self, case: LayoutCase) -> TrainedLayout:
-        """The run of a case."""
-        key = case.model, choose_preparation(case) is not None
+        """The run of a case, whose choices no rounding changes; those of a prepared trainer follow from that.
+
+        Raises:
+            AssertionError: when its seed has a choice that rounding may change.
+        """
+        prepare = choose_preparation(case)
+        key = case.model, prepare is not None
         if key not in self:
             folder = self.folder / str(len(self))
             folder.mkdir()
-            self[key] = train_case(folder, None, case.model, choose_preparation(case))
+            self[key] = train_case(folder, None, case.model, prepare or (lambda _: ChoiceMargin()))
+        if prepare is None:
+            check_margin(self[key])
         return self[key]
+
+
+def check_margin(trained: TrainedLayout) -> None:
+    """Raise AssertionError when a run on one device has a choice that rounding may change."""
+    (rank,) = trained.ranks
+    assert rank.extra.smallest >= MARGIN, (
+        f"training.seed={trained.run.training.seed}: the score of a chosen expert is above the next one's by only "
+        f"{rank.extra.smallest:.1e} of it; choose a seed with at least {MARGIN:g}."
+    )
 
 
 def measure_case(case: LayoutCase, reference: TrainedLayout, folder: Path) -> dict[str, float]:

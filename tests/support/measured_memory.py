@@ -38,6 +38,15 @@ M87 = (
 )  # fmt: skip
 M30 = (*SMALL, *ROWS, "compile=off")
 FP32, FSDP = "precision=fp32", "parallelism=fsdp"
+EXPERT_ROWS = ("training.seq_len=256", "training.global_batch=4096", "compile=off")
+QWEN3 = (
+    "model=qwen3_moe_debug", "model.dim=384", "model.layers=6", "model.heads=6", "model.kv_heads=2",
+    "model.expert_ffn=384", "model.vocab=8192", *EXPERT_ROWS,
+)  # fmt: skip
+DEEPSEEK = (
+    "model=deepseek_v3_debug", "model.dim=384", "model.layers=6", "model.heads=6", "model.kv_heads=6",
+    "model.expert_ffn=384", "model.ffn=1024", "model.vocab=8192", *EXPERT_ROWS,
+)  # fmt: skip
 CASES: dict[str, tuple[str, ...]] = {
     "87M fp32 fsdp": (*M87, FP32, FSDP),
     "87M fp32 fsdp, 2 micro-batches": (
@@ -92,6 +101,29 @@ CASES: dict[str, tuple[str, ...]] = {
     "125M average": (*M125, *ROWS, "evaluation=ema"),
     "125M fsdp average": (*M125, *ROWS, "parallelism=fsdp", "evaluation=ema"),
     "125M async": (*M125, *ROWS, "checkpoint=async", "checkpoint.every=2"),
+    "qwen3_moe": QWEN3,
+    "qwen3_moe fp32": (*QWEN3, FP32),
+    "qwen3_moe fp32 full": (*QWEN3, FP32, "memory=full"),
+    "qwen3_moe fsdp": (*QWEN3, FSDP),
+    "qwen3_moe fp32 ep": (*QWEN3, FP32, "parallelism=ep"),
+    "qwen3_moe ep": (*QWEN3, "parallelism=ep"),
+    "qwen3_moe ep of 4": (*QWEN3, "parallelism=ep", "cluster.devices=4"),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3 fp32 fsdp": (*DEEPSEEK, FP32, FSDP),
+    "deepseek_v3 ep": (*DEEPSEEK, "parallelism=ep"),
+    "qwen3_moe of 8192 tokens": (*QWEN3, "training.seq_len=512", "training.global_batch=8192"),
+    "qwen3_moe_debug": ("model=qwen3_moe_debug", "compile=off"),
+    "qwen3_moe of 16 ep": (
+        "model=qwen3_moe_debug",
+        "model.experts=16",
+        "model.top_k=4",
+        "model.dim=512",
+        "model.heads=8",
+        *EXPERT_ROWS,
+        "parallelism=ep",
+    ),
+    "deepseek_v3 fp32 selective": (*DEEPSEEK, FP32, "memory=selective"),
+    "87M fsdp of 4": (*M87, FSDP, "cluster.devices=4"),
 }
 
 

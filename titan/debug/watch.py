@@ -176,18 +176,26 @@ class Watch:
         )
 
     def _read_details(self, late: bool) -> None:
-        """Read what costs too much in normal steps: where the threads are, and which collectives are pending."""
+        """Read what costs too much in normal steps: where the threads are, and which collectives are pending.
+
+        A collective that times out counts as completed, and its thread leaves it; what was read before it did stays.
+        """
         if not late:
             self._details, self._details_time, self._last_numbers = {}, -1e9, None
         elif self.clock.get_time() - self._details_time >= self.clock.detail_interval():
-            self._details, self._details_time = self._read_threads() | self._read_collectives(), self.clock.get_time()
-            self._notice_collectives()
+            details, self._details_time = self._read_threads() | self._read_collectives(), self.clock.get_time()
+            numbers = details["entered"], details["completed"]
+            is_changed = self._last_numbers is not None and numbers != self._last_numbers
+            if self._details and (self.hang_event.is_set() or (is_changed and self._is_over())):
+                return
+            self._details, self._last_numbers = details, numbers
+            if is_changed:  # as in a long step
+                self.activity.record_progress()
 
-    def _notice_collectives(self) -> None:
-        """Record progress where a collective was entered or completed since the last look, as in a long step."""
-        previous, self._last_numbers = self._last_numbers, (self._details["entered"], self._details["completed"])
-        if previous is not None and self._last_numbers != previous:
-            self.activity.record_progress()
+    def _is_over(self) -> bool:
+        """Whether a step has taken so long that the run ends."""
+        limit = self.activity.timeout
+        return self.activity.compute_idle_seconds() >= limit - self.clock.lead_seconds(limit)
 
     def _read_collectives(self) -> dict[str, Any]:
         collectives = flight.read_collectives(flight.dump_recorder() if self.rank_info.world_size > 1 else b"")

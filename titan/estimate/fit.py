@@ -28,6 +28,10 @@ USABLE = 0.97
 """Fraction of a device's memory that a run may use."""
 REFERENCE_NODE = (80, 8)
 """Memory of a device in GiB and devices per node of the hardware for which the error message suggests a layout."""
+REFERENCE_CLUSTER = "cluster=h100"
+"""The choice that describes such nodes."""
+SMALLEST = "model=debug"
+"""The choice of the smallest model."""
 MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
 
@@ -204,10 +208,9 @@ def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int, p
         remedy = _suggest_cluster_change(recipe, layout, available_gib)
     else:
         available_memory = _describe_machine(machine, layout, available_gib)
-        remedy = (
-            f"{_suggest_override(recipe, layout, available_gib, machine.device)}, or set cluster.memory_gib if the "
-            "detected memory is wrong"
-        )
+        override = _suggest_override(recipe, layout, available_gib, machine.device)
+        nodes = f"{_suggest_nodes(recipe)}, " if planned and override == SMALLEST else ""
+        remedy = f"{nodes}{override}, or set cluster.memory_gib if the detected memory is wrong"
     raise ConfigError(
         f"{recipe.describe()}: estimated memory is {_format_gib(required_gib)}{ranks}, but {available_memory}. "
         f"{_describe_requirement(recipe)} Try {remedy}."
@@ -242,7 +245,7 @@ def _describe_requirement(recipe: Recipe) -> str:
             devices = f"{layout.devices} devices of {memory_gib} GiB ({layout})"
             return f"{change} at least {devices}, using {_format_gib(gib)} each."
     single_device_gib = estimate_memory(_set_full_checkpointing(recipe), Layout(), recipe.training.rows).gib
-    fsdp_recipe = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
+    fsdp_recipe = _set_fsdp(recipe)
     for suffix, fsdp_layout in (
         ("", find_smallest_layout(fsdp_recipe)),
         (" and memory=full", find_smallest_layout(_set_full_checkpointing(fsdp_recipe))),
@@ -274,8 +277,23 @@ def _describe_cluster(recipe: Recipe, machine: Machine) -> str:
 def _suggest_cluster_change(recipe: Recipe, layout: Layout, available_gib: float) -> str:
     """Return the settings that most likely make the run fit the cluster that is planned."""
     setting = _suggest_override(recipe, layout, available_gib, "cuda")
-    first = "more cluster.nodes with parallelism=fsdp" if setting == "model=debug" else setting
+    first = "more cluster.nodes with parallelism=fsdp" if setting == SMALLEST else setting
     return f"{first}, or set cluster.memory_gib if its devices have more"
+
+
+def _suggest_nodes(recipe: Recipe) -> str:
+    """Return the settings that plan the run on the fewest nodes of GPUs which have the memory."""
+    for variant, choice in ((recipe, ""), (_set_fsdp(recipe), " parallelism=fsdp")):
+        if smallest := find_smallest_layout(variant):
+            nodes = math.ceil(smallest[0].devices / REFERENCE_NODE[1])
+            count = "" if nodes == 1 else f" cluster.nodes={nodes}"
+            return f"{REFERENCE_CLUSTER}{count}{choice} to plan it on GPUs"
+    return f"{REFERENCE_CLUSTER} with more cluster.nodes to plan it on GPUs"
+
+
+def _set_fsdp(recipe: Recipe) -> Recipe:
+    parallelism = replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1)
+    return replace(recipe, parallelism=parallelism)
 
 
 def _set_full_checkpointing(recipe: Recipe) -> Recipe:
@@ -289,7 +307,7 @@ def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, devi
     if _compute_required_gib(_set_full_checkpointing(recipe), layout, available_gib, device) <= available_gib:
         return "memory=full"
     is_debug = getattr(recipe, "choices", {}).get("model") == "debug"
-    return "a smaller training.seq_len" if is_debug else "model=debug"
+    return "a smaller training.seq_len" if is_debug else SMALLEST
 
 
 def _format_gib(value: float) -> str:

@@ -39,7 +39,7 @@ def estimate_matrix_update(rank: RankWork) -> float:
     dense, experts = _count_matrices(rank)
     layout = rank.layout
     owners = layout.tensor * (layout.sharded * layout.replicate if rank.fsdp else 1)
-    seconds = _estimate_owners(rank, dense, owners) + _estimate_exchange(rank, dense, owners)
+    seconds = _estimate_largest_updates(rank, dense, owners) + _estimate_exchange(rank, dense, owners)
     return seconds + _estimate_experts(rank, experts)
 
 
@@ -53,12 +53,12 @@ def _count_matrices(rank: RankWork) -> tuple[Counter[MatrixShape], Counter[Exper
             dense[MatrixShape(matmul.outputs, matmul.inputs)] += count
         expert_matmuls = model.expert_matmuls(layer).values()
         for matmul in expert_matmuls:
-            number = model.expert_parameters(layer) // sum(each.size for each in expert_matmuls)
-            experts[ExpertMatrices(MatrixShape(matmul.outputs, matmul.inputs), number)] += count
+            expert_count = model.expert_parameters(layer) // sum(each.size for each in expert_matmuls)
+            experts[ExpertMatrices(MatrixShape(matmul.outputs, matmul.inputs), expert_count)] += count
     return dense, experts
 
 
-def _estimate_owners(rank: RankWork, matrices: Mapping[MatrixShape, int], owners: int) -> float:
+def _estimate_largest_updates(rank: RankWork, matrices: Mapping[MatrixShape, int], owners: int) -> float:
     """Return the time of the rank that owns the largest matrix of each round of `owners` matrices."""
     seconds, start = 0.0, 0
     for shape in sorted(matrices, key=lambda shape: -shape.rows * shape.columns):
@@ -79,9 +79,9 @@ def _estimate_products(rank: RankWork, shape: MatrixShape, count: float | None =
 
 def _estimate_exchange(rank: RankWork, matrices: Mapping[MatrixShape, int], ranks: int) -> float:
     """Return the time to gather each matrix and to broadcast its update."""
-    element = _choose_element_bytes(rank)
+    element_bytes = _choose_element_bytes(rank)
     return sum(
-        2 * count * estimate_collective("all-gather", element * shape.rows * shape.columns, ranks, 1, rank.speeds)
+        2 * count * estimate_collective("all-gather", element_bytes * shape.rows * shape.columns, ranks, 1, rank.speeds)
         for shape, count in matrices.items()
     )
 

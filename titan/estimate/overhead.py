@@ -33,8 +33,11 @@ PROCESS_GIB = 0.42
 that of a machine."""
 FRAGMENTATION = 0.09
 """Memory that a CPU rank's heap can't reuse, as a fraction of live tensors (`titan.cluster.heap`)."""
-EXPERT_FRAGMENTATION = 2.6
-"""The same of models with experts, in addition, as a fraction of activations: of four runs of qwen3_moe_debug."""
+EXPERT_FRAGMENTATION = 1.1
+"""The same of models with experts, in addition, as a fraction of a block's activations, whose sizes change from step to
+step; not where FSDP gathers weights, because large tensors are outside of the heap there."""
+EXPERT_KERNELS_GIB = 0.24
+"""Memory of a CPU's bfloat16 kernels of experts: one for each number of rows, up to the 1,024 that oneDNN keeps."""
 CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
@@ -65,10 +68,23 @@ def add_overhead(
     block = find_largest_block_activations(recipe, layout, microbatches)
     unused = FRAGMENTATION * usage.bytes
     if recipe.model.sum_over_blocks(recipe.model.expert_parameters):
-        unused += EXPERT_FRAGMENTATION * _read_activations(usage)
+        unused += _count_expert_overhead(recipe, layout, block)
     staged = count_rank_state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     process = recipe.cluster.hardware.process_gib or PROCESS_GIB
     return usage.add_parts(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
+
+
+def _count_expert_overhead(recipe: Recipe, layout: Layout, block: float) -> float:
+    """Return the bytes that a CPU rank keeps besides because its experts' rows differ from step to step.
+
+    Args:
+        recipe: the run's choices.
+        layout: the run's degrees.
+        block: bytes of the activations of a block.
+    """
+    gathers = layout.sharded > 1 and not layout.only_replicated
+    kernels = EXPERT_KERNELS_GIB * GIB if recipe.precision.bytes == 2 else 0.0
+    return kernels + (0.0 if gathers else EXPERT_FRAGMENTATION * block)
 
 
 def _read_activations(usage: Usage) -> float:

@@ -18,17 +18,19 @@ from torch import Tensor
 from titan.model.core import AttentionCore, KeyValueCore, RecurrentCore
 from titan.model.masks import CoreInputs, DocumentTokens
 
-FIRST, SECOND = 5, 7
+FIRST_TOKENS, SECOND_TOKENS = 5, 7
 """Tokens of the two documents of a row."""
-QUERIES = (1, 3, 4, 6, 9, 11)
+ROW_TOKENS = FIRST_TOKENS + SECOND_TOKENS
+"""Tokens of a row."""
+QUERY_INDICES = (1, 3, 4, 6, 9, 11)
 """Some tokens of a row, not consecutive, as ranks have them."""
-CHUNKS = ((2, 4, 8), (5,), (7, 9, 10))
+CHUNK_STARTS = ((2, 4, 8), (5,), (7, 9, 10))
 """Where chunks of a row begin that follow the first."""
-LENGTHS = (4, 10)
+CACHED_LENGTHS = (4, 10)
 """Tokens of two rows of a cache."""
 TOLERANCE = 1e-3
 """Of the largest value, between two ways to compute the same in float32."""
-WHOLE = "derive it from titan.model.core.AttentionCore, which gets whole rows"
+WHOLE_ROWS_REMEDY = "derive it from titan.model.core.AttentionCore, which gets whole rows"
 """What works with any attention."""
 
 
@@ -62,10 +64,11 @@ class Row:
                 values = torch.randn(parameter.shape, generator=generator) * 0.1
                 setattr(module, name, torch.nn.Parameter(values))
         self.q, self.k, self.v = (
-            torch.randn(1, count, FIRST + SECOND, width, generator=generator) for count in (heads, kv_heads, kv_heads)
+            torch.randn(1, count, ROW_TOKENS, width, generator=generator) for count in (heads, kv_heads, kv_heads)
         )
         self.tokens = DocumentTokens(
-            torch.tensor([[0] * FIRST + [1] * SECOND]), torch.tensor([[*range(FIRST), *range(SECOND)]])
+            torch.tensor([[0] * FIRST_TOKENS + [1] * SECOND_TOKENS]),
+            torch.tensor([[*range(FIRST_TOKENS), *range(SECOND_TOKENS)]]),
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, queries: DocumentTokens, keys: DocumentTokens) -> Any:
@@ -81,7 +84,7 @@ class Row:
 
     def attend_without(self, token: int) -> Tensor:
         """Return what all queries get where one token has another key and another value."""
-        changed = torch.zeros(FIRST + SECOND, 1)
+        changed = torch.zeros(ROW_TOKENS, 1)
         changed[token] = 1
         out: Tensor = self.attend_all(self.k + changed, self.v - changed)
         return out
@@ -116,12 +119,12 @@ def _find_error(differs: Callable[[], bool], case: str, way_out: str, difference
         difference: what is wrong where they differ; empty: the results.
     """
     try:
-        found = (difference or f"computes other results {case}") if differs() else ""
+        error_text = (difference or f"computes other results {case}") if differs() else ""
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        found = f"raises {type(error).__name__} {case}{f' ({message})' if message else ''}"
-    if found:
-        yield f"{found}; {way_out}"
+        error_text = f"raises {type(error).__name__} {case}{f' ({message})' if message else ''}"
+    if error_text:
+        yield f"{error_text}; {way_out}"
 
 
 def _find_row_errors(row: Row, out: Tensor) -> Iterator[str]:
@@ -132,15 +135,15 @@ def _find_row_errors(row: Row, out: Tensor) -> Iterator[str]:
         "leave out what is random: titan seeds no randomness of a step",
         "gives other results for the same tokens",
     )
-    last = FIRST + SECOND - 1
+    last_token = ROW_TOKENS - 1
     yield from _find_error(
-        lambda: _differs(out[:, :, :last], row.attend_without(last)[:, :, :last]),
+        lambda: _differs(out[:, :, :last_token], row.attend_without(last_token)[:, :, :last_token]),
         "for another key and value of the last token",
         "attend to tokens.find_visible() only",
         "lets a token see later ones",
     )
     yield from _find_error(
-        lambda: _differs(out[:, :, FIRST:], row.attend_without(FIRST - 1)[:, :, FIRST:]),
+        lambda: _differs(out[:, :, FIRST_TOKENS:], row.attend_without(FIRST_TOKENS - 1)[:, :, FIRST_TOKENS:]),
         "for another key and value of a token",
         "attend to tokens.find_visible() only",
         "lets a token see another document",
@@ -149,46 +152,48 @@ def _find_row_errors(row: Row, out: Tensor) -> Iterator[str]:
 
 def _find_part_errors(row: Row, out: Tensor) -> Iterator[str]:
     """Yield what differs where a core gets some queries of a row, or a query of each of two rows."""
-    some = DocumentTokens(*(x[:, QUERIES] for x in row.tokens))
+    query_tokens = DocumentTokens(*(x[:, QUERY_INDICES] for x in row.tokens))
     yield from _find_error(
-        lambda: _differs(out[:, :, QUERIES], row.attend(row.q[:, :, QUERIES], row.k, row.v, some, row.tokens)),
+        lambda: _differs(
+            out[:, :, QUERY_INDICES], row.attend(row.q[:, :, QUERY_INDICES], row.k, row.v, query_tokens, row.tokens)
+        ),
         "for some queries of a row",
-        f"compare positions and not indices, or {WHOLE}",
+        f"compare positions and not indices, or {WHOLE_ROWS_REMEDY}",
     )
     yield from _find_error(
         lambda: _differs(*_attend_to_cache(row)),
         "for rows of different lengths",
-        f"use the positions of each row, or {WHOLE}",
+        f"use the positions of each row, or {WHOLE_ROWS_REMEDY}",
     )
 
 
 def _attend_to_cache(row: Row) -> tuple[Tensor, Tensor]:
     """Return what the last queries of two rows get from all of the row, and from a cache with both rows."""
-    columns = torch.arange(FIRST + SECOND)[None]
+    columns = torch.arange(ROW_TOKENS)[None]
     keys = DocumentTokens(torch.zeros_like(columns), columns)
-    last = torch.tensor(LENGTHS)[:, None] - 1
-    queries = torch.cat([row.q[:, :, length - 1 : length] for length in LENGTHS])
-    k, v = (x.repeat(len(LENGTHS), 1, 1, 1) for x in (row.k, row.v))
-    cached = row.attend(queries, k, v, DocumentTokens(torch.zeros_like(last), last), keys)
+    last_positions = torch.tensor(CACHED_LENGTHS)[:, None] - 1
+    queries = torch.cat([row.q[:, :, length - 1 : length] for length in CACHED_LENGTHS])
+    k, v = (x.repeat(len(CACHED_LENGTHS), 1, 1, 1) for x in (row.k, row.v))
+    cached = row.attend(queries, k, v, DocumentTokens(torch.zeros_like(last_positions), last_positions), keys)
     whole = row.attend(row.q, row.k, row.v, keys, keys)
-    return torch.cat([whole[:, :, length - 1 : length] for length in LENGTHS]), cached
+    return torch.cat([whole[:, :, length - 1 : length] for length in CACHED_LENGTHS]), cached
 
 
 def _find_state_errors(row: Row, out: Tensor) -> Iterator[str]:
     """Yield what differs where a core gets a row in chunks, in documents and between them."""
-    for cuts in CHUNKS:
+    for cuts in CHUNK_STARTS:
         yield from _find_error(
             lambda cuts=cuts: _differs(out, _attend_in_chunks(row, cuts)),  # type: ignore[misc]
             "for a row in chunks",
-            f"return the state of all earlier tokens, or {WHOLE}",
+            f"return the state of all earlier tokens, or {WHOLE_ROWS_REMEDY}",
         )
 
 
 def _attend_in_chunks(row: Row, cuts: tuple[int, ...]) -> Tensor:
     """Return the attention of a row in chunks, as ranks compute them: the state is zero where a document begins."""
     parts, state = [], row.core.init_state(row.q, row.k, row.v)
-    for start, end in pairwise((0, *cuts, FIRST + SECOND)):
-        state = tuple(torch.zeros_like(x) for x in state) if start == FIRST else state
+    for start, end in pairwise((0, *cuts, ROW_TOKENS)):
+        state = tuple(torch.zeros_like(x) for x in state) if start == FIRST_TOKENS else state
         tokens = DocumentTokens(*(x[:, start:end] for x in row.tokens))
         heads = (x[:, :, start:end] for x in (row.q, row.k, row.v))
         part, state = row.core.attend(*heads, CoreInputs(None, tokens, tokens), state)

@@ -86,10 +86,11 @@ def _find_value_errors(model: Any, name: str) -> Iterator[str]:
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             yield f"model={name}: {path} is a {type(module).__name__}, and titan seeds no randomness; leave it out."
-        if tensors := [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
+        if plain_tensors := [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]:
             yield (
-                f"model={name}: the tensor {tensors[0]} of {path or type(model).__qualname__} is neither a parameter "
-                f"nor a buffer, so that no device gets it; compute it in forward, or register a buffer ({GUIDE})."
+                f"model={name}: the tensor {plain_tensors[0]} of {path or type(model).__qualname__} is neither a "
+                f"parameter nor a buffer, so that no device gets it; compute it in forward, or register a "
+                f"buffer ({GUIDE})."
             )
     for key in _list_unset_buffers(model):
         yield (
@@ -103,7 +104,9 @@ def _list_unset_buffers(model: Any) -> list[str]:
     before = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
     model.init_buffers("cpu")
     after = {key: (buffer, buffer._version) for key, buffer in model.named_buffers()}
-    return [k for k in before if k in after and after[k][0] is before[k][0] and after[k][1] == before[k][1]]
+    return [
+        key for key in before if key in after and after[key][0] is before[key][0] and after[key][1] == before[key][1]
+    ]
 
 
 def _find_contract_errors(model: Any, schema: Decoder, name: str, tensor: int) -> Iterator[str]:
@@ -119,9 +122,9 @@ def _find_expert_errors(model: Any, schema: Decoder, name: str, degree: int) -> 
     for layer in range(schema.layers) if degree > 1 else ():
         modules = list(model.layers[str(layer)].modules())
         mixtures = [module for module in modules if isinstance(module, MixtureOfExperts)]
-        divided = {id(linear) for mixture in mixtures for linear in mixture.experts.children()}
-        others = [m for m in modules if isinstance(m, ExpertLinear) and id(m) not in divided]
-        if others or (schema.expert_parameters(layer) and not mixtures):
+        divided_ids = {id(linear) for mixture in mixtures for linear in mixture.experts.children()}
+        undivided_experts = [m for m in modules if isinstance(m, ExpertLinear) and id(m) not in divided_ids]
+        if undivided_experts or (schema.expert_parameters(layer) and not mixtures):
             yield (
                 f"parallelism.expert={degree}: the experts of layers.{layer} of the model {name} are in no "
                 "titan.model.experts.MixtureOfExperts, which sends tokens to them; derive from it, or give "
@@ -166,11 +169,11 @@ def _find_count_errors(model: Any, schema: Decoder, name: str) -> Iterator[str]:
             )
     for layer in range(schema.layers):
         modules = model.layers[str(layer)].modules()
-        elements = sum(module.weight.numel() for module in modules if isinstance(module, ExpertLinear))
-        if elements != schema.expert_parameters(layer):
+        expert_elements = sum(module.weight.numel() for module in modules if isinstance(module, ExpertLinear))
+        if expert_elements != schema.expert_parameters(layer):
             yield (
-                f"model={name}: the experts of layers.{layer} have {elements:,} parameters, and the model counts "
-                f"{schema.expert_parameters(layer):,}; correct expert_parameters and active_expert_parameters."
+                f"model={name}: the experts of layers.{layer} have {expert_elements:,} parameters, and the model "
+                f"counts {schema.expert_parameters(layer):,}; correct expert_parameters and active_expert_parameters."
             )
     built, counted = sum(parameter.numel() for parameter in model.parameters()), schema.parameters()
     if built != counted:

@@ -3,7 +3,8 @@
 That rank adds its experts' weighted results before they return, so less is sent both ways than by an all-to-all of
 rows: a token whose K experts are on fewer ranks travels less often. DeepEP's kernels do that (`deep_ep.ElasticBuffer`,
 its version 2); what the gradients are, and how a rank computes the tokens that it received, is the same for any
-transport.
+transport. A recomputation keeps what the forward pass received beside the tokens, and sends only these again, so that
+the host waits once.
 
 Shapes: N tokens of the rank, R received tokens, K experts of a token, D hidden width.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan.memory.kept_values import keep
 from titan.model.experts import Compute, dispatch
 from titan.parallelism import collectives
 from titan.parallelism.schema import count_token_copies
@@ -63,7 +65,7 @@ class Transport(Protocol):
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, experts: Tensor, count: int, transport: Transport) -> Any:
-        received = transport.send(x, experts, weights, count)
+        received = _receive(x, experts, weights, count, transport)
         ctx.transport, ctx.handle = transport, received.handle
         ctx.mark_non_differentiable(received.experts)
         return tuple(received)
@@ -72,6 +74,22 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x_grad, _, weights_grad, *_ = grads
         return *ctx.transport.add(x_grad.contiguous(), weights_grad, ctx.handle), None, None, None
+
+
+def _receive(x: Tensor, experts: Tensor, weights: Tensor | None, count: int, transport: Transport) -> ReceivedTokens:
+    """Return what this rank receives; in the recomputation of a block only the tokens are sent again."""
+    tokens: list[Tensor] = []
+
+    def send() -> ReceivedTokens:
+        received = transport.send(x, experts, weights, count)
+        tokens.append(received.x)
+        return received._replace(x=received.x.new_empty(0))
+
+    kept = keep(send)
+    # autograd gives what is returned a history, which the kept tensors must not have
+    kept_weights = None if kept.weights is None else kept.weights.detach()
+    received_x = tokens[0] if tokens else transport.send_again(x.contiguous(), kept.handle)
+    return kept._replace(x=received_x, experts=kept.experts.detach(), weights=kept_weights)
 
 
 class _Add(torch.autograd.Function):
@@ -167,8 +185,9 @@ class TracedTransport:
         def exchange(sent: Tensor) -> Tensor:
             return self._exchange(sent, ranks * per_rank)
 
+        received_x = exchange(x)  # first: selective checkpointing saves exchanges by their number, and repeats this one
         received_weights = None if weights is None else exchange(weights)
-        return ReceivedTokens(exchange(x), exchange(experts), received_weights, tokens * top_k, (tokens, per_rank))
+        return ReceivedTokens(received_x, exchange(experts), received_weights, tokens * top_k, (tokens, per_rank))
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
         """See `Transport.send_again`."""

@@ -17,7 +17,7 @@ from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.training.schema import MOST_STEPS, Training
 
-HOUR = 3600.0
+SECONDS_PER_HOUR = 3600.0
 
 
 def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -31,18 +31,21 @@ def apply_tokens(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         ConfigError: for more than one of steps, tokens and hours.
     """
     training = recipe.training
-    given = [f"training.{name}={getattr(training, name):g}" for name in ("tokens", "hours") if getattr(training, name)]
-    if given:
-        given += [o for o in overrides if o.lstrip("+").startswith("training.steps=")]
-        given += ["checkpoint.decay_steps"] if recipe.checkpoint.decay_steps is not None else []
-    if len(given) > 1:
-        name = given[0].partition("=")[0]
+    budget_settings = [
+        f"training.{name}={getattr(training, name):g}" for name in ("tokens", "hours") if getattr(training, name)
+    ]
+    if budget_settings:
+        budget_settings += [override for override in overrides if override.lstrip("+").startswith("training.steps=")]
+        budget_settings += ["checkpoint.decay_steps"] if recipe.checkpoint.decay_steps is not None else []
+    if len(budget_settings) > 1:
+        name = budget_settings[0].partition("=")[0]
         raise ConfigError(
-            f"{given[0]}: {given[1]} sets the number of steps too; give one of them ({name}=null leaves this one out)."
+            f"{budget_settings[0]}: {budget_settings[1]} sets the number of steps too; give one of them "
+            f"({name}=null leaves this one out)."
         )
     if training.tokens is None:
         return recipe
-    steps = check_steps(count_steps(training, training.tokens), given[0])
+    steps = check_steps(count_steps(training, training.tokens), budget_settings[0])
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps))
 
 
@@ -88,19 +91,19 @@ def _read_steps(run: Run) -> int | None:
 
 
 def _count_steps_in_hours(run: Run) -> int:
-    time, hours = find_step_time(run), run.training.hours or 0.0
-    if time is None:
+    step_time, hours = find_step_time(run), run.training.hours or 0.0
+    if step_time is None:
         raise ConfigError(
             f"training.hours={hours:g}: the time of a step is not known, because cluster.hardware is not described; "
             "give training.step_seconds=SECONDS or training.measured=RUN as measured, choose a cluster that describes "
             "it, measure this machine with python -m titan.calibrate, or give training.steps."
         )
-    steps = int(hours * HOUR / (time.seconds * run.layout.devices))
+    steps = int(hours * SECONDS_PER_HOUR / (step_time.seconds * run.layout.devices))
     if steps < 1:
         raise ConfigError(
-            f"training.hours={hours:g}: a step of {time.seconds:.3g} s on "
+            f"training.hours={hours:g}: a step of {step_time.seconds:.3g} s on "
             f"{format_plural(run.layout.devices, 'device')} takes longer; give at least "
-            f"{time.seconds * run.layout.devices / HOUR:.2g}."
+            f"{step_time.seconds * run.layout.devices / SECONDS_PER_HOUR:.2g}."
         )
     return check_steps(steps, f"training.hours={hours:g}")
 

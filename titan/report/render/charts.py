@@ -184,16 +184,16 @@ def draw_speed(comparison: Comparison) -> Chart | None:
     """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
     for i, variant in enumerate(comparison.variants):
-        times = compute_step_ms(variant)
-        if variant.speed is not None and times is not None:
-            value, (middle, fast, slow) = variant.speed.estimate, times
+        step_ms = compute_step_ms(variant)
+        if variant.speed is not None and step_ms is not None:
+            speed, (middle, fast, slow) = variant.speed.estimate, step_ms
             ratio = (
                 ""
                 if variant.speed_ratio is None or variant.baseline
                 else f"{variant.speed_ratio.estimate:.2f} of baseline"
             )
-            whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(variant.label, format_marks(comparison, i), value, format_rounded(value), ratio, whisker))
+            whisker = (speed * middle / slow, speed * middle / fast)
+            bars.append(Bar(variant.label, format_marks(comparison, i), speed, format_rounded(speed), ratio, whisker))
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""

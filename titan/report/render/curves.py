@@ -88,32 +88,33 @@ def draw_differences(comparison: Comparison) -> Chart | None:
 def _compute_common_differences(run: RunResult, base: RunResult) -> Points:
     """Return tokens and absolute differences of losses at steps where both are finite; [steps] each."""
     _, run_indices, base_indices = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
-    sizes = np.abs(run.curves.losses[run_indices] - base.curves.losses[base_indices])
-    finite = np.isfinite(sizes)
-    return run.curves.tokens[run_indices][finite], sizes[finite]
+    differences = np.abs(run.curves.losses[run_indices] - base.curves.losses[base_indices])
+    is_finite = np.isfinite(differences)
+    return run.curves.tokens[run_indices][is_finite], differences[is_finite]
 
 
 def _is_equal(run: RunResult, base: RunResult) -> bool:
     """Return whether all common losses are equal."""
-    sizes = _compute_common_differences(run, base)[1]
-    return bool(sizes.size) and not sizes.any()
+    differences = _compute_common_differences(run, base)[1]
+    return bool(differences.size) and not differences.any()
 
 
 def _compute_seed_noise(runs: Sequence[RunResult]) -> float | None:
     """Return the median difference of two seeds over steps and pairs of neighbouring seeds."""
-    sizes = [
+    seed_gaps = [
         compute_median_gap(run, next_run, WINDOWS)[1] for run, next_run in pairwise(runs) if run.seed != next_run.seed
     ]
-    return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
+    return float(np.median(np.concatenate(seed_gaps))) if any(gap.size for gap in seed_gaps) else None
 
 
 def compute_median_gap(run: RunResult, base: RunResult, points: int) -> Points:
     """Return tokens and median differences of losses over windows of common steps; [points] each."""
-    tokens, sizes = _compute_common_differences(run, base)
-    windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
+    tokens, differences = _compute_common_differences(run, base)
+    windows = np.array_split(np.arange(differences.size), min(points, max(1, differences.size)))
+    windows = [window for window in windows if window.size]
     return (
         np.array([tokens[window].mean() for window in windows]),
-        np.array([np.median(sizes[window]) for window in windows]),
+        np.array([np.median(differences[window]) for window in windows]),
     )
 
 
@@ -127,10 +128,10 @@ def compute_loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
     low = min(float(y.min()) for y in later)
     usual = max(float(np.quantile(y, 0.995)) for y in later)
     highest = max(float(y.max()) for _, y in curves)
-    cut = highest > usual + 0.5 * (usual - low)
-    high = usual if cut else highest
+    is_cut = highest > usual + 0.5 * (usual - low)
+    high = usual if is_cut else highest
     pad = 0.06 * (high - low) or max(0.01 * abs(low), 1e-3)
-    return low - pad, high + pad, cut
+    return low - pad, high + pad, is_cut
 
 
 def _list_runs(comparison: Comparison) -> list[tuple[int, RunResult]]:

@@ -54,22 +54,22 @@ def draw_pareto(comparison: Comparison) -> Chart | None:
 
 def _draw_picture(comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot]) -> str:
     frame = build_padded_frame(size, spots)
-    best = select_front(spots)
+    front = select_front(spots)
     body = frame.draw_axes("tokens/s per device (right is faster)", "peak memory, GiB", format_tick, format_tick)
-    body += draw_front(frame, best)
+    body += draw_front(frame, front)
     body += "".join(_draw_spot(comparison, frame, spot) for spot in _sort_for_drawing(comparison, spots))
-    body += _draw_labels(frame, spots, _list_labels(comparison, size, spots, best))
+    body += _draw_labels(frame, spots, _list_labels(comparison, size, spots, front))
     legend = format_variant_legend(comparison) if size.is_narrow else ""
     return legend + svg.draw_picture(frame, "Speed and memory", body)
 
 
 def select_front(spots: Iterable[ParetoSpot]) -> list[ParetoSpot]:
     """Return the Pareto front: from the fastest down, each spot with less memory than all faster ones."""
-    best: list[ParetoSpot] = []
+    front: list[ParetoSpot] = []
     for spot in sorted((spot for spot in spots if not spot.is_excluded), key=lambda spot: (-spot.x, spot.y)):
-        if not best or spot.y < best[-1].y:
-            best.append(spot)
-    return best
+        if not front or spot.y < front[-1].y:
+            front.append(spot)
+    return front
 
 
 def build_padded_frame(size: ChartSize, spots: Sequence[ParetoSpot], heights: Sequence[float] = ()) -> Frame:
@@ -86,11 +86,11 @@ def _build_padded_scale(values: Sequence[float], start: float, end: float) -> Sc
     return Scale(max(0.0, low - pad), high + pad, start, end)
 
 
-def draw_front(frame: Frame, best: Sequence[ParetoSpot]) -> str:
+def draw_front(frame: Frame, front: Sequence[ParetoSpot]) -> str:
     """Return the line of the front; empty for a single spot."""
-    if len(best) < 2:
+    if len(front) < 2:
         return ""
-    xs, ys = frame.x([spot.x for spot in best]), frame.y([spot.y for spot in best])
+    xs, ys = frame.x([spot.x for spot in front]), frame.y([spot.y for spot in front])
     steps = "".join(f"V{y:.1f}H{x:.1f}" for x, y in zip(xs[1:], ys[1:], strict=True))
     return f'<path class="front" d="M{xs[0]:.1f} {ys[0]:.1f}{steps}"/>'
 
@@ -111,14 +111,14 @@ def _draw_spot(comparison: Comparison, frame: Frame, spot: ParetoSpot) -> str:
 
 
 def _list_labels(
-    comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot], best: Sequence[ParetoSpot]
+    comparison: Comparison, size: ChartSize, spots: Sequence[ParetoSpot], front: Sequence[ParetoSpot]
 ) -> list[tuple[ParetoSpot, str, str]]:
     """Return the spots that have a label, with the label and its attributes; letters in a narrow chart."""
     coloured_indices = choose_coloured(comparison)
     if size.is_narrow:
         names = {index: name_line(position) for position, index in enumerate(coloured_indices)}
     else:
-        labelled_spots = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured_indices)]
+        labelled_spots = [*front, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured_indices)]
         names = {spot.index: comparison.variants[spot.index].label for spot in labelled_spots}
     by_index = {spot.index: spot for spot in spots}
     return [(by_index[i], name, format_marks(comparison, i)) for i, name in names.items() if i in by_index]
