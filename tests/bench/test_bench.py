@@ -249,7 +249,7 @@ def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_modes() -> None:
     run = command.compose.compose_run(["cluster.device=cpu"])
     titles = [mode.title for mode in activation_modes.list_modes(run)]
-    assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
+    assert len(titles) == len(set(titles)) == 6 * (6 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
 

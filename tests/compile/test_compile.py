@@ -153,6 +153,13 @@ def test_the_compiler_keeps_to_a_budget() -> None:
 
 
 @pytest.mark.full
+def test_compiled_blocks_do_not_keep_the_gated_product() -> None:
+    kept = [saved(stage(Compile("block", "aot_eager"), Memory(mode))) for mode in ("none", "gate")]
+    product_bytes = X.numel() * SHAPE.ffn * 4
+    assert kept[0] - kept[1] == SHAPE.layers * product_bytes
+
+
+@pytest.mark.full
 def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
     assert saved(stage(Compile("block", "aot_eager"), Memory("full"))) == saved(stage(OFF, Memory("full")))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.ranks import run_ranks
 from tests.support.runs import Tensors, are_identical, compose_tiny_run
 from tests.support.tiers import full
-from titan.compile.backend import compile_stage
-from titan.compile.schema import Compile
 from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
 from titan.memory.schema import Memory
@@ -247,29 +244,3 @@ def test_every_other_matmul_of_a_block_with_experts_is_kept() -> None:
         loss.backward()
     own = 2 * (2 * 5 + 1) + 2 * 3  # backward has two matmuls for each of forward; weights' of experts are another kind
     assert watch.seen["matmuls"] - own == 2 * 4, "wk, wo, w1 and w2 are computed again"
-
-
-def test_a_compiled_block_saves_two_tensors_as_wide_as_its_feed_forward_layer() -> None:
-    wide = {name: count_wide_tensors(Memory(name)) for name in ("none", "gate")}  # type: ignore[arg-type]
-    assert wide == {"none": 3 * SHAPE.layers, "gate": 2 * SHAPE.layers}
-
-
-def count_wide_tensors(how: Memory) -> int:
-    """Return how many tensors that compiled blocks save have the size of w1's result."""
-    with torch.device("meta"):
-        model: Any = replace(SHAPE, ffn=96).build()
-    checkpoint_blocks(model.blocks(), how, compiled=True)
-    one, sizes = ModelStage(model), dict[int, int]()
-    compile_stage(one, Compile("block", "aot_eager"))
-    init_weights.materialise_model(model, model.initial(), 1, "cpu")
-    model.init_buffers("cpu")
-
-    def note_size(x: Tensor) -> Tensor:
-        sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-        kept.append(x)
-        return x
-
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda x: x):
-        one(*batch())
-    return list(sizes.values()).count(4 * 96 * 4 * 16)

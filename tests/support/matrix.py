@@ -183,7 +183,7 @@ def list_grouped() -> Iterator[LayoutCase]:
     yield LayoutCase("fsdp in groups", (tied, "parallelism.shard=2"), tied=True)
 
 
-MODES = ("none", "gate", "full", "every_n", "selective", "budget")
+MODES = ("none", "full", "every_n", "selective", "budget", "gate")
 COMPILED = {
     "fsdp": ("parallelism.shard=2",),
     "tp": ("parallelism.tensor=2",),
