@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support.composing import compose_test_run
 from tests.support.ranks import run_ranks
+from titan.errors import ConfigError
 from titan.estimate.traced.events import Event
+from titan.model.experts import MixtureOfExperts, MoeBlock
+from titan.model.halves import compute_in_halves
+from titan.model.schema_moe import Qwen3Moe
 from titan.run.run import Run
 from titan.training.trace.ranks import build_rank_trace
 
@@ -68,6 +75,43 @@ def test_what_computes_beside_each_exchange(halves: str, forward: list[set[str]]
     events = run_ranks(_trace, 1, one, joined=False, timeout=300)[0]
     for action, expected in (("F", forward), ("B", backward)):
         assert list_beside(events, action) == expected
+
+
+class OwnBlock(MoeBlock):
+    """A block with another computation than titan's."""
+
+    def forward(self, x: Tensor, *inputs: Any) -> Any:
+        return 2 * super().forward(x, *inputs)
+
+
+class OwnExperts(MixtureOfExperts):
+    """Experts with another computation than titan's."""
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Any:
+        out, *figures = super().forward(x, valid)
+        return 2 * out, *figures
+
+
+@pytest.mark.parametrize("own", ["block", "experts"])
+def test_a_forward_of_ones_own_is_called(own: str) -> None:
+    block = Qwen3Moe(dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=32, vocab=8, experts=4, top_k=2,
+                     expert_ffn=8).build().layers["0"]  # fmt: skip
+    (block if own == "block" else block.feed_forward).__class__ = OwnBlock if own == "block" else OwnExperts
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x, rotation = torch.randn(3, 4, 16), torch.ones(1, 4, 1, 4)
+    expected = block(x, rotation, rotation, None)
+    compute_in_halves([block])
+    assert torch.allclose(block(x, *[(rotation, rotation)] * 2, (None, None)), expected, atol=1e-6)
+
+
+def test_an_exchange_without_steps_is_refused() -> None:
+    settings = ("model=qwen3_moe_debug", "parallelism=ep", "cluster=h100", "cluster.devices=2", "precision=bf16")
+    with pytest.raises(ConfigError, match="nothing computes beside the exchange"):
+        compose_test_run(
+            [*settings, "parallelism.halves=true", "parallelism.dispatcher=deepep", "dataset=synthetic",
+             "compile=off"], remote=True
+        )  # fmt: skip
 
 
 def _trace(_: int, __: int, one: Run) -> Sequence[Event]:

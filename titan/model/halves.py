@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.model.experts import MixtureOfExperts, MoeBlock
 from titan.model.steps import interleave_steps
 
 
@@ -38,8 +39,13 @@ def split_inputs(tensor: Tensor | None, rows: int) -> list[Any]:
 def compute_in_halves(blocks: Sequence[nn.Module]) -> None:
     """Let blocks take for `cos`, `sin` and `mask` tuples with one of each half, and compute halves."""
     for block in blocks:
-        in_turns = hasattr(block, "iterate")
-        block.forward = _interleave_halves(block) if in_turns else _compute_one_by_one(block.forward)
+        block.forward = _interleave_halves(block) if _takes_turns(block) else _compute_one_by_one(block.forward)
+
+
+def _takes_turns(block: Any) -> bool:
+    """Return whether a block can be computed in steps; a class with another `forward` computes what that does."""
+    kinds = type(block), type(getattr(block, "feed_forward", None))
+    return kinds[0].forward is MoeBlock.forward and getattr(kinds[1], "forward", None) is MixtureOfExperts.forward
 
 
 def _interleave_halves(block: Any) -> Callable[..., Any]:

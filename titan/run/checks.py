@@ -353,6 +353,11 @@ def _check_halves(run: Run) -> None:
         return
     if run.layout.expert == 1:
         warn_once("parallelism.halves=true: has no effect, because no ranks share experts.")
+    elif run.parallelism.dispatcher == "deepep":
+        raise ConfigError(
+            "parallelism.halves=true: nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            "parallelism.dispatcher=alltoall, or parallelism.halves=false."
+        )
     elif run.microbatch_rows < 2:
         raise ConfigError(
             f"parallelism.halves=true: needs micro-batches of two rows on each rank, and with "
