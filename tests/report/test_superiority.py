@@ -156,7 +156,10 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     ends = qualities(found)
     assert f"after {80 * 128:,} tokens (baseline: {40 * 128:,})" in ends["the end"].text
     assert "not ranked" in ends["the end"].text
-    assert "the variant took 91% more device-hours: run it with training.steps=41" in ends["equal device-hours"].text
+    assert (
+        "the variant took 91% more device-hours: run the variant with training.steps=41"
+        in ends["equal device-hours"].text
+    )
     assert found.variants[1].quality[0] is ends["equal tokens"] and ends["equal tokens"].answer == "yes"
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
 
@@ -166,16 +169,41 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     [
         pytest.param(0.8, 2.9, "better: .* with 18% fewer device-hours .* p ", id="less"),
         pytest.param(1.25, 3.1, "worse: .* with 23% more device-hours .* p ", id="more"),
-        pytest.param(1.25, 2.9, "the variant took 23% more device-hours: run it with training.steps=32$", id="slower"),
-        pytest.param(0.8, 3.1, "the baseline took 22% more device-hours: run it with training.steps=32$", id="faster"),
+        pytest.param(
+            1.25, 2.9, r"better: .* by -0.08\d+ nats where the variant had taken as many device-hours .*23% more",
+            id="slower",
+        ),
+        pytest.param(
+            0.8, 3.1, r"worse: .* by \+0.08\d+ nats where the baseline had taken as many device-hours .*22% more",
+            id="faster",
+        ),
+        pytest.param(
+            1.25, 2.988, "no difference: .* smaller than the equivalence margin", id="a-difference-within-the-margin"
+        ),
+        pytest.param(
+            1.5, 2.96, r"inconclusive: .* took 4\d% more device-hours: run the variant with training.steps=2\d$",
+            id="bounds-of-two-signs",
+        ),
         pytest.param(1.01, 2.9, r"better: validation loss differs by \S+ nats \[", id="alike"),
     ],
-)
-def test_time_is_equal_or_favours_the_worse_side(tmp_path: Path, seconds: float, level: float, expected: str) -> None:
-    other = [replace(story, seconds=story.seconds * seconds, level=level + 0.001 * story.seed) for story in BASE]
-    ends = qualities(compared(tmp_path, (BASE, ()), (other, (WD,))))
-    assert re.search(expected, ends["equal device-hours"].text)
-    assert ends["equal device-hours"].answer == ("undecided" if "run it" in expected else "yes")
+)  # fmt: skip
+def test_unequal_time_is_ranked_by_bounds(tmp_path: Path, seconds: float, level: float, expected: str) -> None:
+    other = [
+        replace(story, seconds=story.seconds * seconds, level=level + 0.0002 * story.seed)
+        for story in seeds(0, 0, 0, 0)
+    ]
+    base = seeds(0, 0.0001, 0, 0)
+    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
+    assert re.search(expected, end.text)
+    answers = {"better": "yes", "worse": "yes", "no difference": "no", "inconclusive": "undecided"}
+    assert end.answer == answers[expected.split(":")[0]] and end.needed is None
+
+
+def test_unequal_time_without_validations_before_the_end_names_the_steps(tmp_path: Path) -> None:
+    base = [replace(story, every=0) for story in BASE]
+    other = [replace(story, seconds=story.seconds * 1.25, level=2.9) for story in base]
+    end = qualities(compared(tmp_path, (base, ()), (other, (WD,))))["equal device-hours"]
+    assert end.answer == "undecided" and end.text.endswith("run the variant with training.steps=32")
 
 
 def test_the_budget_of_a_sweep_decides(tmp_path: Path) -> None:

@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from titan.console.numbers import format_interval, format_plural, format_signed
+from titan.console.numbers import format_plural
 from titan.report import statistics
 from titan.report.align import LossMeasure, find_common_measure
+from titan.report.equal_hours import SAME_HOURS, compare_at_equal_hours
 from titan.report.estimate import (
     MeasureFunction,
     Member,
     average_by_seed,
-    build_hour_axis,
     collect_outcomes,
     find_crossing,
 )
@@ -38,30 +37,15 @@ from titan.report.findings import Answer, Interval, Numbers, Quality, RepeatsNee
 from titan.report.parity import ROUNDING, Agreement, compare_steps, find_agreement, pair_runs
 from titan.report.rank import VariantCandidate
 from titan.report.statistics import ALPHA, MeanDifference, SeedComparison, SignCounts, compare_seeds
+from titan.report.uncorrected import (
+    Measure,
+    UncorrectedComparison,
+    build_inconclusive,
+    build_ranked,
+    compare_before_end,
+)
 
-SAME_HOURS = 0.02
-"""Device-hours, and FLOPs, that differ by no more than this share are equal."""
 EARLIER_TARGET_ADVICE = "set a lower target or a lower evaluation.every"
-NO_COMMON_VALIDATION = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A quantity by which two variants are compared.
-
-    Attributes:
-        name: "validation loss", "bits per byte" or "tokens to the target".
-        unit: of a difference; empty: values are logarithms, whose difference is shown as a ratio.
-        final_value: returns a run's final value; infinite where it never has one.
-        curve: returns its values at its validations.
-        infinite_text: words for a run whose value is infinite.
-    """
-
-    name: str
-    unit: str
-    final_value: MeasureFunction
-    curve: Callable[[Member], Numbers]
-    infinite_text: str = "diverged"
 
 
 _LOSSES: dict[LossMeasure, Measure] = {
@@ -91,21 +75,6 @@ def judge_candidates(
     return [qualities.get(id(v), ()) for v in candidates]
 
 
-@dataclass(frozen=True)
-class UncorrectedComparison:
-    """A comparison before Holm's correction.
-
-    Attributes:
-        quality: what is known before the correction.
-        seeds: the values to test; None: it is not ranked and stays unchanged.
-        can_be_equal: whether a small difference shows that there is none.
-    """
-
-    quality: Quality
-    seeds: SeedComparison | None = None
-    can_be_equal: bool = True
-
-
 def compare_variant(
     variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None, budget: str = "steps"
 ) -> list[UncorrectedComparison]:
@@ -120,7 +89,7 @@ def compare_variant(
     common_loss = find_common_measure(variant[0].raw, baseline[0].raw)
     if common_loss is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
-        return [_build_inconclusive("validation loss", "the end", text)]
+        return [build_inconclusive("validation loss", "the end", text)]
     measure = _LOSSES[common_loss]
     end = _compare_at_end(variant, baseline, measure)
     comparisons = [end]
@@ -131,8 +100,8 @@ def compare_variant(
     elif (
         _collect_tokens(variant) and _collect_tokens(baseline) and _collect_tokens(variant) != _collect_tokens(baseline)
     ):
-        comparisons.append(_compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
-    hours = _compare_at_equal_hours(variant, baseline, measure, end) if _has_same_machines(variant, baseline) else []
+        comparisons.append(compare_before_end(variant, baseline, measure, "equal tokens", _build_token_axis))
+    hours = compare_at_equal_hours(variant, baseline, measure, end) if _has_same_machines(variant, baseline) else []
     return [*hours, *comparisons] if budget == "time" else [*comparisons, *hours]
 
 
@@ -166,17 +135,13 @@ def _has_same_machines(variant: Sequence[Member], baseline: Sequence[Member]) ->
     return variant_hardware == baseline_hardware != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
 
-def _build_inconclusive(measure: str, at: str, text: str) -> UncorrectedComparison:
-    return UncorrectedComparison(Quality("undecided", text, measure, at, None, None, None, {}, 0, None))
-
-
 def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> UncorrectedComparison:
     """Compare the final values of finished runs."""
     seed_comparison = compare_seeds(
         collect_outcomes(variant, measure.final_value), collect_outcomes(baseline, measure.final_value)
     )
     if seed_comparison is None:
-        return _build_inconclusive(
+        return build_inconclusive(
             measure.name, "the end", "inconclusive: " + _explain_missing(variant, baseline, measure)
         )
     if agreement := _find_agreement(variant, baseline):
@@ -187,7 +152,7 @@ def _compare_at_end(variant: Sequence[Member], baseline: Sequence[Member], measu
         if variant_tokens == baseline_tokens or not (variant_tokens and baseline_tokens)
         else f" after {max(variant_tokens):,} tokens (baseline: {max(baseline_tokens):,})"
     )
-    return _build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
+    return build_ranked(seed_comparison, measure, "the end", suffix, _compare_by_source(variant, baseline))
 
 
 def _build_equal(agreement: Agreement, seed_comparison: SeedComparison, measure: Measure) -> UncorrectedComparison:
@@ -246,7 +211,7 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
 
     if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
         text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {EARLIER_TARGET_ADVICE}"
-        return _build_inconclusive("tokens to the target", "the target", text)
+        return build_inconclusive("tokens to the target", "the target", text)
 
     def compute_log_tokens(m: Member) -> float | None:
         tokens = find_crossing(_build_token_axis(m), m.run.curves.validation, target)
@@ -261,10 +226,10 @@ def _compare_to_target(variant: Sequence[Member], baseline: Sequence[Member], ta
         average_by_seed(variant, compute_log_tokens), average_by_seed(baseline, compute_log_tokens)
     )
     if seed_comparison is None:
-        return _build_inconclusive(
+        return build_inconclusive(
             measure.name, "the target", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
         )
-    return _build_ranked(seed_comparison, measure, "the target", f" to reach the loss {target:g}")
+    return build_ranked(seed_comparison, measure, "the target", f" to reach the loss {target:g}")
 
 
 def _compare_at_equal_tokens(
@@ -277,20 +242,20 @@ def _compare_at_equal_tokens(
             "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
             "same number of tokens (lower evaluation.every)"
         )
-        return _build_inconclusive(measure.name, "equal tokens", text)
+        return build_inconclusive(measure.name, "equal tokens", text)
     point = max(points)
     seed_comparison = compare_seeds(
         *(collect_outcomes(side, lambda m: _read_value(m, measure, point)) for side in (variant, baseline))
     )
     if seed_comparison is None:
-        return _build_inconclusive(
+        return build_inconclusive(
             measure.name, "equal tokens", f"inconclusive: {_explain_missing(variant, baseline, measure)}"
         )
     share = point / max(m.run.tokens for m in (*variant, *baseline))
     position_text = (
         f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
     )
-    return _build_ranked(seed_comparison, measure, "equal tokens", position_text)
+    return build_ranked(seed_comparison, measure, "equal tokens", position_text)
 
 
 def _find_common_tokens(members: Sequence[Member], measure: Measure) -> set[int]:
@@ -318,77 +283,6 @@ def _compare_by_source(variant: Sequence[Member], baseline: Sequence[Member]) ->
     return intervals
 
 
-def _build_ranked(
-    seed_comparison: SeedComparison,
-    measure: Measure,
-    at: str,
-    suffix: str,
-    by_source: Mapping[str, Interval] | None = None,
-) -> UncorrectedComparison:
-    """Return a ranked comparison; its answer follows from Holm's correction."""
-    quality = Quality(
-        answer="undecided",
-        text=_format_difference(seed_comparison, measure, suffix),
-        measure=measure.name,
-        at=at,
-        difference=seed_comparison.compute_interval(),
-        p=seed_comparison.compute_p_value(),
-        p_holm=None,
-        by_source=by_source or {},
-        pairs=seed_comparison.pairs,
-        needed=None,
-        better=seed_comparison.signs.wins if seed_comparison.signs else 0,
-        worse=seed_comparison.signs.losses if seed_comparison.signs else 0,
-        diverged=seed_comparison.lost_seeds,
-        baseline_diverged=seed_comparison.baseline_lost_seeds,
-    )
-    return UncorrectedComparison(quality, seed_comparison)
-
-
-def _format_difference(seed_comparison: SeedComparison, measure: Measure, suffix: str = "") -> str:
-    """Return the difference as text, with `suffix` behind its value."""
-    if seed_comparison.signs is not None:
-        return _format_signs(seed_comparison, seed_comparison.signs, measure, suffix)
-    if seed_comparison.difference is None:
-        return ""
-    phrase = _format_estimate(seed_comparison.difference.estimate, measure, suffix)
-    interval_text = _format_bounds(seed_comparison.difference.compute_interval(), measure)
-    if not interval_text:
-        return f"{phrase} in the only pair of seeds; one seed is not enough to compare recipes"
-    count = seed_comparison.difference.count
-    seeds_text = (
-        f"{count} pairs of seeds" if seed_comparison.paired else f"at least {count} seeds on each side, unpaired"
-    )
-    return f"{phrase} {interval_text} over {seeds_text}"
-
-
-def _format_estimate(estimate: float, measure: Measure, suffix: str) -> str:
-    if not measure.unit:
-        return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{suffix}"
-    return f"{measure.name} differs by {format_signed(estimate)} {measure.unit}{suffix}"
-
-
-def _format_bounds(interval: Interval, measure: Measure) -> str:
-    if measure.unit or interval.low is None or interval.high is None:
-        return format_interval(interval.low, interval.high, format_signed)
-    return format_interval(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
-
-
-def _format_signs(seed_comparison: SeedComparison, signs: SignCounts, measure: Measure, suffix: str) -> str:
-    """Return wins and diverged runs as text, and the difference over the other pairs, which is biased."""
-    wins = f"better on {signs.wins} of {signs.count} seeds"
-    wins += f", {seed_comparison.lost_seeds} {measure.infinite_text}" if seed_comparison.lost_seeds else ""
-    wins += (
-        f", baseline: {seed_comparison.baseline_lost_seeds} {measure.infinite_text}"
-        if seed_comparison.baseline_lost_seeds
-        else ""
-    )
-    if seed_comparison.difference is None:
-        return wins
-    remainder = f"over the other pairs, {_format_estimate(seed_comparison.difference.estimate, measure, suffix)}"
-    return f"{wins} ({remainder}, which is biased in favour of the side that lost runs)"
-
-
 def _collect_finished_tokens(members: Sequence[Member]) -> set[int]:
     """Return the numbers of tokens of finished runs."""
     return {m.run.tokens for m in members if m.run.state == "finished"}
@@ -400,92 +294,6 @@ def _collect_tokens(members: Sequence[Member]) -> set[int]:
 
 def _build_token_axis(member: Member) -> Numbers:
     return member.run.curves.validation_tokens
-
-
-def _compare_at_equal_hours(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: UncorrectedComparison
-) -> list[UncorrectedComparison]:
-    """Compare at equal device-hours: by the final values, where these decide it.
-
-    Final values decide it where both sides spent the same, and where the better one spent less. Else the slower side
-    needs a schedule that ends as early as the other's.
-    """
-    sides = [[m for m in side if m.run.step and _goes_on(m)] for side in (variant, baseline)]
-    hours = [[m.run.cost.training_hours for m in side] for side in sides]
-    if not all(hours) or min(map(min, hours)) <= 0:
-        return []
-    if end.seeds is None or end.seeds.difference is None:
-        return [_compare_before_end(variant, baseline, measure, "equal device-hours", build_hour_axis)]
-    ratio = float(np.median(hours[0]) / np.median(hours[1]))
-    if abs(ratio - 1) <= SAME_HOURS:
-        return [_build_ranked(end.seeds, measure, "equal device-hours", "")]
-    p_value = end.seeds.compute_p_value()
-    if p_value is None or p_value >= ALPHA or (end.seeds.difference.estimate < 0) != (ratio < 1):
-        return [_explain_unequal_hours(sides, ratio, end.seeds, measure)]
-    suffix = f" with {abs(ratio - 1):.0%} {'fewer' if ratio < 1 else 'more'} device-hours"
-    ranked = _build_ranked(end.seeds, measure, "equal device-hours", suffix)
-    return [dataclasses.replace(ranked, can_be_equal=False)]
-
-
-def _explain_unequal_hours(
-    sides: Sequence[Sequence[Member]], ratio: float, seeds: SeedComparison, measure: Measure
-) -> UncorrectedComparison:
-    """Return why final values do not decide it: how many steps the slower side has in the time of the other."""
-    name, slower = ("the variant", sides[0]) if ratio > 1 else ("the baseline", sides[1])
-    steps = max(1, math.floor(int(np.median([m.run.step for m in slower])) / max(ratio, 1 / ratio)))
-    text = (
-        f"inconclusive: {_format_difference(seeds, measure)}; {name} took {max(ratio, 1 / ratio) - 1:.0%} more "
-        f"device-hours: run it with training.steps={steps}"
-    )
-    unranked = _build_inconclusive(measure.name, "equal device-hours", text)
-    quality = dataclasses.replace(unranked.quality, difference=seeds.compute_interval(), pairs=seeds.pairs)
-    return dataclasses.replace(unranked, quality=quality)
-
-
-def _compare_before_end(
-    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
-) -> UncorrectedComparison:
-    """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
-    ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and _goes_on(m)]
-    point = min(ends, default=0.0)
-    interpolate_value: MeasureFunction = lambda m: _interpolate_at(axis(m), measure.curve(m), point)  # noqa: E731
-    seed_comparison = (
-        compare_seeds(collect_outcomes(variant, interpolate_value), collect_outcomes(baseline, interpolate_value))
-        if point > 0
-        else None
-    )
-    if seed_comparison is None:
-        return _build_inconclusive(measure.name, at, f"inconclusive: {NO_COMMON_VALIDATION}")
-    position_text = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
-    reason = "not ranked, because not all runs had finished their learning rate schedule"
-    text = f"inconclusive: at {position_text} {_format_difference(seed_comparison, measure)}; {reason}"
-    return UncorrectedComparison(
-        Quality(
-            "undecided",
-            text,
-            measure.name,
-            at,
-            seed_comparison.compute_interval(),
-            None,
-            None,
-            {},
-            seed_comparison.pairs,
-            None,
-        )
-    )
-
-
-def _goes_on(member: Member) -> bool:
-    return member.run.state != "failed" and not member.run.diverged
-
-
-def _interpolate_at(axis: Numbers, values: Numbers, point: float) -> float | None:
-    """Return the value at a point of the axis, interpolated linearly; None outside the known range."""
-    finite = np.isfinite(axis) & np.isfinite(values)
-    axis, values = axis[finite], values[finite]
-    if not len(axis) or not axis[0] <= point <= axis[-1]:
-        return None
-    return float(np.interp(point, axis, values))
 
 
 def correct_comparisons(
@@ -529,13 +337,20 @@ def _decide_quality(comparison: UncorrectedComparison, p_holm: float | None, mar
     if p_holm is None or seeds.difference is None:
         return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
-    p_none = seeds.difference.compute_equivalence_p_value(margin) if nats and comparison.can_be_equal else None
-    small = p_none is not None and p_none < ALPHA
+    small = nats and comparison.can_be_equal and _is_equivalent(comparison, margin)
     answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None
-    text = _format_sentence(answer, quality, p_holm, needed, margin, small)
+    by_seeds = answer == "undecided" and not comparison.advice
+    needed = _estimate_needed(seeds.difference, margin if nats else None, tests) if by_seeds else None
+    text = _format_sentence(answer, quality, p_holm, needed, margin, small, comparison.advice)
     count = needed.count if needed else None
     return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
+
+
+def _is_equivalent(comparison: UncorrectedComparison, margin: float) -> bool:
+    """Return whether the difference is smaller than the margin, at both bounds where there are two."""
+    differences = [c.difference for c in (comparison.seeds, comparison.other_bound) if c is not None]
+    p_values = [difference.compute_equivalence_p_value(margin) for difference in differences if difference is not None]
+    return all(p is not None and p < ALPHA for p in p_values)
 
 
 def _decide_by_signs(quality: Quality, signs: SignCounts, p_holm: float | None) -> Quality:
@@ -565,7 +380,13 @@ def _estimate_needed(difference: MeanDifference, margin: float | None, tests: in
 
 
 def _format_sentence(
-    answer: Answer, quality: Quality, p: float, needed: RepeatsNeeded | None, margin: float, small: bool
+    answer: Answer,
+    quality: Quality,
+    p: float,
+    needed: RepeatsNeeded | None,
+    margin: float,
+    small: bool,
+    advice: str,
 ) -> str:
     better = quality.difference is not None and quality.difference.estimate < 0
     word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
@@ -574,6 +395,8 @@ def _format_sentence(
         return f"{phrase}: smaller than the equivalence margin of {margin:g}"
     if answer == "yes":
         return f"{phrase}; yet smaller than the equivalence margin of {margin:g}" if small else phrase
+    if advice:
+        return f"{phrase}; {advice}"
     if needed is None or needed.count is None:
         return f"{phrase}; more seeds are unlikely to decide"
     return f"{phrase}; {statistics.format_repeats_needed(needed, 'seeds')} would decide"
