@@ -1,0 +1,266 @@
+"""A run shrunk to the fewest ranks, blocks and tokens that still take the path of its layout. Free of torch.
+
+Each degree above one becomes two: a rank then has a neighbour to exchange with, and which slice of a tensor, which
+micro-batch and which token it has still depends on its coordinate in each dimension. docs/trust.md says which faults
+this keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan.cluster.devices import Machine
+from titan.cluster.schema import Cluster
+from titan.compile.schema import Compile
+from titan.console.numbers import format_plural
+from titan.dataset.schema import Synthetic
+from titan.debug.schema import Debug
+from titan.errors import ConfigError
+from titan.evaluation.schema import Evaluation
+from titan.memory.schema import Memory
+from titan.metrics.schema import Metrics
+from titan.parallelism.schema import Layout, Parallelism
+from titan.profile.schema import Profile
+from titan.run.resolve import resolve
+from titan.run.run import Run
+from titan.run.schema import Recipe
+from titan.run.shrink_model import count_stages, shrink_model
+from titan.training.schema import Training
+
+SEQ_LEN = 64
+STEPS = 3
+SAVED_STEP = 2
+MOST_RANKS = 64
+MICROBATCHES = 4
+"""Of a pipeline: a multiple of its ranks, and enough for a steady state."""
+LOSS_CHUNK = 24
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A run and its shrunk version.
+
+    Attributes:
+        target: the run.
+        run: the shrunk one, on CPU ranks.
+        changes: settings that differ, with the run's value and the shrunk one.
+        uncovered: what the shrunk run can't show, in words.
+    """
+
+    target: Run
+    run: Run
+    changes: dict[str, tuple[Any, Any]]
+    uncovered: tuple[str, ...]
+
+
+def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
+    """Return a run shrunk to this machine's CPU.
+
+    Args:
+        target: the run whose layout is to be proven.
+        machine: this machine's CPU.
+        directory: where the shrunk run may write.
+
+    Raises:
+        ConfigError: when the shrunk run can't be composed, or has too many ranks.
+    """
+    layout = shrink_layout(target)
+    if layout.devices > MOST_RANKS:
+        raise ConfigError(
+            f"parallelism: the shrunk layout, {layout}, has {format_plural(layout.devices, 'rank')}, more than "
+            f"{MOST_RANKS}: a schedule from a file keeps its pipeline ranks; prove one with fewer."
+        )
+    recipe = _shrink_recipe(target, layout)
+    try:
+        run = resolve(recipe, machine, directory, choices=target.choices, overrides=())
+    except ConfigError as error:
+        raise ConfigError(f"the shrunk run can't be composed: {error}") from None
+    return Shrunk(target, run, _list_changes(target, run), tuple(list_uncovered(target)))
+
+
+def reduce_to_one_device(run: Run, directory: str) -> Run:
+    """Return a shrunk run on one device, without what only decides where and how it computes."""
+    parts = {"parallelism": Parallelism(microbatches=1), "memory": Memory(), "compile": Compile(scope="off")}
+    recipe = replace(_as_recipe(run), **parts, cluster=Cluster(device="cpu", devices=1))  # type: ignore[arg-type]
+    return resolve(recipe, run.machine, directory, choices=run.choices)
+
+
+def use_precision(run: Run, precision: Any) -> Run:
+    """Return a shrunk run in another precision."""
+    return resolve(replace(_as_recipe(run), precision=precision), run.machine, run.directory, choices=run.choices)
+
+
+def use_seed(run: Run, seed: int) -> Run:
+    """Return a shrunk run with another seed."""
+    return replace(run, training=replace(run.training, seed=seed))
+
+
+def shrink_layout(run: Run) -> Layout:
+    """Return the layout with two ranks along each of its dimensions.
+
+    FSDP has three ranks where a tensor's rows don't divide by its ranks, and four where it reshards over a part of
+    them, or where ranks that share experts are only some of those that share weights.
+    """
+    old = run.layout
+    degrees = {name: min(2, degree) for name, degree in old.degrees().items()}
+    if is_custom_schedule(run.parallelism.schedule):
+        degrees["pipeline"] = old.pipeline
+    spans = old.expert == old.sharded * old.tensor
+    ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
+    if isinstance(run.parallelism.reshard, int) or (old.expert > 1 and not spans and ranks == 2):
+        widened = "shard" if old.shard > 1 else max(("context", "tensor"), key=lambda name: degrees[name])
+        degrees[widened] = 2 * degrees[widened]
+    elif old.shard > 1 and old.expert == 1 and has_remainders(run):
+        degrees["shard"] = 3
+    ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
+    return Layout(**degrees, expert=1 if old.expert == 1 else ranks if spans else 2)
+
+
+def has_remainders(run: Run) -> bool:
+    """Return whether FSDP's ranks hold different numbers of rows of a weight."""
+    model, layout = run.model, run.layout
+    rows = [model.dim, model.ffn // layout.tensor, model.heads * model.head_size // layout.tensor]
+    return any(size % layout.sharded for size in [*rows, -(-model.vocab // layout.tensor)])
+
+
+def is_custom_schedule(schedule: str) -> bool:
+    """Return whether a pipeline's schedule is a file of actions."""
+    return schedule.lower().endswith(".csv")
+
+
+def _as_recipe(run: Run) -> Recipe:
+    return Recipe(**{field.name: getattr(run, field.name) for field in dataclasses.fields(Recipe)})
+
+
+def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
+    model = shrink_model(run, layout)
+    microbatches = count_microbatches(run, layout)
+    return replace(
+        _as_recipe(run),
+        model=model,
+        dataset=_shrink_dataset(run, model.vocab),
+        schedule=_replace_known(run.schedule, warmup=1),
+        training=_shrink_training(run, layout, microbatches),
+        evaluation=Evaluation(every=0, tokens=0),
+        precision=_emulate(run),
+        parallelism=_shrink_parallelism(run, layout, microbatches),
+        memory=run.memory,
+        compile=_choose_backend(run),
+        checkpoint=replace(
+            run.checkpoint,
+            mode="sync" if run.checkpoint.mode == "off" else run.checkpoint.mode,
+            every=SAVED_STEP, minutes=0, keep=2, keep_tokens=0, path=None, resume=None, decay_steps=None, weights=None,
+            export=None,
+        ),
+        metrics=Metrics(sample_tokens=0, plot=False, spike_window=0),
+        debug=Debug(),
+        profile=Profile(),
+        cluster=Cluster(device="cpu", devices=layout.devices),
+    )  # fmt: skip
+
+
+def count_microbatches(run: Run, layout: Layout) -> int:
+    """Return the micro-batches of the shrunk run: several where the run has several."""
+    if is_custom_schedule(run.parallelism.schedule) and layout.pipeline > 1:
+        return run.microbatches
+    if layout.pipeline > 1:
+        return MICROBATCHES
+    return min(2, run.microbatches)
+
+
+def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
+    """Return the training of three steps; a remainder of rows stays a remainder."""
+    rows = layout.data_ranks * microbatches * min(2, run.microbatch_rows)
+    uneven = run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches)
+    rows -= 1 if uneven and rows > layout.data_ranks * microbatches else 0
+    return replace(
+        run.training,
+        steps=STEPS, seq_len=SEQ_LEN, global_batch=rows * SEQ_LEN, grow=(), tokens=None, hours=None, step_seconds=None,
+        measured=None, loss_chunk=None if run.training.loss_chunk is None else LOSS_CHUNK, attention=_find_kernel(run),
+        bad_steps=0,
+    )  # fmt: skip
+
+
+def _find_kernel(run: Run) -> Any:
+    return "flex" if run.training.attention == "flex" else "auto"
+
+
+def _shrink_dataset(run: Run, vocab: int) -> Synthetic:
+    longest = SEQ_LEN // 3 if run.dataset.mask_documents else None
+    extra = {} if longest is None else {"longest": longest}
+    return Synthetic(tokens=65536, vocab=min(vocab, 128), mask_documents=run.dataset.mask_documents, **extra)
+
+
+def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallelism:
+    old = run.parallelism
+    stages = count_stages(run, layout) if layout.pipeline > 1 else old.stages
+    return replace(
+        old,
+        **layout.degrees(),
+        expert=layout.expert,
+        microbatches=microbatches,
+        stages=stages,
+        starts=(),
+        split="layers" if old.starts else old.split,
+        reshard=2 if isinstance(old.reshard, int) else old.reshard,
+        dispatcher="alltoall",
+        symmetric_memory=False,
+        async_tensor=False,
+    )  # type: ignore[arg-type]
+
+
+def _emulate(run: Run) -> Any:
+    return replace(run.precision, emulate=True) if run.precision.eight_bit else run.precision
+
+
+def _choose_backend(run: Run) -> Compile:
+    """Return the scope of compilation with a backend that makes the same graphs, and no kernels."""
+    return run.compile if run.compile.scope == "off" else replace(run.compile, backend="aot_eager")
+
+
+def _replace_known(settings: Any, **values: Any) -> Any:
+    names = {field.name for field in dataclasses.fields(settings)}
+    return replace(settings, **{name: value for name, value in values.items() if name in names})
+
+
+def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of model, layout and batch that differ, by dotted name."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for axis in ("model", "parallelism", "training"):
+        old, new = getattr(target, axis), getattr(run, axis)
+        for field in dataclasses.fields(new):
+            values = getattr(old, field.name, None), getattr(new, field.name)
+            if values[0] != values[1]:
+                changes[f"{axis}.{field.name}"] = values
+    return changes
+
+
+UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
+    ("kernels of CUDA devices, and NCCL: ranks compute on CPUs and exchange by gloo", lambda run: run.machine.device == "cuda"),
+    ("eight-bit hardware: matmuls in eight bits are emulated", lambda run: run.precision.eight_bit),
+    ("kernels that the compiler makes: graphs run as they are (aot_eager)", lambda run: run.compile.scope != "off" and run.compile.backend == "inductor"),
+    ("parallelism.dispatcher=deepep: tokens travel by all-to-all", lambda run: run.parallelism.dispatcher != "alltoall"),
+    ("parallelism.symmetric_memory", lambda run: run.parallelism.symmetric_memory),
+    ("parallelism.async_tensor", lambda run: run.parallelism.async_tensor),
+    ("parallelism.starts: stages have equal numbers of layers", lambda run: bool(run.parallelism.starts)),
+    ("training.grow: the batch does not grow", lambda run: bool(run.training.grow)),
+    ("text and tokenizer: rows are synthetic", lambda run: True),
+    ("training beyond three steps, and the learning rate's schedule", lambda run: True),
+)  # fmt: skip
+
+
+def list_uncovered(run: Run) -> list[str]:
+    """Return what the shrunk run of a run can't show."""
+    return [text for text, applies in UNCOVERED if applies(run)]
+
+
+def describe_changes(shrunk: Shrunk) -> str:
+    """Return the shrunk sizes in one line."""
+    model, run = shrunk.run.model, shrunk.run
+    return (
+        f"{model.layers} of {shrunk.target.model.layers} blocks, width {model.dim} of {shrunk.target.model.dim}, "
+        f"{run.layout} of {shrunk.target.layout}, {format_plural(run.microbatches, 'micro-batch', 'micro-batches')}"
+    )

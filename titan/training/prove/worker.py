@@ -1,0 +1,67 @@
+"""The body of a rank of a proof: train as a run does, and write whole tensors of each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.checkpoint.state import train_state_dict
+from titan.cluster.rank_info import RankInfo
+from titan.training.build import build_train_step
+from titan.training.prove.job import ProofJob
+from titan.training.side_jobs.ranks import fetch_verified, join_ranks
+from titan.training.trainer import Trainer
+
+
+def work(job: ProofJob, rank_info: RankInfo) -> int:
+    """Train as one of the job's ranks.
+
+    Returns:
+        0, or 130 when a signal ended it.
+
+    Raises:
+        ConfigError: when the checkpoint that it begins with is damaged.
+        RunError: when the training can't continue.
+    """
+    run, attempt = job.run, job.attempt
+    with join_ranks(run, rank_info) as (world, stop):
+        reader = None
+        if attempt.checkpoint is not None:
+            reader = fetch_verified(run, attempt.checkpoint, attempt.step, world, "step")
+        trainer = _RecordingTrainer(run, attempt, world, build_train_step(run, world), stop, reader)
+        try:
+            return trainer.record(job.get_file(rank_info.rank))
+        finally:
+            trainer.close()
+
+
+class _RecordingTrainer(Trainer):
+    """Trains, and keeps whole tensors of each step: its gradients, and the state before its update and at the end."""
+
+    def record(self, file: Path) -> int:
+        """Train to the end, and write the tensors; all ranks call it together."""
+        recorded: dict[str, dict[str, Tensor]] = {}
+
+        def record_step(*_: object) -> None:
+            number = self.attempt.step + len(recorded) // 2 + 1
+            recorded[f"state {number}"] = _gather(train_state_dict(self.train_step))
+            parameters = self.train_step.named_parameters()
+            recorded[f"gradients {number}"] = _gather({name: p.grad for name, p in parameters if p.grad is not None})
+
+        hook = self.train_step.optimizer.register_step_pre_hook(record_step)
+        code = self.train()
+        hook.remove()
+        recorded["end"] = _gather(train_state_dict(self.train_step))
+        torch.save(recorded, file)
+        return code
+
+
+def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of whole tensors."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in tensors.items()
+    }
