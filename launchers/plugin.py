@@ -29,7 +29,7 @@ from titan.config import launcher_hints, settings
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
 from titan.files.run_directory import RUN
-from titan.run import hydra_node, hydra_private
+from titan.run import certificate, hydra_node, hydra_private
 from titan.run.completion import is_done
 from titan.run.input_paths import find_missing_input
 from titan.run.paths import check_length
@@ -156,6 +156,7 @@ class SweepLauncher(Launcher):
 def _check_inputs(batch: Sequence[Trial]) -> None:
     """Raise ConfigError where a trial that has not begun reads what is not there, before any trial starts."""
     for number, trial in enumerate(batch, 1):
+        certificate.check(trial.run)
         if (missing := _find_missing_input(trial)) is not None:
             raise ConfigError(
                 f"{missing}: there is no such file or folder; correct the path (trial {number} of the sweep, "
@@ -256,6 +257,7 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig, describe: 
     """
     from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 
+    certificate.check(run)
     directory = Path(run.directory)
     sweep = ledger.read(directory)
     attempts.check_directory(run, has_own_job=bool(sweep and any(trial.jobs for trial in sweep.trials)))

@@ -68,6 +68,9 @@ class Cluster:
     )
     device_name: str | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
     hardware: Hardware = field(default=Hardware(), metadata={"in_ids": False})
+    certificate: Literal["off", "required"] = _job_setting(
+        "off", "required: start only layouts that titan.prove has proven, with this code and recipe"
+    )
     price: float | None = _job_setting(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
     partition: str | None = _job_setting(None, "Slurm partition")
     account: str | None = _job_setting(None, "Slurm account")

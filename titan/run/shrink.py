@@ -37,6 +37,8 @@ MOST_RANKS = 64
 MICROBATCHES = 4
 """Of a pipeline: a multiple of its ranks, and enough for a steady state."""
 LOSS_CHUNK = 24
+TIMEOUT = 120.0
+"""Seconds that a shrunk run's collectives may take."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,30 @@ def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
 def reduce_to_one_device(run: Run, directory: str) -> Run:
     """Return a shrunk run on one device, without what only decides where and how it computes."""
     parts = {"parallelism": Parallelism(microbatches=1), "memory": Memory(), "compile": Compile(scope="off")}
-    recipe = replace(_as_recipe(run), **parts, cluster=Cluster(device="cpu", devices=1))  # type: ignore[arg-type]
+    recipe = replace(_as_recipe(run), **parts, cluster=_build_cluster(1))  # type: ignore[arg-type]
     return resolve(recipe, run.machine, directory, choices=run.choices)
+
+
+def widen_run(shrunk: Shrunk) -> Run:
+    """Return the target with its widths and degrees, and the shrunk run's blocks, pipeline and micro-batches.
+
+    Raises:
+        ConfigError: when it can't be composed.
+    """
+    target, run = shrunk.target, shrunk.run
+    layout = replace(target.layout, pipeline=run.layout.pipeline)
+    model = _replace_known(target.model, layers=run.model.layers, first_dense=getattr(run.model, "first_dense", None))
+    kept = ("microbatches", "stages", "starts", "split", "dispatcher", "symmetric_memory", "async_tensor")
+    settings: dict[str, Any] = {name: getattr(run.parallelism, name) for name in kept}
+    settings |= {**layout.degrees(), "expert": layout.expert}
+    parallelism = replace(target.parallelism, **settings)
+    rows = layout.data_ranks * run.microbatches * run.microbatch_rows
+    training = replace(run.training, seq_len=target.training.seq_len, global_batch=rows * target.training.seq_len)
+    recipe = replace(
+        _as_recipe(run), model=model, parallelism=parallelism, training=training, precision=target.precision,
+        compile=Compile(scope="off"), cluster=replace(target.cluster, devices=layout.devices),
+    )  # fmt: skip
+    return resolve(recipe, target.machine, run.directory, remote=True, choices=target.choices)
 
 
 def use_precision(run: Run, precision: Any) -> Run:
@@ -158,8 +182,13 @@ def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
         metrics=Metrics(sample_tokens=0, plot=False, spike_window=0),
         debug=Debug(),
         profile=Profile(),
-        cluster=Cluster(device="cpu", devices=layout.devices),
+        cluster=_build_cluster(layout.devices),
     )  # fmt: skip
+
+
+def _build_cluster(ranks: int) -> Cluster:
+    """Return the ranks on this machine, whose collectives end soon where one of them waits for ever."""
+    return Cluster(device="cpu", devices=ranks, timeout=TIMEOUT, step_timeout=TIMEOUT)
 
 
 def count_microbatches(run: Run, layout: Layout) -> int:
@@ -189,18 +218,17 @@ def _find_kernel(run: Run) -> Any:
 
 
 def _shrink_dataset(run: Run, vocab: int) -> Synthetic:
-    longest = SEQ_LEN // 3 if run.dataset.mask_documents else None
-    extra = {} if longest is None else {"longest": longest}
-    return Synthetic(tokens=65536, vocab=min(vocab, 128), mask_documents=run.dataset.mask_documents, **extra)
+    rows = Synthetic(tokens=65536, vocab=min(vocab, 128), mask_documents=run.dataset.mask_documents)
+    return replace(rows, longest=SEQ_LEN // 3) if rows.mask_documents else rows
 
 
 def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallelism:
     old = run.parallelism
     stages = count_stages(run, layout) if layout.pipeline > 1 else old.stages
+    degrees: dict[str, Any] = {**layout.degrees(), "expert": layout.expert}
     return replace(
         old,
-        **layout.degrees(),
-        expert=layout.expert,
+        **degrees,
         microbatches=microbatches,
         stages=stages,
         starts=(),
@@ -209,7 +237,7 @@ def _shrink_parallelism(run: Run, layout: Layout, microbatches: int) -> Parallel
         dispatcher="alltoall",
         symmetric_memory=False,
         async_tensor=False,
-    )  # type: ignore[arg-type]
+    )
 
 
 def _emulate(run: Run) -> Any:
@@ -239,10 +267,13 @@ def _list_changes(target: Run, run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
-    ("kernels of CUDA devices, and NCCL: ranks compute on CPUs and exchange by gloo", lambda run: run.machine.device == "cuda"),
+    ("CUDA kernels and NCCL: ranks compute on CPUs and exchange by gloo", lambda run: run.machine.device == "cuda"),
     ("eight-bit hardware: matmuls in eight bits are emulated", lambda run: run.precision.eight_bit),
-    ("kernels that the compiler makes: graphs run as they are (aot_eager)", lambda run: run.compile.scope != "off" and run.compile.backend == "inductor"),
-    ("parallelism.dispatcher=deepep: tokens travel by all-to-all", lambda run: run.parallelism.dispatcher != "alltoall"),
+    (
+        "kernels that the compiler makes: graphs run as they are (aot_eager)",
+        lambda run: run.compile.scope != "off" and run.compile.backend == "inductor",
+    ),
+    ("parallelism.dispatcher=deepep: tokens travel by all-to-all", lambda run: run.parallelism.dispatcher == "deepep"),
     ("parallelism.symmetric_memory", lambda run: run.parallelism.symmetric_memory),
     ("parallelism.async_tensor", lambda run: run.parallelism.async_tensor),
     ("parallelism.starts: stages have equal numbers of layers", lambda run: bool(run.parallelism.starts)),

@@ -1,13 +1,12 @@
-"""The smallest model that keeps what a layout can get wrong: kinds of blocks, grouped heads, remainders. Free of torch."""
+"""The smallest model that keeps what a layout can get wrong: kinds of blocks, grouped heads, remainders."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any
 
-from titan.model.schema import Decoder
 from titan.parallelism.schema import Layout
 from titan.run.run import Run
 
@@ -28,10 +27,9 @@ FIXED = {
     "floor_scale": FLOOR,
 }
 """Sizes that no degree divides, where the model has them and they are larger."""
-Model = TypeVar("Model", bound=Decoder)
 
 
-def shrink_model(run: Run, layout: Layout) -> Decoder:
+def shrink_model(run: Run, layout: Layout) -> Any:
     """Return the model of a run, narrow and with few blocks.
 
     Kept are: whether heads share keys and values, whether heads make up the width, each kind of block, shared experts,
@@ -42,8 +40,8 @@ def shrink_model(run: Run, layout: Layout) -> Decoder:
         run: the run whose layout is to be proven.
         layout: the shrunk one.
     """
-    model: Decoder = run.model
-    sizes = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
+    model = run.model
+    sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
     sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
     sizes["layers"] = count_layers(run, layout)
     names = {field.name for field in dataclasses.fields(model)}
@@ -103,13 +101,11 @@ def _shrink_widths(run: Run, layout: Layout) -> dict[str, int]:
 
 
 def _shrink_experts(run: Run, layout: Layout) -> dict[str, int]:
-    model = run.model
+    model: Any = run.model
     if not hasattr(model, "experts"):
         return {}
     groups = min(2, getattr(model, "groups", 1))
-    kept_groups = min(groups, getattr(model, "topk_groups", 1)) if getattr(model, "topk_groups", 1) else 1
-    if groups == 2 and getattr(model, "topk_groups", 1) < getattr(model, "groups", 1):
-        kept_groups = 1
+    kept_groups = 1 if groups == 2 and model.topk_groups < model.groups else groups
     experts = max(4, 2 * layout.expert) * groups
     width = choose_size(EXPERT_WIDTHS, model.expert_ffn % max(1, run.layout.expert_shards) == 0, layout.expert_shards)
     sizes = {"experts": experts, "top_k": min(2, model.top_k), "expert_ffn": width}

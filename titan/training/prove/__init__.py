@@ -1,0 +1,1 @@
+"""The proof that a layout computes what one device computes: `titan.prove`."""

@@ -66,30 +66,30 @@ def are_same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def check_replicas(ranks: Sequence[Recorded], field: str, name: str) -> Check:
+def check_replicas(name: str, ranks: Sequence[Recorded], field: str) -> Check:
     """Return whether ranks that hold the same tensor hold the same bits."""
     merged, different = merge_ranks(ranks, field)
     return Check(name, float(len(different)), 0.0, different[0] if different else "", len(merged))
 
 
-def check_same(a: Tensors, b: Tensors, name: str) -> Check:
+def check_same(name: str, a: Tensors, b: Tensors) -> Check:
     """Return whether two states have the same tensors and bits."""
     names = sorted(a.keys() | b.keys())
     different = [n for n in names if n not in a or n not in b or not are_same(a[n], b[n])]
     return Check(name, float(len(different)), 0.0, different[0] if different else "", len(names))
 
 
-def check_largest(a: Tensors, b: Tensors, name: str, bound: float = EXACT) -> Check:
+def check_largest(name: str, a: Tensors, b: Tensors, bound: float = EXACT) -> Check:
     """Return the largest of max|a - b| / max|b|; infinite for a tensor that only one side has."""
     return _find_worst(name, bound, a, b, lambda n: _divide((a[n] - b[n]).abs().max(), b[n].abs().max()))
 
 
-def check_updates(a: Tensors, b: Tensors, start: Tensors, name: str, bound: float = UPDATED) -> Check:
+def check_updates(name: str, a: Tensors, b: Tensors, start: Tensors, bound: float = UPDATED) -> Check:
     """Return the largest of |a - b| / |b - start|, by the Euclidean norm: differences as a share of the updates."""
     return _find_worst(name, bound, a, b, lambda n: _divide((a[n] - b[n]).norm(), (b[n] - start[n]).norm()))
 
 
-def check_rounding(a: Tensors, b: Tensors, exact: Tensors, name: str) -> Check:
+def check_rounding(name: str, a: Tensors, b: Tensors, exact: Tensors) -> Check:
     """Return the largest ratio of a layout's rounding error to one device's, both against fp32 on one device."""
 
     def compute_ratio(n: str) -> float:

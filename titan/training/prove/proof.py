@@ -73,9 +73,11 @@ class _Prover:
     """Trains the versions of one shrunk run."""
 
     def __init__(self, run: Run, folder: Path, run_ranks: RunRanks, show: Callable[[str], object]) -> None:
+        """Take what `prove` takes."""
         self.run, self.folder, self.run_ranks, self.show = run, folder, run_ranks, show
 
     def prove(self) -> list[Check]:
+        """Return the checks."""
         layout = self.train("fp32", use_precision(self.run, Precision(compute="fp32")))
         one = self.train("fp32-one", reduce_to_one_device(layout.run, ""))
         checks = [*check_exact(layout, one), *self.check_checkpoint(layout, one)]
@@ -88,10 +90,11 @@ class _Prover:
         path, step = manifest.folder_of(Path(layout.run.directory), SAVED_STEP), SAVED_STEP + 1
         resumed = self.train("resumed", one.run, checkpoint=path)
         gradients = [side.merge(f"gradients {step}") for side in (resumed, layout)]
+        states = [side.merge(f"state {step}") for side in (resumed, layout)]
         return [
-            compare.check_same(*(side.merge(f"state {step}") for side in (resumed, layout)), "checkpoint, loaded by one device"),
-            compare.check_largest(*gradients, f"gradients of step {step} after it"),
-        ]  # fmt: skip
+            compare.check_same("checkpoint, loaded by one device", *states),
+            compare.check_largest(f"gradients of step {step} after it", gradients[0], gradients[1]),
+        ]
 
     def check_precision(self, exact: Trained) -> list[Check]:
         """Compare rounding errors in the run's precision with one device's."""
@@ -101,8 +104,8 @@ class _Prover:
         starts = [select_weights(side.merge(START)) for side in (layout, one)]
         gradients = [side.merge("gradients 1") for side in (layout, one, exact)]
         return [
-            compare.check_same(*starts, f"initial weights, {words}"),
-            compare.check_rounding(*gradients, f"gradients of step 1, {words}"),
+            compare.check_same(f"initial weights, {words}", *starts),
+            compare.check_rounding(f"gradients of step 1, {words}", *gradients),
         ]
 
     def train(self, name: str, run: Run, checkpoint: Path | None = None) -> Trained:
@@ -128,15 +131,15 @@ def check_exact(layout: Trained, one: Trained) -> list[Check]:
     weights, optimizer = select_weights(start), select_optimizer(start)
     layout_end = layout.merge("end")
     return [
-        compare.check_replicas(layout.ranks, START, "copies of initial weights"),
-        compare.check_same(select_weights(layout.merge(START)), weights, "initial weights"),
+        compare.check_replicas("copies of initial weights", layout.ranks, START),
+        compare.check_same("initial weights", select_weights(layout.merge(START)), weights),
         compare.check_lines(layout.lines, one.lines, "batch_hash", 0.0),
-        compare.check_largest(layout.merge("gradients 1"), one.merge("gradients 1"), "gradients of step 1, fp32"),
+        compare.check_largest("gradients of step 1, fp32", layout.merge("gradients 1"), one.merge("gradients 1")),
         compare.check_lines(layout.lines, one.lines, "loss", compare.EXACT),
         compare.check_lines(layout.lines, one.lines, "grad_norm", compare.EXACT),
-        compare.check_replicas(layout.ranks, "end", "copies of the state after step 3"),
-        compare.check_updates(select_weights(layout_end), select_weights(end), weights, "weights after step 3"),
-        compare.check_updates(select_optimizer(layout_end), select_optimizer(end), optimizer, "optimizer after step 3"),
+        compare.check_replicas("copies of the state after step 3", layout.ranks, "end"),
+        compare.check_updates("weights after step 3", select_weights(layout_end), select_weights(end), weights),
+        compare.check_updates("optimizer after step 3", select_optimizer(layout_end), select_optimizer(end), optimizer),
     ]
 
 

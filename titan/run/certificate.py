@@ -1,0 +1,134 @@
+"""Certificates: what `titan.prove` has shown of a layout, kept for `titan.train`. Free of torch.
+
+A certificate is valid for runs with the same model, layout, precision, recomputation, compilation, optimizer and own
+code, of the same titan and torch. Seeds, learning rates, lengths and data don't decide whether a layout is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.console.text import redact_nested
+from titan.errors import ConfigError
+from titan.files import untrusted
+from titan.files.atomic import write_atomic
+from titan.run import identity
+from titan.run.run import Run, as_config
+
+KEY = "certificate"
+"""Its key in run.yaml."""
+AXES = ("model", "optimizer", "precision", "parallelism", "memory", "compile", "hooks", "modules")
+TRAINING = ("clip_norm", "loss_chunk", "z_loss", "label_smoothing", "loss_terms", "attention", "seq_len")
+"""Settings of `training` that a layout treats."""
+IGNORED = {"optimizer": ("lr", "weight_decay"), "compile": ("backend",)}
+"""Settings that are numbers of the recipe only, and those that a shrunk run replaces."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate that was read.
+
+    Attributes:
+        key: which runs it is for.
+        hash: of its content.
+        passed: whether all checks held.
+        made: when, as ISO 8601.
+        content: all of it.
+    """
+
+    key: str
+    hash: str
+    passed: bool
+    made: str
+    content: Mapping[str, Any]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return what run.yaml has of it."""
+        return {"key": self.key, "hash": self.hash, "passed": self.passed, "made": self.made}
+
+
+def compute_key(run: Run) -> str:
+    """Return 16 hex digits of all that decides whether a run's layout is right."""
+    config = as_config(run)
+    settings = {axis: _drop(config.get(axis), IGNORED.get(axis, ())) for axis in AXES}
+    training = {name: config["training"][name] for name in TRAINING}
+    kind = {
+        "settings": settings | {"training": training},
+        "layout": run.layout.degrees() | {"expert": run.layout.expert},
+        "microbatches": min(2, run.microbatches),
+        "stages": run.staging.layers,
+        "masks": run.dataset.mask_documents,
+        "device": run.machine.device,
+        "code": identity.describe_code(run),
+    }
+    return _digest(kind)
+
+
+def _drop(settings: Any, names: tuple[str, ...]) -> Any:
+    if not isinstance(settings, Mapping):
+        return settings
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+def _digest(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_folder() -> Path:
+    """Return the folder of the user's certificates."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(home) / "titan" / "certificates"
+
+
+def write(content: Mapping[str, Any], key: str) -> Path:
+    """Write a certificate, and return its file.
+
+    Args:
+        content: "passed", "made" and all else that is shown.
+        key: which runs it is for.
+    """
+    redacted: dict[str, Any] = redact_nested({**content, "key": key})
+    file = find_folder() / f"{key}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(redacted | {"hash": _digest(redacted)}, indent=1) + "\n")
+    return file
+
+
+def read(key: str) -> Certificate | None:
+    """Return the certificate for a key; None where there is none, or where it is damaged or was changed."""
+    try:
+        content = untrusted.parse_object(untrusted.read_regular_file(find_folder() / f"{key}.json"))
+        digest = content.pop("hash")
+        for name, kind in {"key": str, "passed": bool, "made": str}.items():
+            untrusted.check_type(content[name], kind, name)
+    except (OSError, ValueError, KeyError):
+        return None
+    if content["key"] != key or digest != _digest(content):
+        return None
+    return Certificate(key, digest, content["passed"], content["made"], content)
+
+
+def find(run: Run) -> Certificate | None:
+    """Return the certificate for a run; None where there is none."""
+    return read(compute_key(run)) if find_folder().is_dir() else None
+
+
+def check(run: Run) -> None:
+    """Raise ConfigError where a run must have a valid certificate, and has none."""
+    if run.cluster.certificate != "required":
+        return
+    found = find(run)
+    if found is not None and found.passed:
+        return
+    problem = "its proof failed" if found is not None else "this layout has no valid certificate"
+    raise ConfigError(
+        f"cluster.certificate=required: {problem}, of this recipe and code; prove it with `python -m titan.prove` and "
+        "the same overrides, or give cluster.certificate=off."
+    )
