@@ -18,6 +18,7 @@ from titan.cluster import devices
 from titan.cluster.environment import prepare_environment
 from titan.config.command import Command, CommandLine
 from titan.config.settings import setting
+from titan.console import output
 from titan.console.numbers import format_plural
 from titan.errors import ConfigError, RunError
 from titan.files.output_files import check_output_file, write_output_file
@@ -167,5 +168,10 @@ def _format_verdict(checks: Sequence[Check], seconds: float) -> str:
     )
 
 
+def cli() -> None:
+    """The console script `titan-prove`."""
+    output.run(main, keep_going=False)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -43,7 +43,7 @@ def shrink_model(run: Run, layout: Layout) -> Any:
     model = run.model
     sizes: dict[str, Any] = _shrink_heads(run, layout) | _shrink_widths(run, layout) | _shrink_experts(run, layout)
     sizes |= {name: min(size, value) for name, size in FIXED.items() if (value := getattr(model, name, None))}
-    sizes["layers"] = count_layers(run, layout)
+    sizes |= {"layers": count_layers(run, layout), "first_dense": min(1, getattr(model, "first_dense", 0))}
     names = {field.name for field in dataclasses.fields(model)}
     return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in names})
 
