@@ -1,0 +1,126 @@
+"""`titan.prove`: right layouts are proven, planted faults are named, and certificates count for what they were made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.composing import compose_test_run
+from tests.support.tiers import full
+from titan import prove
+from titan.errors import ConfigError
+from titan.model import layers
+from titan.run import certificate
+
+PLAIN = ("dataset=synthetic", "compile=off", "checkpoint=off", "precision=fp32", "cluster=cpu")
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def plant_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave all as it is."""
+
+
+def plant_a_rank_with_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's norms have another epsilon: its activations differ."""
+    forward = layers.RMSNorm.forward
+
+    def forward_with_large_epsilon(self: Any, x: torch.Tensor) -> torch.Tensor:
+        factor = 1.001 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
+        return forward(self, x) * factor
+
+    monkeypatch.setattr(layers.RMSNorm, "forward", forward_with_large_epsilon)
+
+
+def plant_a_doubled_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of gradients over ranks is doubled."""
+    reduce = dist.reduce_scatter_tensor
+
+    def reduce_twice(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        work = reduce(output, *arguments, **options)
+        output.mul_(2)
+        return work
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_twice)
+
+
+FAULTS = [
+    pytest.param(plant_nothing, "", id="none"),
+    pytest.param(plant_a_rank_with_other_rows, "gradients of step 1, fp32", id="one-rank-computes-otherwise"),
+    full(plant_a_doubled_reduction, "gradients of step 1, fp32", id="doubled-reduction"),
+]
+
+
+@pytest.mark.parametrize(("plant", "first"), FAULTS)
+def test_a_fault_is_named(
+    plant: Plant, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plant(monkeypatch)
+    code = prove.main([*PLAIN, "parallelism=fsdp", f"to={tmp_path / 'certificate.json'}"])
+    shown = capsys.readouterr().out
+    content = json.loads((tmp_path / "certificate.json").read_text())
+    if not first:
+        assert code == 0 and "proven: 12 checks" in shown and content["passed"], shown
+        assert all(check["worst"] <= check["bound"] for check in content["checks"])
+    else:
+        assert code == 1 and not content["passed"]
+        assert f"failed, first {first}" in shown, shown
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    yield compose_test_run([*PLAIN, "parallelism=fsdp", f"hydra.run.dir={tmp_path / 'run'}"])
+
+
+SAME = [
+    pytest.param(("optimizer.lr=0.1",), True, id="learning-rate"),
+    pytest.param(("training.seed=3", "training.steps=7"), True, id="seed-and-steps"),
+    pytest.param(("cluster.devices=4",), False, id="degrees"),
+    pytest.param(("memory=full",), False, id="recomputation"),
+    pytest.param(("precision=bf16",), False, id="precision"),
+    pytest.param(("model.norm_eps=1e-6",), False, id="model"),
+    pytest.param(("dataset.mask_documents=true",), False, id="masks"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "same"), SAME)
+def test_a_certificate_is_for_a_layout_and_a_recipe(overrides: tuple[str, ...], same: bool, run: Any) -> None:
+    other = compose_test_run([*PLAIN, "parallelism=fsdp", *overrides])
+    assert (certificate.compute_key(run) == certificate.compute_key(other)) == same
+
+
+def test_a_certificate_expires_with_the_code(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = certificate.compute_key(run)
+    monkeypatch.setattr(certificate.identity, "read_git_diff", lambda: "another line")
+    assert certificate.compute_key(run) != key
+
+
+def test_a_required_certificate_must_be_there_have_passed_and_be_unchanged(run: Any) -> None:
+    required = compose_test_run([*PLAIN, "parallelism=fsdp", "cluster.certificate=required"])
+    key = certificate.compute_key(required)
+    assert key == certificate.compute_key(run)
+    for passed, sentence in ((None, "no valid certificate"), (False, "its proof failed"), (True, "")):
+        file = certificate.write({"passed": passed, "made": "today"}, key) if passed is not None else None
+        if sentence:
+            with pytest.raises(ConfigError, match=sentence):
+                certificate.check(required)
+        else:
+            certificate.check(required)
+    assert file is not None
+    file.write_text(file.read_text().replace("today", "tomorrow"))
+    with pytest.raises(ConfigError, match="no valid certificate"):
+        certificate.check(required)
+
+
+def test_a_sweep_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove.main(["-m", *PLAIN, "optimizer.lr=1e-3,2e-3"]) == 2
