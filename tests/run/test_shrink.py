@@ -32,11 +32,15 @@ LAYOUTS = [
     pytest.param((*LLAMA, "parallelism=fsdp_tp", "parallelism.tensor=8"), {"shard": 3, "tensor": 2}, id="two-dimensions"),
     pytest.param(
         (*LLAMA, "parallelism=3d", "parallelism.tensor=8", "parallelism.pipeline=8", *CHUNKED),
-        {"shard": 2, "tensor": 2, "pipeline": 2}, id="chunks",
+        {"shard": 3, "tensor": 2, "pipeline": 2}, id="chunks",
+    ),
+    pytest.param(
+        (*LLAMA, "parallelism=fsdp_cp", "parallelism.context=4", "parallelism.context_method=ring"),
+        {"shard": 3, "context": 3}, id="ring",
     ),
     pytest.param((*LLAMA, "parallelism=fsdp", "parallelism.reshard=8"), {"shard": 4}, id="resharded-to-a-part"),
-    pytest.param((*DEEPSEEK, "parallelism.expert=8"), {"shard": 4, "pipeline": 2, "expert": 2}, id="experts-of-some-ranks"),
-    pytest.param((*DEEPSEEK, "parallelism.expert=32"), {"shard": 2, "pipeline": 2, "expert": 2}, id="experts-of-all-ranks"),
+    pytest.param((*DEEPSEEK, "parallelism.expert=8"), {"shard": 4, "pipeline": 3, "expert": 2}, id="experts-of-some-ranks"),
+    pytest.param((*DEEPSEEK, "parallelism.expert=32"), {"shard": 2, "pipeline": 3, "expert": 2}, id="experts-of-all-ranks"),
 ]  # fmt: skip
 
 

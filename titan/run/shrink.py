@@ -1,8 +1,8 @@
 """A run shrunk to the fewest ranks, blocks and tokens that still take the path of its layout. Free of torch.
 
-Each degree above one becomes two: a rank then has a neighbour to exchange with, and which slice of a tensor, which
-micro-batch and which token it has still depends on its coordinate in each dimension. docs/trust.md says which faults
-this keeps.
+Each degree above one becomes two or three: a rank then has a neighbour to exchange with, and which slice of a tensor,
+which micro-batch and which token it has still depends on its coordinate in each dimension. docs/trust.md says which
+faults this keeps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from titan.run.shrink_model import count_stages, shrink_model
 from titan.training.schema import Training
 
 SEQ_LEN = 64
+"""Of a row; 96 with three context ranks, each of which has two chunks of it."""
 STEPS = 3
 SAVED_STEP = 2
 MOST_RANKS = 64
-MICROBATCHES = 4
-"""Of a pipeline: a multiple of its ranks, and enough for a steady state."""
 LOSS_CHUNK = 24
 TIMEOUT = 120.0
 """Seconds that a shrunk run's collectives may take."""
@@ -123,21 +122,27 @@ def use_seed(run: Run, seed: int) -> Run:
 
 
 def shrink_layout(run: Run) -> Layout:
-    """Return the layout with two ranks along each of its dimensions.
+    """Return the layout with two ranks along each of its dimensions, or three where two would hide a fault.
 
-    FSDP has three ranks where a tensor's rows don't divide by its ranks, and four where it reshards over a part of
-    them, or where ranks that share experts are only some of those that share weights.
+    Of a ring of two ranks both neighbours are the same, and a pipeline of two stages has none in the middle. FSDP has
+    three ranks where rows of a tensor don't divide by its ranks, and beside other dimensions, so that a division by
+    another dimension's degree shows; it has four where it reshards over a part of them, or where ranks that share
+    experts are only some of those that share weights.
     """
-    old = run.layout
+    old, settings = run.layout, run.parallelism
     degrees = {name: min(2, degree) for name, degree in old.degrees().items()}
-    if is_custom_schedule(run.parallelism.schedule):
+    if is_custom_schedule(settings.schedule):
         degrees["pipeline"] = old.pipeline
+    elif run.staging.count == old.pipeline:
+        degrees["pipeline"] = min(3, old.pipeline)
+    if settings.context_method == "ring":
+        degrees["context"] = min(3, old.context)
     spans = old.expert == old.sharded * old.tensor
     ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
-    if isinstance(run.parallelism.reshard, int) or (old.expert > 1 and not spans and ranks == 2):
+    if isinstance(settings.reshard, int) or (old.expert > 1 and not spans and ranks == 2):
         widened = "shard" if old.shard > 1 else max(("context", "tensor"), key=lambda name: degrees[name])
         degrees[widened] = 2 * degrees[widened]
-    elif old.shard > 1 and old.expert == 1 and has_remainders(run):
+    elif old.shard > 2 and old.expert == 1 and (has_remainders(run) or old.shard < old.devices):
         degrees["shard"] = 3
     ranks = degrees["shard"] * degrees["context"] * degrees["tensor"]
     return Layout(**degrees, expert=1 if old.expert == 1 else ranks if spans else 2)
@@ -196,7 +201,7 @@ def count_microbatches(run: Run, layout: Layout) -> int:
     if is_custom_schedule(run.parallelism.schedule) and layout.pipeline > 1:
         return run.microbatches
     if layout.pipeline > 1:
-        return MICROBATCHES
+        return 2 * layout.pipeline
     return min(2, run.microbatches)
 
 
@@ -205,9 +210,10 @@ def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
     rows = layout.data_ranks * microbatches * min(2, run.microbatch_rows)
     uneven = run.training.global_batch // run.training.seq_len % (run.layout.data_ranks * run.microbatches)
     rows -= 1 if uneven and rows > layout.data_ranks * microbatches else 0
+    length = SEQ_LEN * 3 // 2 if layout.context == 3 else SEQ_LEN
     return replace(
         run.training,
-        steps=STEPS, seq_len=SEQ_LEN, global_batch=rows * SEQ_LEN, grow=(), tokens=None, hours=None, step_seconds=None,
+        steps=STEPS, seq_len=length, global_batch=rows * length, grow=(), tokens=None, hours=None, step_seconds=None,
         measured=None, loss_chunk=None if run.training.loss_chunk is None else LOSS_CHUNK, attention=_find_kernel(run),
         bad_steps=0,
     )  # fmt: skip
