@@ -214,13 +214,9 @@ def _shrink_training(run: Run, layout: Layout, microbatches: int) -> Training:
     return replace(
         run.training,
         steps=STEPS, seq_len=length, global_batch=rows * length, grow=(), tokens=None, hours=None, step_seconds=None,
-        measured=None, loss_chunk=None if run.training.loss_chunk is None else LOSS_CHUNK, attention=_find_kernel(run),
+        measured=None, loss_chunk=None if run.training.loss_chunk is None else LOSS_CHUNK, attention="auto",
         bad_steps=0,
     )  # fmt: skip
-
-
-def _find_kernel(run: Run) -> Any:
-    return "flex" if run.training.attention == "flex" else "auto"
 
 
 def _shrink_dataset(run: Run, vocab: int) -> Synthetic:
@@ -280,6 +276,10 @@ UNCOVERED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
         lambda run: run.compile.scope != "off" and run.compile.backend == "inductor",
     ),
     ("parallelism.dispatcher=deepep: tokens travel by all-to-all", lambda run: run.parallelism.dispatcher == "deepep"),
+    (
+        "training.attention: the CPU's kernel computes it, with the same masks",
+        lambda run: run.training.attention not in ("auto", "math"),
+    ),
     ("parallelism.symmetric_memory", lambda run: run.parallelism.symmetric_memory),
     ("parallelism.async_tensor", lambda run: run.parallelism.async_tensor),
     ("parallelism.starts: stages have equal numbers of layers", lambda run: bool(run.parallelism.starts)),
