@@ -39,8 +39,8 @@ LAYOUTS = [
         {"shard": 3, "context": 3}, id="ring",
     ),
     pytest.param((*LLAMA, "parallelism=fsdp", "parallelism.reshard=8"), {"shard": 4}, id="resharded-to-a-part"),
-    pytest.param((*DEEPSEEK, "parallelism.expert=8"), {"shard": 4, "pipeline": 3, "expert": 2}, id="experts-of-some-ranks"),
-    pytest.param((*DEEPSEEK, "parallelism.expert=32"), {"shard": 2, "pipeline": 3, "expert": 2}, id="experts-of-all-ranks"),
+    pytest.param((*DEEPSEEK, "parallelism.expert=8"), {"shard": 4, "pipeline": 3, "expert": 2}, id="experts-of-some"),
+    pytest.param((*DEEPSEEK, "parallelism.expert=32"), {"shard": 2, "pipeline": 3, "expert": 2}, id="experts-of-all"),
 ]  # fmt: skip
 
 

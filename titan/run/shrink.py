@@ -188,6 +188,7 @@ def _shrink_recipe(run: Run, layout: Layout) -> Recipe:
         debug=Debug(),
         profile=Profile(),
         cluster=_build_cluster(layout.devices),
+        hooks={name: hook for name, hook in (run.hooks or {}).items() if hook.science} or None,
     )  # fmt: skip
 
 
