@@ -29,6 +29,7 @@ from tests.support.runs import (
     select_weights,
     train_run,
 )
+from titan.parallelism.pipeline.schedules import Action, order_actions
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
@@ -407,9 +408,10 @@ def train_case(
 ) -> TrainedLayout:
     """Train a case for three steps; None: one device. `prepare`: see `tests.support.runs.train_run`."""
     settings = (*science, *(case.settings if case else ()))
-    custom = folder / "custom.csv"
-    custom.write_text(build_custom_schedule())
-    settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
+    for name, build in CUSTOM_SCHEDULES.items():
+        path = folder / f"{name}.csv"
+        path.write_text(build())
+        settings = tuple(s.replace(f"schedule={name}", f"schedule={path}") for s in settings)
     run, start = compose_tiny_run(folder / "run", *RECIPE, *settings), time.monotonic()
     return TrainedLayout(run, train_run(run, prepare), time.monotonic() - start)
 
@@ -419,6 +421,19 @@ def build_custom_schedule() -> str:
     first = "0F0,0F1,0B0,0F2,0I1,0F3,0W1,0B2,0B3"
     second = "1F0,1B0,1F1,1I1,1F2,1W1,1B2,1F3,1B3"
     return f"{first}\n{second}\n"
+
+
+def build_paired_schedule() -> str:
+    """A CSV of DualPipeV on two ranks, with four micro-batches, whose backward passes are whole."""
+    rows = []
+    for row in order_actions("DualPipeV", 2, 2, 4):
+        cells = [cell._replace(kind="B") if isinstance(cell, Action) and cell.kind == "I" else cell for cell in row]
+        rows.append(",".join(str(cell) for cell in cells if not (isinstance(cell, Action) and cell.kind == "W")))
+    return "\n".join(rows)
+
+
+CUSTOM_SCHEDULES = {"custom": build_custom_schedule, "paired": build_paired_schedule}
+"""CSV files by their names in `parallelism.schedule`."""
 
 
 def compare_layouts(got: TrainedLayout, reference: TrainedLayout) -> dict[str, float]:

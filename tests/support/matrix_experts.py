@@ -6,6 +6,7 @@ worst of each group.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import tempfile
@@ -107,6 +108,7 @@ def list_special() -> Iterator[LayoutCase]:
         for layout in PLACES:
             yield LayoutCase(f"{name}-{layout}", LAYOUTS[layout], model=(*MODELS["qwen3_moe"], *science))
     yield from _list_halves()
+    yield from _list_pairs()
     eight = ("parallelism=fsdp", "cluster.devices=8", "parallelism.expert=4")
     for name, settings, counts in (("ep", LAYOUTS["ep"], (1, 2, 4)), ("ep_eight", eight, (1, 2))):
         for count in counts:
@@ -125,6 +127,17 @@ def _list_halves() -> Iterator[LayoutCase]:
             count = 2 if layout in STAGES else 1
             technique = ("parallelism.halves=true", f"memory={mode}", f"parallelism.microbatches={count}")
             yield LayoutCase(f"halves-{name}-{layout}-{mode}", (*LAYOUTS[layout], *technique), model=science)
+
+
+def _list_pairs() -> Iterator[LayoutCase]:
+    """Pairs of a schedule: each model, layout and memory mode in some combination, and masked documents."""
+    recipes = {**MODELS, "documents": (*MODELS["qwen3_moe"], *SCIENCE["documents"])}
+    for number, (name, science) in enumerate(recipes.items()):
+        for index, (layout, schedule) in enumerate(itertools.product(("ep_pp", "ep_4d"), ("DualPipeV", "paired"))):
+            mode = ("none", "full", "selective")[(number + index) % (2 if schedule == "DualPipeV" else 3)]
+            technique = (f"parallelism.schedule={schedule}", "parallelism.pairs=true", f"memory={mode}")
+            settings = (*LAYOUTS[layout], *technique, "parallelism.microbatches=4")
+            yield LayoutCase(f"pairs-{name}-{layout}-{schedule}-{mode}", settings, model=science)
 
 
 def choose_preparation(case: LayoutCase) -> Callable[[Trainer], None] | None:

@@ -56,6 +56,11 @@ def keep(compute: Callable[[], Value]) -> Value:
     return value
 
 
+def is_recomputing() -> bool:
+    """Return whether this thread computes a checkpointed block again, of those that keep values."""
+    return _ACTIVE.current is not None and _ACTIVE.current.is_recompute
+
+
 def build_passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     values: list[Any] = []

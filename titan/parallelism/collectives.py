@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan.parallelism import turns
+
 _OPS = torch.ops._c10d_functional
 SEQUENCE_DIM = 1
 """The dimension of tokens in hidden states [B, T, D]."""
@@ -81,14 +83,20 @@ class PendingExchange:
 
     def start(self, x: Tensor) -> None:
         """Start to send rows."""
+        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(x.contiguous(), self.receive_counts, self.send_counts, self.group)
 
     def start_gradient(self, grad: Tensor) -> None:
         """Start to send the gradients of received rows back."""
+        turns.note_exchange()
         self.rows = _OPS.all_to_all_single(grad.contiguous(), self.send_counts, self.receive_counts, self.group)
 
     def take(self) -> Tensor:
-        """Wait for the rows that come to this rank, and return them; raises RuntimeError when none were sent."""
+        """Wait for the rows that come to this rank, and return them; raises RuntimeError when none were sent.
+
+        Another computation that takes turns with this one runs first (`titan.parallelism.turns`).
+        """
+        turns.hand_over()
         rows, self.rows = self.rows, None
         if rows is None:
             raise RuntimeError("an exchange of rows that has not started")

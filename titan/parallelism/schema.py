@@ -147,6 +147,11 @@ class Parallelism:
         False,
         "with expert: blocks compute a micro-batch in two halves of its rows, each beside the exchanges of the other",
     )
+    pairs: bool = setting(
+        False,
+        "with expert and a schedule that has pairs, such as DualPipeV: the forward pass of a micro-batch and the "
+        "backward pass of another compute beside each other's exchanges",
+    )
     microbatches: int | str = setting(
         "auto",
         "micro-batches that a rank's rows are split into; auto: as few as memory allows",

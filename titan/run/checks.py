@@ -20,7 +20,7 @@ from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
 from titan.parallelism import strategy
-from titan.parallelism.pipeline.stage_plan import plan_stages
+from titan.parallelism.pipeline.stage_plan import list_overlaps, plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE
 from titan.precision.selection import QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
@@ -58,6 +58,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     _check_precision(run, remote)
     _check_dispatcher(run, remote)
     _check_halves(run)
+    _check_pairs(run)
     _check_exchange(run, remote)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
@@ -364,6 +365,35 @@ def _check_halves(run: Run) -> None:
             f"parallelism.microbatches={run.microbatches} they have one; give fewer, a larger training.global_batch, "
             "or parallelism.halves=false."
         )
+
+
+def _check_pairs(run: Run) -> None:
+    """Reject pairs that take turns where there is no exchange or no pair, or where something else is beside it."""
+    if run.parallelism.pairs and (lacking := _find_lacking_for_pairs(run)):
+        raise ConfigError(f"parallelism.pairs=true: {lacking}, or parallelism.pairs=false.")
+
+
+def _find_lacking_for_pairs(run: Run) -> str:
+    """Return what pairs lack of a run, and what to change; nothing: empty."""
+    parallelism = run.parallelism
+    if run.layout.expert == 1:
+        return "no ranks share experts, so that nothing is exchanged; give parallelism.expert=auto"
+    if parallelism.dispatcher == "deepep":
+        return (
+            "nothing computes beside the exchange of parallelism.dispatcher=deepep; give "
+            "parallelism.dispatcher=alltoall"
+        )
+    if parallelism.halves:
+        return "parallelism.halves=true computes beside the same exchanges; give parallelism.halves=false"
+    overlaps = list_overlaps(parallelism) if run.layout.pipeline > 1 else []
+    if not overlaps:
+        return "the pipeline's schedule has no pairs; give parallelism=pp parallelism.schedule=DualPipeV"
+    if other := next((overlap for overlap in overlaps if not overlap.is_pair), None):
+        return (
+            f"{other} in parallelism.schedule={parallelism.schedule} is no forward and backward pass of two stages; "
+            "correct it"
+        )
+    return ""
 
 
 def _list_lacking_for_deep_ep(run: Run, remote: bool) -> Iterator[str]:

@@ -379,6 +379,8 @@ def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Shardin
         note(f"context parallel over {layout.context} ranks by {parallelism.context_method}{balance}")
     if parallelism.halves and layout.expert > 1:
         note("blocks compute micro-batches in two halves, each beside the exchange of the other's tokens")
+    if parallelism.pairs:
+        note("the schedule's pairs take turns, each pass beside the exchange of the other's tokens")
     note(f"attention kernel: {_describe_attention(run, world)}")
     if run.training.loss_chunk:
         note(f"logits and loss in chunks of {run.training.loss_chunk:,} tokens")
@@ -447,6 +449,7 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
         split=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
         accumulates_whole=run.parallelism.accumulates_whole(run.layout),
+        pairs=run.parallelism.pairs,
     )
 
 

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from titan.model.loss_terms import attach_loss
 from titan.parallelism import mesh
 from titan.parallelism.grad_norm import local_tensor
+from titan.parallelism.pipeline.pairs import PairRunner
 
 if TYPE_CHECKING:
     from titan.parallelism.microbatches import Microbatches
@@ -47,6 +48,7 @@ class PipelineShape:
         split: ranks that hidden states are split over along the sequence between stages (sequence parallelism).
         dtype: of the hidden states.
         accumulates_whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
+        pairs: whether the schedule's pairs take turns (`titan.parallelism.pipeline.pairs`).
     """
 
     schedule: str
@@ -57,6 +59,7 @@ class PipelineShape:
     split: int
     dtype: torch.dtype
     accumulates_whole: bool = True
+    pairs: bool = False
 
     def empty_hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor for the hidden states of rows of `length` tokens: [rows, length / split, width]."""
@@ -145,6 +148,7 @@ class Pipeline:
         self._connect_neighbours()
         self.losses: list[Tensor] = []
         self.scale = 1.0
+        self.pair_runner = PairRunner(device) if shape.pairs else None
         self._schedules: dict[int, Any] = {}
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
@@ -245,6 +249,8 @@ class Pipeline:
             schedule = schedule_class(stages[0] if single else stages, **common)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
+        if self.pair_runner is not None:
+            self.pair_runner.register(schedule)
         return schedule
 
     def _build_stage(self, number: int, module: nn.Module) -> PipelineStage:

@@ -98,6 +98,12 @@ class Overlap:
 
     actions: tuple[Action, ...]
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether these are the forward pass of one stage and the whole backward pass of another."""
+        kinds, stages = "".join(sorted(action.kind for action in self.actions)), {a.stage for a in self.actions}
+        return kinds == "BF" and len(stages) == len(self.actions)
+
     def __str__(self) -> str:
         return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
 
