@@ -129,3 +129,21 @@ def test_the_stored_ratios_are_those_of_the_published_runs(capsys: pytest.Captur
     assert dataclasses.astuple(fitted) == pytest.approx(dataclasses.astuple(constants))
     assert fitted.experts_most / fitted.experts <= 1 + fitted.experts_error >= fitted.experts / fitted.experts_least
     assert "experts, left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mode", "alone"), [pytest.param("none", 2, id="none"), pytest.param("full", 1, id="recomputed")]
+)
+def test_pairs_compute_beside_all_exchanges_but_those_at_their_ends(mode: str, alone: int) -> None:
+    settings = (
+        "parallelism=pp", "cluster.nodes=2", "cluster.devices=16", "parallelism.shard=8", "parallelism.expert=8",
+        "parallelism.schedule=DualPipeV", "parallelism.microbatches=8", "parallelism.split=layers", "precision=bf16",
+        f"memory={mode}",
+    )  # fmt: skip
+    one = run(*settings, "parallelism.pairs=true")
+    rows = one.model.top_k * one.microbatch_rows * 4096
+    sent, weights = (estimate_collective("all-to-all", rows * n, 8, 1, speeds()) for n in (one.model.dim * 2, 4))
+    saved = predicted(run(*settings)).parts["expert parallelism"] - predicted(one).parts["expert parallelism"]
+    pairs = 2 * (8 - 4 + 2) - 1  # of each of the two ranks
+    layers = one.model.layers // 4
+    assert saved == pytest.approx(pairs * (layers * (4 * sent + 2 * weights) - alone * (sent + weights)), rel=0.02)

@@ -239,6 +239,17 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
     assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_pairs_need_what_both_passes_need(mode: str, rank: int) -> None:
+    how = ("model=qwen3_moe_debug", "model.layers=8", "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2",
+           "parallelism.schedule=DualPipeV", "parallelism.pairs=true", "parallelism.microbatches=4")  # fmt: skip
+    estimated, found = both(run("blocks", "pp-first", *how, f"memory={mode}"), rank)
+    too_high = CLOSE if mode == "none" else 0.1
+    assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
+
+
 @pytest.mark.parametrize(
     ("schedule", "rank"), [("1F1B", 1), ("Interleaved1F1B", 1), full("1F1B", 0), full("Interleaved1F1B", 0)]
 )

@@ -26,6 +26,7 @@ MUON = (*FP32, "optimizer=muon")
 REFERENCES: Mapping[str, tuple[str, ...]] = {
     "dense": (*FP32, "training.steps=6"),
     "experts": (*EXPERTS, "precision=fp32"),
+    "experts in four layers": (*EXPERTS, "model.layers=4", "precision=fp32"),
     "masks": MASKED,
     "muon": (*MUON, "optimizer.newton_schulz=fp32"),
 }
@@ -108,6 +109,12 @@ TRAINING = (
     Rehearsed(
         "ep in halves", (*EXPERTS, "precision=fp32", "parallelism=ep", "parallelism.halves=true", "memory=full"),
         devices=2, like="experts", waits=(EXPERTS_WAIT, LOOP_WAITS),
+    ),
+    Rehearsed(
+        "ep in pairs",
+        (*EXPERTS, "model.layers=4", "precision=fp32", "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2",
+         "parallelism.schedule=DualPipeV", "parallelism.pairs=true", "parallelism.microbatches=4", "memory=full"),
+        devices=4, like="experts in four layers", waits=(EXPERTS_WAIT, LOOP_WAITS),
     ),
     Rehearsed("ep, bf16", (*EXPERTS, "precision=bf16", "parallelism=ep"), devices=2, waits=(EXPERTS_WAIT,)),
     Rehearsed(

@@ -31,6 +31,8 @@ EXPERT_LAUNCHES = {True: 16, False: 27}
 """Kernel launches that a router and the sorting of tokens by expert add, in the block's graph or not."""
 SHARED = "feed_forward.shared."
 """How the names of a block's shared experts begin."""
+FORWARD_AND_BACKWARD = ("forward",), ("input", "weight")
+"""The parts of both passes' matmuls."""
 WEIGHT_BYTES = 4
 """Bytes of the weight of a row, in float32."""
 
@@ -197,6 +199,13 @@ class BlockTime:
         work["host"] = self._estimate_host(2)
         return BlockPass(work, 2 * self._launch_count)
 
+    def compute_least_seconds(self) -> tuple[float, float]:
+        """Return the least time of both passes: pairs may compute beside all exchanges of rows."""
+        passes = self.forward, self.backward
+        hidden = self.rank.recipe.parallelism.pairs and not self.rank.speeds.synchronous
+        forward, backward = (each.seconds - each.work["expert parallelism"] * hidden for each in passes)
+        return forward, backward
+
     @cached_property
     def recomputation(self) -> BlockPass:
         """What selective or full checkpointing recomputes of a block; nothing without checkpointing.
@@ -348,11 +357,43 @@ class BlockTime:
         shared = sum(self._estimate_shared(part) for part in parts)
         if not self.rank.recipe.parallelism.halves:
             return max(0.0, dispatch - shared) + combine
-        experts = sum(self._estimate_experts(part) for part in parts)
-        attention = self._attention_seconds[0 if parts == ("forward",) else 1] - shared
-        attention += sum(self._estimate_matmul(*item, part) for item in self.layers.items() for part in parts)
+        experts, attention = self._estimate_sides(*parts)
         pairs = ((dispatch, attention), (dispatch, experts), (combine, experts), (combine, 2 * shared))
         return sum(max(0.0, exchange - beside) for exchange, beside in pairs) / 2
+
+    def estimate_paired_exchanges(self, kind: str) -> tuple[float, float]:
+        """Return the exposed time of the exchanges of a pass that takes turns (`titan.parallelism.turns`).
+
+        The other pass computes beside them: its experts beside the exchange of results, attention and what else is
+        between two layers of experts beside that of tokens. It is taken to be one of blocks of the same kind.
+
+        Args:
+            kind: F forward, B backward.
+
+        Returns:
+            Of a block's exchanges, and what more is exposed of the exchange beside which the other pass has no block's
+            attention left: forward its first one, backward its last one.
+        """
+        if not self.experts or self.rank.layout.expert == 1:
+            return 0.0, 0.0
+        own, other = FORWARD_AND_BACKWARD if kind == "F" else FORWARD_AND_BACKWARD[::-1]
+        experts, attention = self._estimate_sides(*other)
+        alone = 0.0
+        if kind == "F":
+            alone = self.recomputation.seconds
+            attention += alone
+        dispatch, combine = self._estimate_exchanges()
+        tokens = max(0.0, dispatch - sum(self._estimate_shared(part) for part in own))
+        exposed = max(0.0, tokens - attention)
+        return exposed + max(0.0, combine - experts), max(0.0, tokens - alone) - exposed
+
+    def _estimate_sides(self, *parts: str) -> tuple[float, float]:
+        """Return the time of a pass' experts, and that of attention and other matmuls, without the shared experts'."""
+        experts = sum(self._estimate_experts(part) for part in parts)
+        attention = self._attention_seconds[0 if parts == ("forward",) else 1]
+        attention -= sum(self._estimate_shared(part) for part in parts)
+        attention += sum(self._estimate_matmul(*item, part) for item in self.layers.items() for part in parts)
+        return experts, attention
 
     def _estimate_shared(self, part: str) -> float:
         """Return the time of the shared experts' matmuls: forward, or the gradient of inputs or weights."""

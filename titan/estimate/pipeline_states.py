@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import Action, list_actions, order_actions
+from titan.parallelism.pipeline.schedules import Action, Cell, Overlap, list_actions, order_actions
 from titan.parallelism.pipeline.stage_plan import count_stages_per_rank
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class State(NamedTuple):
         in_flight: for each stage of the rank, micro-batches after forward and before backward, this one included.
         awaiting_weight_grads: for each stage of the rank, micro-batches after "I" and before "W", this one included.
         has_grads: whether the rank holds weight gradients of an earlier micro-batch.
+        beside: index of the stage whose action takes turns with this one (`parallelism.pairs`); None: none does.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class State(NamedTuple):
     in_flight: tuple[tuple[int, int], ...]
     awaiting_weight_grads: tuple[tuple[int, int], ...]
     has_grads: bool
+    beside: int | None = None
 
 
 def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
@@ -56,16 +58,20 @@ def find_rank_states(parallelism: Parallelism, ranks: int, microbatches: int) ->
         return [{State(0, kind, ((0, 1),), ((0, 0),), has_earlier) for kind in "FB" for has_earlier in has_grads}]
     if parallelism.schedule not in ALL_FORWARD:
         microbatches = min(microbatches, STEADY_STATE * ranks)
-    return find_schedule_states(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)
+    stages = count_stages_per_rank(parallelism, ranks)
+    return find_schedule_states(parallelism.schedule, ranks, stages, microbatches, parallelism.pairs)
 
 
 @lru_cache(1024)
-def find_schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
-    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
-    return [
-        _select_largest(set(_replay_actions(actions)))
-        for actions in _list_actions(schedule, ranks, stages, microbatches)
-    ]
+def find_schedule_states(
+    schedule: str, ranks: int, stages: int, microbatches: int, pairs: bool = False
+) -> list[set[State]]:
+    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file.
+
+    With `pairs`, the actions that it runs at once take turns.
+    """
+    rows = _list_cells(schedule, ranks, stages, microbatches)
+    return [_select_largest({state for _, state in _replay_cells(cells, pairs)}) for cells in rows]
 
 
 def list_action_states(
@@ -76,44 +82,49 @@ def list_action_states(
     Without a pipeline these are the first two micro-batches; later ones repeat the second.
     """
     if ranks == 1:
-        actions = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
+        cells: list[Cell] = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
     else:
-        actions = _list_actions(parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), microbatches)[
-            rank
-        ]
-    return list(zip(actions, _replay_actions(actions), strict=True))
+        stages = count_stages_per_rank(parallelism, ranks)
+        cells = _list_cells(parallelism.schedule, ranks, stages, microbatches)[rank]
+    return list(_replay_cells(cells, parallelism.pairs))
 
 
-def _list_actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
-    """Return the actions of each rank in its order."""
-    custom = schedule.endswith(".csv")
-    rows = (
-        [list(row) for row in read_csv(schedule).order]
-        if custom
-        else order_actions(schedule, ranks, stages, microbatches)
-    )
-    return [[action for cell in row for action in list_actions(cell)] for row in rows]
+def _list_cells(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Cell]]:
+    """Return the entries of each rank in its order."""
+    if schedule.endswith(".csv"):
+        return [list(row) for row in read_csv(schedule).order]
+    return order_actions(schedule, ranks, stages, microbatches)
 
 
-def _replay_actions(actions: list[Action]) -> Iterator[State]:
-    """Yield the state of a rank during each of its actions."""
+def _replay_cells(cells: list[Cell], pairs: bool) -> Iterator[tuple[Action, State]]:
+    """Yield each action of a rank with the rank's state during it."""
+    actions = [action for cell in cells for action in list_actions(cell)]
     in_flight, has_grads = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
     awaiting = dict.fromkeys(in_flight, 0)
-    for stage, kind, _ in actions:
+    partners = _find_partners(cells) if pairs else {}
+    for action in actions:
+        stage, kind, _ = action
         in_flight[stage] += (kind == "F") - (kind == "I")
         awaiting[stage] += kind == "I"
-        yield State(stage, kind, tuple(in_flight.items()), tuple(awaiting.items()), has_grads)
+        counts = tuple(in_flight.items()), tuple(awaiting.items())
+        yield action, State(stage, kind, *counts, has_grads, partners.get(action))
         in_flight[stage] -= kind == "B"
         awaiting[stage] -= kind == "W"
         has_grads = has_grads or kind in "BW"
 
 
+def _find_partners(cells: list[Cell]) -> dict[Action, int]:
+    """Return the stage of the other action for each one of a pair."""
+    pairs = [cell.actions for cell in cells if isinstance(cell, Overlap) and cell.is_pair]
+    return {action: other.stage for pair in pairs for action, other in (pair, pair[::-1])}
+
+
 def _select_largest(states: set[State]) -> set[State]:
-    """Return the states that no other state of the same stage and kind dominates in every count."""
-    groups: dict[tuple[int, str], list[tuple[tuple[int, ...], State]]] = {}
+    """Return the states that no other state of the same stages and kind dominates in every count."""
+    groups: dict[tuple[int, str, int | None], list[tuple[tuple[int, ...], State]]] = {}
     for state in states:
         counts = tuple(count for _, count in (*state.in_flight, *state.awaiting_weight_grads))
-        groups.setdefault((state.stage, state.kind), []).append(((*counts, state.has_grads), state))
+        groups.setdefault((state.stage, state.kind, state.beside), []).append(((*counts, state.has_grads), state))
     return {state for group in groups.values() for state in _iterate_maximal(group)}
 
 

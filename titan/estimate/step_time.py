@@ -24,7 +24,7 @@ from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import ActionSpan, Cell, compute_timetable, order_actions
+from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable, order_actions
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
 if TYPE_CHECKING:
@@ -133,14 +133,26 @@ class StepModel(RankWork):
 
     # ---- stages ----
 
-    def estimate_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
+    def estimate_stage(self, layers: range, last: bool, kind: str, paired: bool = False) -> SecondsByCause:
         """Return the time of one micro-batch in a stage, without collectives on weights.
 
         Args:
             layers: of the stage.
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
+            paired: whether the pass takes turns with another one.
         """
+        work = self._sum_stage(layers, last, kind)
+        if paired and not self.speeds.synchronous:
+            blocks = [
+                (block.estimate_paired_exchanges(kind), size) for block, size, _ in self.group_block_times(layers)
+            ]
+            work["expert parallelism"] = sum(size * each for (each, _), size in blocks)
+            work["expert parallelism"] += max(more for (_, more), _ in blocks)
+        return work
+
+    def _sum_stage(self, layers: range, last: bool, kind: str) -> SecondsByCause:
+        """Return the time of a micro-batch in a stage, one block after another."""
         work = SecondsByCause()
         if self.layout.pipeline > 1 and self.speeds.synchronous:
             work["host"] += self.speeds.host["pipeline"][0]
@@ -248,18 +260,26 @@ class StepModel(RankWork):
     def _sum_block_seconds(self, layers: range) -> float:
         """Return the time of a micro-batch in blocks, forward and backward."""
         return sum(
-            size * (block.forward.seconds + block.backward.seconds) + recomputed * block.recomputation.seconds
+            size * sum(block.compute_least_seconds()) + recomputed * block.recomputation.seconds
             for block, size, recomputed in self.group_block_times(layers)
         )
 
-    def _estimate_stages(self) -> tuple[dict[tuple[int, str], SecondsByCause], tuple[tuple[int, range], ...]]:
-        """Return the time of each kind of action in each stage, and each stage's rank and layers."""
+    def _list_paired(self) -> set[Action]:
+        """Return the actions that take turns with another one."""
+        if not self.recipe.parallelism.pairs:
+            return set()
+        cells = (cell for row in self.list_actions() for cell in row)
+        return {action for cell in cells if isinstance(cell, Overlap) for action in cell.actions}
+
+    def _estimate_stages(self) -> tuple[dict[tuple[int, str, bool], SecondsByCause], tuple[tuple[int, range], ...]]:
+        """Return the time of each kind of action in each stage, in a pair or not, and each stage's rank and layers."""
         placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
         kinds = {
-            (stage, kind): self.estimate_stage(layers, stage == last, kind)
+            (stage, kind, paired): self.estimate_stage(layers, stage == last, kind, paired)
             for stage, (_, layers) in enumerate(placed)
             for kind in "FBIW"
+            for paired in ([False, True] if self.recipe.parallelism.pairs and kind in "FB" else [False])
         }
         return kinds, placed
 
@@ -268,12 +288,16 @@ class StepModel(RankWork):
         layout = self.layout
         kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        hop = self.estimate_send()
-        spans = compute_timetable(self.list_actions(), lambda action: seconds[action.stage, action.kind], hop)
+        hop, pairs = self.estimate_send(), self._list_paired()
+
+        def find_key(action: Action) -> tuple[int, str, bool]:
+            return action.stage, action.kind, action in pairs
+
+        spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
         makespan = max(span.end for span in spans)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
         for span in spans:
-            _add_parts(busy[span.rank], kinds[span.action.stage, span.action.kind], 1)
+            _add_parts(busy[span.rank], kinds[find_key(span.action)], 1)
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
         rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
-from titan.parallelism.pipeline.schedules import Overlap
+from titan.parallelism.pipeline.schedules import Cell, Overlap
 from titan.parallelism.schema import Layout, Parallelism, StagePlan
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 def list_overlaps(parallelism: Parallelism) -> list[Overlap]:
     """Return what the schedule runs at once; of one with a name, as on two ranks."""
+    order: Sequence[Sequence[Cell]]
     if _is_custom(parallelism):
         order = arithmetic.read_csv(parallelism.schedule).order
     else:
