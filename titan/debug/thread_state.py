@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ SAVER, LOADER = "titan-checkpoint", "titan-loader"
 """How the names of the threads begin that write checkpoints and read data."""
 _COMPILER = ("/torch/_inductor/compile_fx", "/torch/_inductor/async_compile", "/torch/_dynamo/convert_frame")
 _MESSAGES = ("/titan/parallelism/exchange.py",)
+_TURNS = "/titan/parallelism/turns.py"
 _JOINING = ("/torch/distributed/rendezvous.py", "init_process_group", "split_group", "_create_group_along")
 _TRANSFERS = ("_wait_batch_p2p", "_transfer", "batch_isend_irecv")
 _MACHINERY = ("/torch/", "/threading.py", "/queue.py", "/concurrent/", "/titan/debug/", "/contextlib.py")
@@ -32,6 +33,7 @@ class ThreadState:
         exchanges: whether it waits for a message of another rank, outside of the process groups.
         joins: whether it joins a process group.
         transfers: whether it waits for a message between pipeline stages.
+        waits_for_turn: whether it waits while another thread computes.
     """
 
     line: str
@@ -40,6 +42,7 @@ class ThreadState:
     exchanges: bool = False
     joins: bool = False
     transfers: bool = False
+    waits_for_turn: bool = False
 
 
 def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
@@ -57,15 +60,18 @@ def read_thread_states(names: Mapping[int, str]) -> dict[str, ThreadState]:
 
 def _build_thread_states(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> dict[str, ThreadState]:
     states: dict[str, ThreadState] = {}
-    inner = _find_engine_layer(frames, names)
+    inner = _find_engine_state(frames, names)
     for thread in threading.enumerate():
         frame, role = frames.get(thread.ident or 0), _find_role(thread)
         if frame is not None and role is not None:
             state = _build_thread_state(frame, names)
-            states[role] = (
-                ThreadState(**{**vars(state), "layer": inner}) if role == "main" and not state.layer else state
-            )
+            states[role] = _complete_main(state, inner) if role == "main" and inner is not None else state
     return states
+
+
+def _complete_main(state: ThreadState, inner: ThreadState) -> ThreadState:
+    """Return where the main thread is, or the one that computes in its place (`titan.parallelism.turns`)."""
+    return inner if state.waits_for_turn else replace(state, layer=state.layer or inner.layer)
 
 
 def _find_role(thread: threading.Thread) -> str | None:
@@ -74,11 +80,14 @@ def _find_role(thread: threading.Thread) -> str | None:
     return "save" if thread.name.startswith(SAVER) else "data" if thread.name == LOADER else None
 
 
-def _find_engine_layer(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> str | None:
-    """Return the layer of a thread that autograd started: on GPUs, backward does not run in the main thread."""
+def _find_engine_state(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> ThreadState | None:
+    """Return where a thread is that computes a layer and is none of those with a role.
+
+    On GPUs autograd starts it, since backward does not run in the main thread.
+    """
     role_threads = {thread.ident for thread in threading.enumerate() if _find_role(thread) is not None}
-    layers = (_build_thread_state(frame, names).layer for ident, frame in frames.items() if ident not in role_threads)
-    return next(filter(None, layers), None)
+    states = (_build_thread_state(frame, names) for ident, frame in frames.items() if ident not in role_threads)
+    return next((state for state in states if state.layer), None)
 
 
 def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadState:
@@ -92,6 +101,7 @@ def _build_thread_state(frame: FrameType, names: Mapping[int, str]) -> ThreadSta
         exchanges=any(file.endswith(_MESSAGES) for file, _ in codes),
         joins=any(file.endswith(_JOINING) or name in _JOINING for file, name in codes),
         transfers=any(name in _TRANSFERS for _, name in codes),
+        waits_for_turn=any(file.endswith(_TURNS) and name == "_await_turn" for file, name in codes),
     )
 
 
