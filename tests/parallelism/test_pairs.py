@@ -10,8 +10,11 @@ import pytest
 
 from tests.parallelism.test_halves import LEAST_BYTES, SIZES, name_matmul
 from tests.support.composing import compose_test_run
-from tests.support.matrix import build_paired_schedule
+from tests.support.matrix import LayoutCase, build_paired_schedule, train_case
+from tests.support.matrix_experts import MODELS
 from tests.support.ranks import run_ranks
+from tests.support.runs import are_identical
+from tests.support.tiers import full
 from titan.errors import ConfigError
 from titan.estimate.traced.events import Event
 from titan.memory.kept_values import build_passes
@@ -122,10 +125,23 @@ def list_beside(events: Sequence[Event], forward: tuple[int, int], backward: tup
 @pytest.mark.parametrize(
     ("mode", "forward", "backward"),
     [
-        pytest.param("none", [], [], id="none"),
+        pytest.param(
+            "none",
+            ["F:shared", "B:experts B:shared", "B:attention B:other F:shared", "B:experts B:shared"],
+            ["F:experts", "B:shared F:attention F:other F:shared", "F:experts", "B:shared F:other"],
+            id="none",
+        ),
+        full(
+            "full",
+            ["B:attention B:experts B:other B:shared F:shared", "B:experts B:shared"] * 2,
+            ["B:shared", "", "F:experts", "B:shared F:attention F:other F:shared",
+             "B:shared", "", "F:experts", "B:shared F:other"],
+            id="full",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_computes_beside_each_exchange(mode: str, forward: list[str], backward: list[str]) -> None:
+    """Of two blocks each; with `full` the first two of each block's four in backward are of its recomputation."""
     sizes = [f"{name}={size}" for name, size in (SIZES | {"model.layers": 8}).items()]
     one = compose_test_run(
         [
@@ -137,6 +153,28 @@ def test_what_computes_beside_each_exchange(mode: str, forward: list[str], backw
     )  # fmt: skip
     events = run_ranks(_trace, 1, one, joined=False, timeout=300)[0]
     assert list_beside(events, (3, 2), (0, 0)) == {"F": forward, "B": backward}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("memory=full",), id="recomputed"),
+        pytest.param(("parallelism.accumulate=sharded",), id="reduced-after-each"),
+        pytest.param(("parallelism.replicate=2",), id="hsdp"),
+        pytest.param(("parallelism.context=2", "parallelism.expert=4"), id="cp"),
+        pytest.param(("compile=block", "compile.backend=aot_eager", "memory=full"), id="compiled"),
+    ],
+)
+def test_turns_change_no_bit(more: tuple[str, ...], tmp_path: Path) -> None:
+    found = []
+    for pairs in ("true", "false"):
+        settings = (*LAYOUT, "parallelism.microbatches=4", *more, f"parallelism.pairs={pairs}")
+        folder = tmp_path / pairs
+        folder.mkdir()
+        found.append(train_case(folder, LayoutCase(pairs, settings), MODELS["qwen3_moe"]))
+    for name in ("gradients", "last"):
+        assert are_identical(*(trained.merge_tensors(name) for trained in found))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Measures how long a rank waits for other ranks in a step.
 
-Counted is the time in which the step's computation stands still: on a CPU in the main thread's calls that wait for a
-collective or message, on a GPU between two events on the stream of the computation around what makes it wait. All go
-through a few functions of torch, which are replaced while this is in use:
+Counted is the time in which the step's computation stands still: on a CPU in the calls of the main thread, and of the
+one that starts backward passes of pairs, that wait for a collective or message, on a GPU between two events on the
+stream of the computation around what makes it wait. All go through a few functions of torch, which are replaced while
+this is in use:
 
     Work.wait, collectives that do not return before they are done, messages       torch.distributed
     wait_tensor                          of collectives in tensor and context parallelism, outside of compiled code
@@ -27,6 +28,8 @@ from titan.profile import clock
 
 BLOCKING = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """Collectives of torch.distributed that titan and FSDP call."""
+BACKWARD = "titan-backward"
+"""How the name of the thread begins that starts backward passes of pairs (`titan.parallelism.pipeline.pairs`)."""
 
 
 class Waits:
@@ -94,7 +97,7 @@ class Waits:
         """Return whether this thread, or the stream on which it issues work, is that of the step's computation."""
         if self.on_gpu:
             return bool(torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device))
-        return threading.get_ident() == self.thread
+        return threading.get_ident() == self.thread or threading.current_thread().name.startswith(BACKWARD)
 
     def _record_last_gradient(self, _: Tensor) -> None:
         self.ready = clock.record_moment(self.on_gpu)

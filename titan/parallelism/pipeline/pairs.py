@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import FORWARD, OVERLAP_F_B, _wait_b
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from titan.parallelism.turns import take_turns
+from titan.profile.waits import BACKWARD
 
 
 class PairRunner:
@@ -24,7 +25,7 @@ class PairRunner:
 
     def __init__(self, device: torch.device) -> None:
         """Take the rank's device."""
-        self.executor = ThreadPoolExecutor(1, "backward", _use_device, (device,))
+        self.executor = ThreadPoolExecutor(1, BACKWARD, _use_device, (device,))
 
     def register(self, schedule: Any) -> None:
         """Let one of torch's schedules run its pairs by this."""
