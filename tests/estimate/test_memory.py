@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from torch import Tensor
 
 from tests.support.composing import compose_test_run
+from tests.support.matrix import build_paired_schedule
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, select_cases
 from titan.estimate import memory
@@ -240,14 +242,15 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_pairs_need_what_both_passes_need(mode: str, rank: int) -> None:
+def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) -> None:
+    schedule = tmp_path / "paired.csv"
+    schedule.write_text(build_paired_schedule())
     how = ("model=qwen3_moe_debug", "model.layers=8", "parallelism=pp", "parallelism.shard=2", "parallelism.expert=2",
-           "parallelism.schedule=DualPipeV", "parallelism.pairs=true", "parallelism.microbatches=4")  # fmt: skip
+           f"parallelism.schedule={schedule}", "parallelism.pairs=true", "parallelism.microbatches=4")  # fmt: skip
     estimated, found = both(run("blocks", "pp-first", *how, f"memory={mode}"), rank)
-    too_high = CLOSE if mode == "none" else 0.1
-    assert found.bytes * (1 - CLOSE) <= estimated <= found.bytes * (1 + too_high), str(found)
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,10 @@ def test_what_computes_beside_each_exchange(mode: str, forward: list[str], backw
     "more",
     [
         pytest.param(("memory=full",), id="recomputed"),
-        pytest.param(("parallelism.accumulate=sharded",), id="reduced-after-each"),
+        pytest.param(
+            ("parallelism.schedule=paired", "parallelism.accumulate=sharded", "parallelism.reshard=always"),
+            id="gathered-and-reduced",
+        ),
         pytest.param(("parallelism.replicate=2",), id="hsdp"),
         pytest.param(("parallelism.context=2", "parallelism.expert=4"), id="cp"),
         pytest.param(("compile=block", "compile.backend=aot_eager", "memory=full"), id="compiled"),

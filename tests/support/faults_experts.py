@@ -371,7 +371,7 @@ FAULTS = (
         "titan/parallelism/pipeline/pairs.py",
         "and neighbour not in stages:",
         "and neighbour in stages:",
-        f"{GRADIENTS}[pairs-deepseek_v3-ep_pp-DualPipeV-none]",
+        "parallelism/test_pairs.py",
     ),
     define_fault(
         "experts: a trace takes a pass of a pair for the other one",

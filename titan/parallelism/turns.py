@@ -5,10 +5,10 @@ a micro-batch are (`titan.model.steps`): autograd runs a backward pass as a whol
 FSDP's hooks, of the contexts of activation checkpointing and of a user's own modules. So each has a thread, and with it
 a stack, a grad mode, hooks on saved tensors and dispatch modes for itself.
 
-But the threads never run at once, as two threads with barriers would (torchtitan's `dual_pipe_v`): one hands over where
-it is about to wait for an exchange that it has started, and continues when the other one does so, or ends. The host
-issues all operations and collectives in one order, which follows from both computations alone. It is the same on all
-ranks that run the same pair, so their collectives can't block each other, and nothing that both use needs a lock.
+But the threads never run at once, unlike torchtitan's, which meet at barriers: one hands over where it is about to wait
+for an exchange that it has started, and continues when the other one does so, or ends. The host issues all operations
+and collectives in one order, which follows from both computations alone. It is the same on all ranks that run the same
+pair, so their collectives can't block each other, and nothing that both use needs a lock.
 
     forward     attention, router | dispatch ->                    experts | combine ->                    attention...
     backward                        ... sum's gradient | combine' ->         experts' | dispatch' ->

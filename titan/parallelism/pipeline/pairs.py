@@ -32,7 +32,7 @@ class PairRunner:
         schedule.register_custom_function(OVERLAP_F_B, self.run_pair)
 
     def run_pair(self, pair: Any, context: Any) -> None:
-        """Run a pair; see torch's `_CustomFunctionProtocol`."""
+        """Run a pair; see torch's `register_custom_function`."""
         schedule = context.schedule_ref
         stages = {stage.stage_index: stage for stage in schedule._stages}
         forward, backward = sorted(pair.sub_actions, key=lambda action: action.computation_type != FORWARD)
