@@ -242,8 +242,7 @@ def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("mode", "rank"), [("none", 0), ("none", 2), ("full", 0), ("full", 2), ("selective", 2)])
 def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) -> None:
     schedule = tmp_path / "paired.csv"
     schedule.write_text(build_paired_schedule())

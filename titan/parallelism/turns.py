@@ -104,7 +104,7 @@ def take_turns(first: Callable[[], Any], second: Callable[[], Any], executor: Ex
 
 def note_exchange() -> None:
     """Note that the computation that runs has started an exchange."""
-    if _ACTIVE and not is_recomputing():
+    if _ACTIVE:
         _ACTIVE[-1].is_sending[_ACTIVE[-1].running] = True
 
 
