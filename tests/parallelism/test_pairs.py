@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parallelism.test_halves import LEAST_BYTES, SIZES, name_matmul
 from tests.support.composing import compose_test_run
@@ -20,6 +21,8 @@ from titan.estimate.traced.events import Event
 from titan.memory.kept_values import build_passes
 from titan.parallelism import turns
 from titan.parallelism.pipeline.stage_plan import list_overlaps
+from titan.profile import trace
+from titan.profile.waits import BACKWARD, Waits
 from titan.run.run import Run
 from titan.training.trace.ranks import build_rank_trace
 
@@ -180,6 +183,24 @@ def test_turns_change_no_bit(more: tuple[str, ...], tmp_path: Path) -> None:
         found.append(train_case(folder, LayoutCase(pairs, settings), MODELS["qwen3_moe"]))
     for name in ("gradients", "last"):
         assert are_identical(*(trained.merge_tensors(name) for trained in found))
+
+
+@pytest.mark.full
+def test_a_profile_has_the_operations_of_both_passes(tmp_path: Path) -> None:
+    settings = ("profile=once", "profile.wait=0", "profile.active=1", "parallelism.microbatches=4")
+    trained = train_case(tmp_path, LayoutCase("pairs", (*LAYOUT, *settings)), MODELS["qwen3_moe"])
+    (file,) = Path(trained.run.directory).glob("profile/*/*.json.gz")
+    threads = {entry.thread for entry in trace.read(file).slices if entry.name == "aten::mm"}
+    assert len(threads) == 2
+
+
+def test_the_wait_of_a_backward_pass_in_its_thread_counts() -> None:
+    waits = Waits(torch.device("cpu"), compiled=False)
+    wait = waits._wrap_function(lambda: None)
+    for name in (BACKWARD, "another"):
+        with ThreadPoolExecutor(1, name) as threads:
+            threads.submit(wait).result()
+    assert len(waits.take_waits()) == 1
 
 
 @pytest.mark.parametrize(
