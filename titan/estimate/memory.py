@@ -251,6 +251,15 @@ class _RankMemory(RankSizes):
         head = self.head.saved + self.head_cast if forward.last and finished < len(forward.layers) else 0.0
         return -self._count_saved_by_blocks(forward.layers[finished + 1 :]) - head
 
+    def _size_attention_beside(self, forward: StageBlocks | None, finished: int) -> float:
+        """Return what a forward pass has saved of a further block, up to its experts, beside attention of backward.
+
+        The backward pass has by then freed what it had saved for experts.
+        """
+        following = NO_LAYERS if forward is None else forward.layers[finished + 1 : finished + 2]
+        routed = sum(self.get_block(layer).activations.routed for layer in following)
+        return max(0.0, self._count_saved_by_blocks(following) - 2 * routed)
+
     def _find_most_saved(self, states: set[State]) -> dict[tuple[int, str, bool, int | None], float]:
         """Return the most bytes saved for backward by stage, kind of action, gradients, and stage that takes turns."""
         saved_by_stage = {index: self._count_saved_bytes(stage) for index, stage in self.stages.items()}
@@ -358,7 +367,8 @@ class _RankMemory(RankSizes):
         """Yield blocks of backward: during backward, and while gradients are reduced."""
         count, saved = len(stage.layers), self._count_saved_by_blocks(stage.layers)
         for finished in range(count) if self.each_block else self._select_distinct_blocks(stage.layers):
-            base = start.add_parts(activations=self._size_forward_beside(beside, finished))
+            forward = self._size_forward_beside(beside, finished) + self._size_attention_beside(beside, finished)
+            base = start.add_parts(activations=forward)
             unfinished, reduced = stage.layers[: count - finished], stage.layers[count - finished :]
             block, gathered = self.get_block(unfinished[-1]), self._count_gathered_bytes(unfinished[-2:], unfinished)
             gradients = self._count_gradient_bytes(
