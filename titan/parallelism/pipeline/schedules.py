@@ -94,7 +94,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Actions that a rank may run at once; torch runs them one after another, and sends results after the last."""
+    """Actions that a rank may run at once.
+
+    They run one after another, or in turns (`titan.parallelism.turns`); results are sent after the last.
+    """
 
     actions: tuple[Action, ...]
 
