@@ -17,6 +17,8 @@ from tests.support.composing import compose_test_run
 from titan.estimate import fit, memory
 
 FEW = ("training.steps=4", "metrics.plot=false")
+MANY = "training.steps=40"
+"""Of experts in bf16: after so many steps the kernels' cache is full."""
 SMALL = ("model.dim=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192")
 M125 = (
     "model.dim=768",
@@ -101,18 +103,18 @@ CASES: dict[str, tuple[str, ...]] = {
     "125M average": (*M125, *ROWS, "evaluation=ema"),
     "125M fsdp average": (*M125, *ROWS, "parallelism=fsdp", "evaluation=ema"),
     "125M async": (*M125, *ROWS, "checkpoint=async", "checkpoint.every=2"),
-    "qwen3_moe": QWEN3,
+    "qwen3_moe": (*QWEN3, MANY),
     "qwen3_moe fp32": (*QWEN3, FP32),
     "qwen3_moe fp32 full": (*QWEN3, FP32, "memory=full"),
-    "qwen3_moe fsdp": (*QWEN3, FSDP),
+    "qwen3_moe fsdp": (*QWEN3, FSDP, MANY),
     "qwen3_moe fp32 ep": (*QWEN3, FP32, "parallelism=ep"),
-    "qwen3_moe ep": (*QWEN3, "parallelism=ep"),
-    "qwen3_moe ep of 4": (*QWEN3, "parallelism=ep", "cluster.devices=4"),
-    "deepseek_v3": DEEPSEEK,
+    "qwen3_moe ep": (*QWEN3, "parallelism=ep", MANY),
+    "qwen3_moe ep of 4": (*QWEN3, "parallelism=ep", "cluster.devices=4", MANY),
+    "deepseek_v3": (*DEEPSEEK, MANY),
     "deepseek_v3 fp32 fsdp": (*DEEPSEEK, FP32, FSDP),
-    "deepseek_v3 ep": (*DEEPSEEK, "parallelism=ep"),
-    "qwen3_moe of 8192 tokens": (*QWEN3, "training.seq_len=512", "training.global_batch=8192"),
-    "qwen3_moe_debug": ("model=qwen3_moe_debug", "compile=off"),
+    "deepseek_v3 ep": (*DEEPSEEK, "parallelism=ep", MANY),
+    "qwen3_moe of 8192 tokens": (*QWEN3, "training.seq_len=512", "training.global_batch=8192", MANY),
+    "qwen3_moe_debug": ("model=qwen3_moe_debug", "compile=off", MANY),
     "qwen3_moe of 16 ep": (
         "model=qwen3_moe_debug",
         "model.experts=16",
@@ -121,6 +123,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "model.heads=8",
         *EXPERT_ROWS,
         "parallelism=ep",
+        MANY,
     ),
     "deepseek_v3 fp32 selective": (*DEEPSEEK, FP32, "memory=selective"),
     "87M fsdp of 4": (*M87, FSDP, "cluster.devices=4"),
@@ -133,7 +136,7 @@ def measure_resident(overrides: tuple[str, ...], folder: Path) -> float:
     Raises:
         RuntimeError: if the run fails.
     """
-    command = [sys.executable, "-m", "titan.train", "model=debug", "dataset=synthetic", *FEW, *overrides]
+    command = [sys.executable, "-m", "titan.train", *list_words(overrides)]
     run = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     most: dict[int, int] = {}
     while run.poll() is None:
@@ -143,6 +146,13 @@ def measure_resident(overrides: tuple[str, ...], folder: Path) -> float:
     if run.returncode:
         raise RuntimeError((run.stderr.read() if run.stderr else b"").decode()[-500:])
     return max(most.values())
+
+
+def list_words(overrides: tuple[str, ...]) -> list[str]:
+    """Return a case's command line: its own words replace those that all cases have."""
+    keys = {word.partition("=")[0] for word in overrides}
+    common = ("model=debug", "dataset=synthetic", *FEW)
+    return [*(word for word in common if word.partition("=")[0] not in keys), *overrides]
 
 
 def _list_processes(pid: int) -> list[int]:
@@ -170,7 +180,7 @@ def main(names: list[str]) -> None:
     for name, overrides in CASES.items():
         if names and name not in names:
             continue
-        run = compose_test_run(["model=debug", "dataset=synthetic", *FEW, *overrides])
+        run = compose_test_run(list_words(overrides))
         live = memory.estimate_peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
