@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titan.estimate import memory
 from titan.estimate.layout_options import CheckpointingMode, LayoutCandidate, LayoutOption
 from titan.estimate.pipeline_states import ALL_FORWARD, find_most_in_flight
-from titan.estimate.rank_sizes import GIB, REDUCE_BYTES, group_blocks
+from titan.estimate.rank_sizes import GIB, group_blocks
 from titan.estimate.step_time import StepModel
 from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import assign_layers
@@ -130,7 +130,8 @@ class LowerBounds:
         if not self.recipe.parallelism.accumulates_whole(layout):
             return 0.0
         dense = self.parameters - self.experts
-        return REDUCE_BYTES * (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
+        elements = (dense / layout.tensor + self.experts / layout.expert) / layout.pipeline
+        return self.recipe.precision.accumulate_bytes * elements
 
     def _build_step_model(self, option: LayoutOption) -> StepModel:
         recipe, layout, count = _unpack_candidate(option.build_candidate(self.recipe))

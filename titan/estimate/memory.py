@@ -513,7 +513,7 @@ class _RankMemory(RankSizes):
         for i, size in enumerate(elements):
             done = sum(elements[:i])
             yield (
-                REDUCE_BYTES * (self.elements - done * (1 - 1 / self.shards)),
+                self.recipe.precision.accumulate_bytes * (self.elements - done) + REDUCE_BYTES * done / self.shards,
                 REDUCE_BYTES * (self.exchange_copies * size + sum(elements[max(0, i - retained) : i])),
                 max(0.0, gathered - self.recipe.precision.bytes * (done + size)),
             )

@@ -447,7 +447,7 @@ class RankSizes:
             has_grads: whether all gradients of an earlier micro-batch are in memory.
         """
         if self.fsdp and self.reduces_once:
-            return REDUCE_BYTES * (self.elements if has_grads else elements)
+            return self.recipe.precision.accumulate_bytes * (self.elements if has_grads else elements)
         if self.layout.only_replicated or has_grads:
             elements = self.elements
         return self.grad_element * elements
@@ -485,7 +485,8 @@ class RankSizes:
         inputs = sum(elements[before : before + retained])
         if self.reduces_once:
             reduced_elements = head + self.sum_blocks(lambda block: block.elements, reduced)
-            inputs = max(0.0, inputs - reduced_elements * (1 - 1 / self.shards))
+            freed_bytes = self.recipe.precision.accumulate_bytes - REDUCE_BYTES / self.shards
+            return max(0.0, REDUCE_BYTES * inputs - reduced_elements * freed_bytes)
         return REDUCE_BYTES * inputs
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:

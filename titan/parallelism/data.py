@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from titan.errors import RunError
+from titan.parallelism import accumulation
 from titan.parallelism.strategy import DEFAULT, Sharding
 from titan.parallelism.units import Unit, build_placement_options, list_units
 
@@ -29,6 +30,7 @@ def shard_stage(
     prefetch: int = 0,
     offload: bool = False,
     groups: Mapping[str, Sharding] | None = None,
+    accumulate_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Shard the parameters of a stage over `mesh` (one dimension: FSDP; two, replicate and shard: HSDP).
 
@@ -45,6 +47,7 @@ def shard_stage(
         prefetch: blocks that are gathered ahead of the one that computes; 0: FSDP's default.
         offload: keep the shards in host memory.
         groups: how the modules that they match are sharded instead, by the groups' names.
+        accumulate_dtype: bf16: gradients that are computed in bf16 are accumulated in it before they are reduced.
 
     Raises:
         RunError: when a strategy can't wrap a module.
@@ -66,6 +69,8 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    if accumulate_dtype == torch.bfloat16:
+        accumulation.keep_in_bf16(stage)
 
 
 def configure_exchange(stages: Sequence[nn.Module], buffers: int, separate: bool, symmetric: bool) -> None:

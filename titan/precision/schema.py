@@ -2,7 +2,7 @@
 
 One mechanism serves every layout. Weights, gradients and optimizer state are fp32 (or bf16, by choice). A weight is
 cast to the type of the activations where it is used, and its gradient is cast back before it is accumulated over
-micro-batches or ranks. The embedding is looked up in the weight's type and then cast, so its output sets the
+micro-batches or ranks; `accumulate=bf16` keeps what FSDP accumulates whole over micro-batches in bf16. The embedding is looked up in the weight's type and then cast, so its output sets the
 activations' type. FSDP all-gathers in the compute type the weights used only in it: a cast commutes with a gather, so
 the values are those of one device. Norms, rotary embedding and loss compute in fp32 internally.
 
@@ -36,6 +36,11 @@ class Precision(MatmulSelection):
         "auto", "type of matmuls and activations; auto: bf16 on devices with fast bf16, else fp32"
     )
     weights: Literal["fp32", "bf16"] = setting("fp32", "type of weights and their gradients")
+    accumulate: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "type of gradients that FSDP accumulates whole over micro-batches (parallelism.accumulate); bf16: half the "
+        "memory, each addition is rounded; sums over ranks stay fp32",
+    )
     matmuls: Literal["compute", "float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8"] = setting(
         "compute",
         "type of the matmuls of linear layers and experts; compute: as precision.compute; float8: per-tensor scaling; "
@@ -75,6 +80,13 @@ class Precision(MatmulSelection):
         return torch.bfloat16 if self.weights == "bf16" else torch.float32
 
     @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """The torch type of gradients that are accumulated whole."""
+        import torch
+
+        return torch.bfloat16 if self.accumulate == "bf16" else torch.float32
+
+    @property
     def rowwise(self) -> bool:
         """Whether 8-bit matmuls have a scale for each row."""
         return self.matmuls.startswith("float8_rowwise")
@@ -86,10 +98,11 @@ class Precision(MatmulSelection):
 
     def drop_unused_settings(self) -> Precision:
         """Return the same without 8-bit settings if they have no effect, so that they do not change ids."""
-        return self if self.eight_bit else Precision(self.compute, self.weights)
+        return self if self.eight_bit else Precision(self.compute, self.weights, self.accumulate)
 
     def describe(self) -> str:
         """Return one phrase for the console."""
         words = [self.compute] + ["bf16 weights"] * (self.weights == "bf16")
+        words += ["gradients accumulated in bf16"] * (self.accumulate == "bf16")
         words += [f"{self.matmuls} matmuls{', emulated' * self.emulate}"] * self.eight_bit
         return ", ".join(words)

@@ -48,6 +48,7 @@ class MatmulSelection:
 
     compute: str
     weights: str
+    accumulate: str
     matmuls: str
     skip: tuple[str, ...]
     min_size: int
@@ -62,6 +63,11 @@ class MatmulSelection:
     def weight_bytes(self) -> int:
         """Bytes per element of a weight and of its gradient."""
         return 2 if self.weights == "bf16" else 4
+
+    @property
+    def accumulate_bytes(self) -> int:
+        """Bytes per element of a gradient that FSDP accumulates whole."""
+        return 2 if self.accumulate == "bf16" else 4
 
     @property
     def eight_bit(self) -> bool:

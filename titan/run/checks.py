@@ -36,6 +36,8 @@ DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
 
 SAVED_SHARE = 0.05
 """Share of a rank's memory that a recommended setting saves at least."""
+MOST_MICROBATCHES = 128
+"""The most gradients that are added up in bf16: from 256 on, equal ones would be lost."""
 EXCHANGE_TORCH = (2, 13)
 """The first release of torch whose FSDP has the settings of `_check_exchange`."""
 
@@ -60,6 +62,7 @@ def check(run: Run, started: bool = False, remote: bool = False) -> None:
     _check_halves(run)
     _check_pairs(run)
     _check_exchange(run, remote)
+    _check_accumulation(run)
     for check_axis in (
         _check_tensor, _check_context, _check_attention, _check_sharding, _check_experts, _check_memory
     ):  # fmt: skip
@@ -305,6 +308,38 @@ def _check_sharding(run: Run) -> None:
         )
     if run.memory.offload and (layout.sharded == 1 or layout.only_replicated):
         raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
+
+
+def _check_accumulation(run: Run) -> None:
+    """Reject gradients accumulated in bf16 where none are accumulated in another type, or too many."""
+    if run.precision.accumulate == "fp32":
+        return
+    for reason in _find_accumulation_obstacles(run):
+        raise ConfigError(f"precision.accumulate={run.precision.accumulate}: {reason}, or precision.accumulate=fp32.")
+
+
+def _find_accumulation_obstacles(run: Run) -> Iterator[str]:
+    """Yield why gradients can't be accumulated in bf16, and what to change."""
+    layout, count = run.layout, _count_most_microbatches(run)
+    if run.precision.compute != "bf16":
+        yield f"gradients are computed in precision.compute={run.precision.compute}; give precision=bf16"
+    if layout.only_replicated or layout.sharded * layout.replicate == 1:
+        yield "the optimizer needs whole fp32 gradients where no weights are sharded; give parallelism=fsdp"
+    if not run.parallelism.accumulates_whole(layout):
+        yield "shards of gradients are accumulated, in fp32; give parallelism.accumulate=whole"
+    if count == 1:
+        yield "a step has one micro-batch, so nothing is accumulated; give parallelism.microbatches=2 or more"
+    if count > MOST_MICROBATCHES:
+        yield (
+            f"a sum of {count} micro-batches may lose gradients to rounding; give parallelism.microbatches="
+            f"{MOST_MICROBATCHES} or fewer"
+        )
+
+
+def _count_most_microbatches(run: Run) -> int:
+    """Return the micro-batches of a rank in the step with the largest batch."""
+    rows = max(math.ceil(phase.rows / run.layout.data_ranks) for phase in run.training.phases)
+    return max(run.microbatches, math.ceil(rows / run.microbatch_rows))
 
 
 def _check_experts(run: Run) -> None:

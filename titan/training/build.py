@@ -213,6 +213,7 @@ def _transform_stage(stage: ModelStage, run: Run, world: World, groups: Mapping[
             prefetch=parallelism.resolve_prefetch(run.layout),
             offload=run.memory.offload,
             groups=groups,
+            accumulate_dtype=run.precision.accumulate_dtype,
         )
     return labels
 

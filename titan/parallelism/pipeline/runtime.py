@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.checkpoint import GraphExecGroup
 
 from titan.model.loss_terms import attach_loss
-from titan.parallelism import mesh
+from titan.parallelism import accumulation, mesh
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.pipeline.pairs import PairRunner
 
@@ -338,6 +338,7 @@ class _Stage(PipelineStage):
         """
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        accumulation.add_computed_gradients(self.submod)
 
 
 class _ReducingStage(_Stage):
