@@ -21,7 +21,7 @@ from titan.console import output
 from titan.console.progress import progress_line
 from titan.console.text import redact
 from titan.errors import ConfigError
-from titan.estimate import overhead, search
+from titan.estimate import fit, overhead, search
 from titan.estimate import plan as estimate
 from titan.estimate.layout_options import LayoutCandidate
 from titan.estimate.refine import UNCHANGED, CorrectionFactors, Refinement
@@ -148,6 +148,7 @@ def _plan_run(
         refinement,
         run if run.is_layout_open else None,
         _trace_results(planned_run, traced, search_result, settings) if traced and search_result else (),
+        fit.compute_saved_gib(planned_run, planned_run.layout, planned_run.microbatches, planned_run.machine.device),
     )
     print(plan_text.format_plan(outcome), end="")
     _write_files(

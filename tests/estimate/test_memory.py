@@ -47,6 +47,15 @@ LAYOUTS = {
         "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole parallelism.reduce_buffers=2",
         0,
     ),
+    "fsdp-whole-bf16": (
+        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole precision.accumulate=bf16",
+        0,
+    ),
+    "fsdp-whole-buffers-bf16": (
+        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole parallelism.reduce_buffers=2 "
+        "precision.accumulate=bf16",
+        0,
+    ),
     "hsdp": ("parallelism=hsdp", 0),
     "tp": ("parallelism=tp", 0),
     "tp-kept": ("parallelism=tp parallelism.regather=false", 0),
@@ -62,10 +71,21 @@ LAYOUTS = {
     "interleaved-first": ("parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4", 0),
     "3d-first": ("parallelism=3d parallelism.microbatches=4", 0),
     "3d-last": ("parallelism=3d parallelism.microbatches=4", 4),
+    "3d-bf16-first": ("parallelism=3d parallelism.microbatches=4 precision.accumulate=bf16", 0),
+    "3d-bf16-last": ("parallelism=3d parallelism.microbatches=4 precision.accumulate=bf16", 4),
+    "interleaved-bf16": (
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4 precision.accumulate=bf16",
+        0,
+    ),
     "3d-reduced": ("parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded", 0),
     "3d-buffers": ("parallelism=3d parallelism.microbatches=4 parallelism.reduce_buffers=3", 0),
     "3d-reduced-buffers": (
         "parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded parallelism.reduce_buffers=2",
+        0,
+    ),
+    "interleaved-reduced": (
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism.accumulate=sharded",
         0,
     ),
     "4d": ("parallelism=4d parallelism.microbatches=4", 0),

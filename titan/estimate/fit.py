@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
+from titan.estimate.accumulation import iterate_obstacles
 from titan.estimate.constants import load_constants
 from titan.estimate.memory import Usage
 from titan.estimate.rank_sizes import count_rank_rows
@@ -51,6 +52,18 @@ def estimate_memory(
     """
     peak = memory.estimate_peak(recipe, layout, microbatches, device)
     return overhead.add_overhead(recipe, layout, microbatches, peak, device, fragments)
+
+
+def compute_saved_gib(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> float:
+    """Return the GiB of memory that gradients accumulated in bf16 save in a plan; 0 where they are or can't be."""
+    rounded = _accumulate_in_bf16(recipe)
+    if rounded == recipe or any(iterate_obstacles(recipe, layout, microbatches)):
+        return 0.0
+    present, less = (
+        estimate_memory(each, layout, microbatches, device, load_constants().fragments).gib
+        for each in (recipe, rounded)
+    )
+    return present - less
 
 
 def compute_available_gib(recipe: Recipe, layout: Layout, machine: Machine) -> float:
@@ -300,12 +313,27 @@ def _set_full_checkpointing(recipe: Recipe) -> Recipe:
     return replace(recipe, memory=replace(recipe.memory, checkpointing="full"))
 
 
+def _accumulate_in_bf16(recipe: Recipe) -> Recipe:
+    return replace(recipe, precision=replace(recipe.precision, accumulate="bf16"))
+
+
+def _fits_in_bf16(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> bool:
+    """Return whether a run fits with gradients accumulated in bf16."""
+    rounded, setting = _accumulate_in_bf16(recipe), recipe.parallelism.microbatches
+    count = choose_microbatches(rounded, layout, available_gib, device) if setting == "auto" else int(setting)
+    if any(iterate_obstacles(rounded, layout, count)):
+        return False
+    return _compute_required_gib(rounded, layout, available_gib, device) <= available_gib
+
+
 def _suggest_override(recipe: Recipe, layout: Layout, available_gib: float, device: str) -> str:
     """Return the override that most likely makes the run fit."""
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
     if _compute_required_gib(_set_full_checkpointing(recipe), layout, available_gib, device) <= available_gib:
         return "memory=full"
+    if _fits_in_bf16(_set_full_checkpointing(recipe), layout, available_gib, device):
+        return "memory=full with precision.accumulate=bf16, which rounds sums of gradients"
     is_debug = getattr(recipe, "choices", {}).get("model") == "debug"
     return "a smaller training.seq_len" if is_debug else SMALLEST
 

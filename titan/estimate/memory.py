@@ -319,10 +319,7 @@ class _RankMemory(RankSizes):
     def _iterate_backward(
         self, stage: StageBlocks, saved: float, has_grads: bool, beside: StageBlocks | None = None
     ) -> Iterator[Usage]:
-        other_stages = [other_stage for other_stage in self.stages.values() if other_stage is not stage]
-        base = self._estimate_base().add_parts(
-            activations=saved, communication=self._count_unfreed_bytes(other_stages, has_grads)
-        )
+        base = self._estimate_base().add_parts(activations=saved)
         if stage.last:
             start = base.add_parts(activations=self._size_forward_beside(beside, 0))
             yield from self._iterate_head_backward(start, stage, has_grads)

@@ -490,13 +490,17 @@ class RankSizes:
         return REDUCE_BYTES * inputs
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
-        """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
+        """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of a stage.
 
-        Without a pipeline it frees the last one at the end of each backward pass; with one, at the end of the step.
+        Without a pipeline it frees them at the end of each backward pass; with one, at the beginning of the next.
+
+        Args:
+            stages: those whose backward pass may have been the last one.
+            has_grads: whether all gradients of an earlier micro-batch are in memory.
         """
         if self.layout.pipeline == 1 or not has_grads:
             return 0.0
-        return sum(self._count_reduce_buffer(elements) for stage in stages for elements in self._list_last(stage))
+        return max(sum(map(self._count_reduce_buffer, self._list_last(stage))) for stage in stages)
 
     def _list_last(self, stage: StageBlocks) -> list[float]:
         """Return the elements of the modules whose gradients are reduced last, as many as may be in flight."""

@@ -42,6 +42,23 @@ def add_computed_gradients(stage: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def free_reduced_gradients(stage: nn.Module) -> None:
+    """Free the inputs of a stage's last reduce-scatters, which the present stream waits for.
+
+    FSDP frees them when the same stage reduces again, or at the end of a step.
+
+    Args:
+        stage: wrapped by FSDP.
+    """
+    state: Any = stage._get_fsdp_state()  # type: ignore[operator]
+    retained = getattr(state._comm_ctx, "reduce_scatter_states", ())  # none before the first forward pass
+    for reduction in retained:
+        if reduction.event is not None:
+            state._device_handle.current_stream().wait_event(reduction.event)
+    if retained:
+        retained.clear()
+
+
 class _Keeper:
     """Replaces the method of a parameter of FSDP that casts its first gradient of a step for accumulation."""
 

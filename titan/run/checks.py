@@ -15,7 +15,7 @@ from titan.config.warning import warn_once
 from titan.console.numbers import format_plural, format_rounded
 from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
-from titan.estimate import fit
+from titan.estimate import accumulation, fit
 from titan.estimate.regather import list_regather_obstacles
 from titan.model.built_counts import is_titan_class
 from titan.model.schema import Llama
@@ -36,8 +36,6 @@ DEEP_EP_CAPABILITY, DEEP_EP_MULTIPLE, DEEP_EP_TOP_K = 9.0, 8, 32
 
 SAVED_SHARE = 0.05
 """Share of a rank's memory that a recommended setting saves at least."""
-MOST_MICROBATCHES = 128
-"""The most gradients that are added up in bf16: from 256 on, equal ones would be lost."""
 EXCHANGE_TORCH = (2, 13)
 """The first release of torch whose FSDP has the settings of `_check_exchange`."""
 
@@ -314,26 +312,8 @@ def _check_accumulation(run: Run) -> None:
     """Reject gradients accumulated in bf16 where none are accumulated in another type, or too many."""
     if run.precision.accumulate == "fp32":
         return
-    for reason in _find_accumulation_obstacles(run):
+    for reason in accumulation.iterate_obstacles(run, run.layout, _count_most_microbatches(run)):
         raise ConfigError(f"precision.accumulate={run.precision.accumulate}: {reason}, or precision.accumulate=fp32.")
-
-
-def _find_accumulation_obstacles(run: Run) -> Iterator[str]:
-    """Yield why gradients can't be accumulated in bf16, and what to change."""
-    layout, count = run.layout, _count_most_microbatches(run)
-    if run.precision.compute != "bf16":
-        yield f"gradients are computed in precision.compute={run.precision.compute}; give precision=bf16"
-    if layout.only_replicated or layout.sharded * layout.replicate == 1:
-        yield "the optimizer needs whole fp32 gradients where no weights are sharded; give parallelism=fsdp"
-    if not run.parallelism.accumulates_whole(layout):
-        yield "shards of gradients are accumulated, in fp32; give parallelism.accumulate=whole"
-    if count == 1:
-        yield "a step has one micro-batch, so nothing is accumulated; give parallelism.microbatches=2 or more"
-    if count > MOST_MICROBATCHES:
-        yield (
-            f"a sum of {count} micro-batches may lose gradients to rounding; give parallelism.microbatches="
-            f"{MOST_MICROBATCHES} or fewer"
-        )
 
 
 def _count_most_microbatches(run: Run) -> int:

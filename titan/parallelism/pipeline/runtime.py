@@ -271,6 +271,9 @@ class Pipeline:
             group=self.group,
         )
         stage.groups, stage.advance = self.groups, self.advance
+        if isinstance(stage, _ReducingStage):
+            others = (other for other in self.stages.values() if other is not module)
+            stage.others = [other for other in others if isinstance(other, FSDPModule)]
         if self.block_figure_count:
             compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
             stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
@@ -342,7 +345,12 @@ class _Stage(PipelineStage):
 
 
 class _ReducingStage(_Stage):
-    """A stage whose gradients FSDP reduces after each micro-batch, so that a rank keeps only its shard of them."""
+    """A stage whose gradients FSDP reduces after each micro-batch, so that a rank keeps only its shard of them.
+
+    A rank's stages retain the inputs of one stage's last reduce-scatters, not of each one's.
+    """
+
+    others: Sequence[FSDPModule] = ()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -351,6 +359,8 @@ class _ReducingStage(_Stage):
         module = self.submod
         if not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        for other in self.others:
+            accumulation.free_reduced_gradients(other)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)
         module.set_requires_gradient_sync(True)

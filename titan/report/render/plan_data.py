@@ -44,6 +44,7 @@ class PlanOutcome:
         refinement: what the user's own runs ask for; None without them.
         open_run: the run whose layout is open, where what is planned is the fastest of a search; else None.
         traced_results: traced steps of the fastest results of a search, in their order.
+        saved_gib: GiB that gradients accumulated in bf16 would save.
     """
 
     run: Run
@@ -55,6 +56,7 @@ class PlanOutcome:
     refinement: Refinement | None = None
     open_run: Run | None = None
     traced_results: tuple[TracedStep, ...] = ()
+    saved_gib: float = 0.0
 
     @property
     def layout(self) -> str:

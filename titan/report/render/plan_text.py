@@ -31,6 +31,8 @@ WIDTH, LINE = 30, 120
 """Characters of the longest bar, and of a line of words."""
 STAGES = 16
 """Most pipeline ranks whose memory is shown one by one."""
+SAVED_SHARE = 0.03
+"""The least share of the memory that a saving is stated for."""
 MARKS = {"": " ", "good": " ", "open": "!", "bad": "x"}
 """The mark of a plan in a sweep by the mood of its memory."""
 
@@ -44,6 +46,7 @@ def format_plan(outcome: PlanOutcome) -> str:
         f"layout       {outcome.layout}",
         "",
         *_format_memory(plan),
+        *_format_saving(outcome),
         "",
         *_format_step(plan),
         "",
@@ -67,6 +70,13 @@ def _format_memory(plan: Plan) -> list[str]:
     elif len(rank_gibs) > 1:
         lines.append(f"  by rank    {', '.join(map(format_rounded, rank_gibs))} GiB")
     return lines
+
+
+def _format_saving(outcome: PlanOutcome) -> list[str]:
+    """Return what gradients accumulated in bf16 would save, where that is visible."""
+    if outcome.saved_gib < SAVED_SHARE * outcome.plan.memory_gib_needed.value:
+        return []
+    return [f"  {format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16, which rounds sums of gradients"]
 
 
 def _format_step(plan: Plan) -> list[str]:
@@ -197,6 +207,7 @@ def build_grid_data(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, A
 def build_plan_data(outcome: PlanOutcome) -> dict[str, Any]:
     """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
     content, search_result = _collect_figures(outcome.plan), outcome.search_result
+    content["accumulate_bf16_saves_gib"] = outcome.saved_gib
     if outcome.refinement is not None:
         content["fit"] = asdict(outcome.refinement)
     if outcome.traced is not None:

@@ -123,6 +123,7 @@ def _patch_devices(recorder: EventRecorder) -> Iterator[Patch]:
 def _patch_exchanges(recorder: EventRecorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
     """Yield all-gathers of weights and reductions of gradients whose tensors are labelled."""
     gather, reduce = _fsdp_collectives.foreach_all_gather, _fsdp_collectives.foreach_reduce
+    copy_out = _fsdp_collectives.foreach_all_gather_copy_out
 
     def find_block(params: Any) -> int:
         return block_of.get(id(params[0]._module_info.module), NONE)
@@ -130,6 +131,10 @@ def _patch_exchanges(recorder: EventRecorder, block_of: Mapping[int, int]) -> It
     def gather_labelled(params: Any, *args: Any, **kwargs: Any) -> Any:
         with _label_allocations(recorder, "gathered", find_block(params)):
             return gather(params, *args, **kwargs)
+
+    def copy_labelled(result: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _label_allocations(recorder, "gathered", find_block(params)):  # created here in the first step
+            return copy_out(result, params, *args, **kwargs)
 
     def reduce_labelled(params: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         for grad in grads:
@@ -142,6 +147,7 @@ def _patch_exchanges(recorder: EventRecorder, block_of: Mapping[int, int]) -> It
         return result
 
     yield _fsdp_param_group, "foreach_all_gather", gather_labelled
+    yield _fsdp_param_group, "foreach_all_gather_copy_out", copy_labelled
     yield _fsdp_param_group, "foreach_reduce", reduce_labelled
 
 
