@@ -88,6 +88,17 @@ LAYOUTS = {
         "parallelism.accumulate=sharded",
         0,
     ),
+    "interleaved-7-stages": (
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=14 model.layers=14 "
+        "parallelism.microbatches=4",
+        0,
+    ),
+    "interleaved-resharded": (
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism.reshard=always",
+        0,
+    ),
+    "pp-resharded": ("parallelism=fsdp_pp parallelism.microbatches=4 parallelism.reshard=always", 0),
     "4d": ("parallelism=4d parallelism.microbatches=4", 0),
     "fsdp-groups": (
         "parallelism=fsdp cluster.devices=4 "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from titan.errors import ConfigError
-from titan.parallelism.pipeline import arithmetic
+from titan.parallelism.pipeline import arithmetic, stage_gathers
 from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, DeadlockError, Overlap
 from titan.parallelism.pipeline.schedules import list_actions
 
@@ -100,6 +101,22 @@ def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
         mine = [[str(cell) for cell in row] for row in arithmetic.order_actions(name, ranks, laps, count)]
         differ += [(laps, count)] if mine != torch_order(name, ranks, laps, count) else []
     assert shapes(name, ranks) and differ == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "laps", "count"),
+    [
+        pytest.param("Interleaved1F1B", 2, 7, 4, id="interleaved"),
+        pytest.param("Interleaved1F1B", 9, 7, 63, id="405b"),
+        pytest.param("InterleavedZeroBubble", 4, 5, 16, id="zero-bubble"),
+        pytest.param("LoopedBFS", 3, 6, 6, id="breadth-first"),
+        pytest.param("DualPipeV", 2, 2, 8, id="two-stages"),
+    ],
+)
+def test_stages_are_gathered_as_often_as_by_torch(name: str, ranks: int, laps: int, count: int) -> None:
+    for rank, actions in torch_schedule(name, ranks, laps, count).pipeline_order_with_comms.items():
+        gathered = [a.stage_index for a in actions if a.computation_type == torch_schedules.UNSHARD]
+        assert stage_gathers.count_stage_gathers(arithmetic.order_actions(name, ranks, laps, count)[rank]) == Counter(gathered)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -134,6 +134,8 @@ def list_variants() -> Iterator[LayoutCase]:
     yield LayoutCase("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"))
     interleaved = ("parallelism.schedule=Interleaved1F1B", sharded, "parallelism.shard=2", *pipeline)
     yield LayoutCase("Interleaved1F1B fsdp reduced", interleaved, tied=True)
+    freeing = (interleaved[0], "parallelism.reshard=always", *interleaved[2:])
+    yield LayoutCase("Interleaved1F1B fsdp resharded", freeing, tied=True)
     for settings in ("sharded", "whole"):
         several = ("parallelism.microbatches=2", f"parallelism.accumulate={settings}")
         yield LayoutCase(f"ddp fsdp {settings}", (*of_two, *several))

@@ -14,6 +14,7 @@ from titan.compile.compiler import read_torch_version
 from titan.estimate.regather import regathers_input
 from titan.model.activations import NO_CONTEXT, BlockActivations, ContextBytes, HeadActivations, RankBatch
 from titan.model.counts import Matmul
+from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED
 from titan.parallelism.pipeline.stage_plan import splits_backward
 from titan.parallelism.schema import count_key_repeats
 from titan.parallelism.strategy import count_shards
@@ -418,16 +419,28 @@ class RankSizes:
             return 0.0
         reshards = self.recipe.parallelism.resolve_reshard(self.layout)
         ends = self.head_gathered if head or self._has_tied_head() else 0.0
-        if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
-            blocks = self.sum_rank(lambda block: block.gathered)
-            return blocks + self.head_gathered + self.embedding_gathered
+        if reshards is False and self.layout.pipeline > 1:
+            return sum(sorted(map(self._count_stage_gathered, self.stages.values()))[-MOST_GATHERED:])
         at_once = self.sum_blocks(lambda block: block.gathered, used)
         if reshards is True:
-            return at_once + ends
+            return at_once + ends + self._count_misgathered_bytes(unfinished)
         unfinished_bytes = self.sum_blocks(lambda block: block.gathered, unfinished)
         if reshards is False:
             return max(at_once, unfinished_bytes) + ends + self.embedding_gathered
         return at_once + unfinished_bytes / reshards + ends
+
+    def _count_stage_gathered(self, stage: StageBlocks) -> float:
+        """Return the bytes of a stage's gathered weights."""
+        ends = self.head_gathered * stage.last + self.embedding_gathered * stage.first
+        return self.sum_blocks(lambda block: block.gathered, stage.layers) + ends
+
+    def _count_misgathered_bytes(self, layers: range) -> float:
+        """Return the bytes of the block that FSDP gathers ahead of a micro-batch's first block in a pipeline.
+
+        It takes the module that ran before for the next one of backward: with several micro-batches in flight, the last
+        block of the one before.
+        """
+        return self.get_block(layers[-1]).gathered if self.layout.pipeline > 1 and len(layers) else 0.0
 
     def _find_most_gathered(self, layers: range, blocks: int) -> range:
         """Return the neighbouring blocks, so many of them, whose gathered weights are largest."""

@@ -25,6 +25,7 @@ from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable, order_actions
+from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_stage_gathers
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
 if TYPE_CHECKING:
@@ -289,17 +290,20 @@ class StepModel(RankWork):
         kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
         hop, pairs = self.estimate_send(), self._list_paired()
+        actions = self.list_actions()
 
         def find_key(action: Action) -> tuple[int, str, bool]:
             return action.stage, action.kind, action in pairs
 
-        spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
+        spans = compute_timetable(actions, lambda action: seconds[find_key(action)], hop)
         makespan = max(span.end for span in spans)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
         for span in spans:
             _add_parts(busy[span.rank], kinds[find_key(span.action)], 1)
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
+        for rank, row in enumerate(actions):
+            totals[rank]["weights and gradients"] += self._estimate_further_gathers(row, placed, busy[rank])
         rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))
         parts = totals[rank]
         hops = 2 * hop * (layout.pipeline - 1)
@@ -325,6 +329,23 @@ class StepModel(RankWork):
             )
             parts["weights and gradients"] += reduced
         return parts
+
+    def _estimate_further_gathers(
+        self, row: Sequence[Cell], placed: Sequence[tuple[int, range]], busy: SecondsByCause
+    ) -> float:
+        """Return the exposed time of gathering stages again that a rank with more than three has freed.
+
+        They are gathered ahead, beside the actions of others.
+        """
+        per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
+        if per_rank <= MOST_GATHERED or self.recipe.parallelism.resolve_reshard(self.layout) is not False:
+            return 0.0
+        seconds = sum(
+            (count - 1) * size * block.gather_seconds
+            for stage, count in count_stage_gathers(row).items()
+            for block, size, _ in self.group_block_times(placed[stage][1])
+        )
+        return self.estimate_exposed(sum(busy.values()), seconds)
 
     def list_actions(self) -> list[list[Cell]]:
         """Return the actions of each pipeline rank."""

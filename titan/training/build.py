@@ -451,6 +451,7 @@ def _build_pipeline_shape(run: Run) -> PipelineShape:
         dtype=run.precision.dtype,
         accumulates_whole=run.parallelism.accumulates_whole(run.layout),
         pairs=run.parallelism.pairs,
+        reshards=run.parallelism.resolve_reshard(run.layout) is not False,
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
+    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -49,6 +50,7 @@ class PipelineShape:
         dtype: of the hidden states.
         accumulates_whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces after each.
         pairs: whether the schedule's pairs take turns (`titan.parallelism.pipeline.pairs`).
+        reshards: FSDP frees gathered weights after each pass of a block.
     """
 
     schedule: str
@@ -60,6 +62,7 @@ class PipelineShape:
     dtype: torch.dtype
     accumulates_whole: bool = True
     pairs: bool = False
+    reshards: bool = False
 
     def empty_hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor for the hidden states of rows of `length` tokens: [rows, length / split, width]."""
@@ -247,6 +250,8 @@ class Pipeline:
             schedule_class: Any = get_schedule_class(shape.schedule)
             single = issubclass(schedule_class, PipelineScheduleSingle)
             schedule = schedule_class(stages[0] if single else stages, **common)
+        if shape.reshards:
+            _gather_by_block(schedule)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
             schedule._warmup_p2p = _set_static_shapes
         if self.pair_runner is not None:
@@ -260,7 +265,7 @@ class Pipeline:
         tokens = torch.empty((shape.rows, shape.length), dtype=torch.int64, device="meta")
         extra_losses = self.term_count + self.block_figure_count
         loss = torch.empty((1 + extra_losses,) if extra_losses else (), device="meta", requires_grad=True)
-        stage_class = _Stage if shape.accumulates_whole else _ReducingStage
+        stage_class = _Stage if shape.accumulates_whole and not shape.reshards else _ShardedStage
         stage = stage_class(
             module,
             number,
@@ -271,7 +276,8 @@ class Pipeline:
             group=self.group,
         )
         stage.groups, stage.advance = self.groups, self.advance
-        if isinstance(stage, _ReducingStage):
+        if isinstance(stage, _ShardedStage):
+            stage.reduces, stage.reshards = not shape.accumulates_whole, shape.reshards
             others = (other for other in self.stages.values() if other is not module)
             stage.others = [other for other in others if isinstance(other, FSDPModule)]
         if self.block_figure_count:
@@ -344,29 +350,46 @@ class _Stage(PipelineStage):
         accumulation.add_computed_gradients(self.submod)
 
 
-class _ReducingStage(_Stage):
-    """A stage whose gradients FSDP reduces after each micro-batch, so that a rank keeps only its shard of them.
+class _ShardedStage(_Stage):
+    """A stage whose gradients FSDP reduces after each micro-batch, or whose weights it frees after each pass.
 
     A rank's stages retain the inputs of one stage's last reduce-scatters, not of each one's.
     """
 
+    reduces: bool = False
+    reshards: bool = False
     others: Sequence[FSDPModule] = ()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Replace torch's method, which accumulates unsharded gradients until the end of the step."""
+        """Replace torch's method, which keeps weights and unsharded gradients until the end of the step."""
         module = self.submod
         if not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         for other in self.others:
             accumulation.free_reduced_gradients(other)
         module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(True)
-        module.set_requires_all_reduce(last_backward)
+        module.set_reshard_after_backward(self.reshards)
+        module.set_requires_gradient_sync(self.reduces)
+        module.set_requires_all_reduce(self.reduces and last_backward)
         inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*inputs), None
+
+
+def _gather_by_block(schedule: Any) -> None:
+    """Let FSDP gather the weights of each block when it is used, in place of a stage's before its actions."""
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        return
+
+    def mark_stage(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.add(action.stage_index)
+
+    def ignore_action(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    schedule.register_custom_function(_ComputationType.UNSHARD, mark_stage)
+    schedule.register_custom_function(_ComputationType.RESHARD, ignore_action)
 
 
 @contextmanager
