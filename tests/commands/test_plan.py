@@ -50,6 +50,14 @@ def test_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert sum(found["parts"][name].values()) == pytest.approx(found[name]["value"])
 
 
+def test_what_gradients_in_bf16_save_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["parallelism.pipeline=4", "parallelism.shard=2", "parallelism.microbatches=4", "memory=full"]
+    assert plan.main([*RUN, *settings]) == 0
+    assert re.search(r"GiB less with precision\.accumulate=bf16, which rounds", capsys.readouterr().out)
+    assert plan.main([*RUN, *settings, "precision.accumulate=bf16"]) == 0
+    assert "precision.accumulate" not in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"

@@ -86,6 +86,34 @@ def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
     assert choose_microbatches(whole, Layout(shard=8), compute_planned_gib(small, Layout(shard=8), 1)) == 1
 
 
+def test_gradients_accumulated_in_bf16_save_half_of_the_whole_ones() -> None:
+    whole = with_(parallelism=Parallelism(shard=8, accumulate="whole"))
+    fragments = load_constants().fragments
+    saved = fit.compute_saved_gib(whole, Layout(shard=8), 4, "cuda")
+    assert saved == pytest.approx(2 * BASE.model.parameters() * (1 + fragments) / GIB, rel=1e-3)
+    assert fit.compute_saved_gib(BASE, Layout(shard=8), 4, "cuda") == 0  # shards are accumulated
+    assert fit.compute_saved_gib(whole, Layout(shard=8), 1, "cuda") == 0
+    assert fit.compute_saved_gib(whole, Layout(replicate=8), 4, "cuda") == 0
+
+
+@pytest.mark.full
+def test_the_error_suggests_bf16_gradients_where_recomputation_does_not_suffice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
+    pipeline = ["parallelism.pipeline=8", "parallelism.shard=8", "memory=full"]
+    run = ["model=qwen3_32b", "training.seq_len=4096", "training.global_batch=1048576", *pipeline]
+    needed = [compose_test_run([*run, "cluster.memory_gib=1e6", *more], 64) for more in ([], ["precision.accumulate=bf16"])]
+    gibs = [estimate_memory(r, r.layout, r.microbatches).gib / fit.USABLE for r in needed]
+    with pytest.raises(ConfigError, match=r"Try .*precision\.accumulate=bf16, which rounds sums of gradients"):
+        fit.check_memory(
+            dataclasses.replace(needed[0], cluster=dataclasses.replace(BASE.cluster, memory_gib=sum(gibs) / 2)),
+            needed[0].layout,
+            needed[0].machine,
+            needed[0].microbatches,
+        )
+
+
 @given(LAYOUTS, st.integers(8, 32))
 def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> None:
     full = with_(memory=dataclasses.replace(BASE.memory, checkpointing="full"))

@@ -1,4 +1,4 @@
-"""Gradients that FSDP accumulates whole, in fp32 or bf16: their sums against fp64, their memory, and what is rejected."""
+"""Gradients that FSDP accumulates whole, in fp32 or bf16: sums against fp64, memory, and what is rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.composing import compose_test_run
@@ -55,7 +54,9 @@ def make_rows(rank: int, count: int) -> Microbatches:
 def list_matrix_gradients(stage: ModelStage) -> Tensors:
     """Return whole gradients of matrices, whose bits are those that FSDP computes."""
     named = ((name, p.grad) for name, p in stage.model.named_parameters() if any(part in name for part in MATRICES))
-    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named if grad is not None}
+    return {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named if grad is not None
+    }
 
 
 def sum_gradients(rank: int, world: int, count: int, accumulate: torch.dtype) -> tuple[Tensors, Tensors, Tensors]:

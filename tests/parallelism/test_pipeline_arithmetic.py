@@ -116,7 +116,9 @@ def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
 def test_stages_are_gathered_as_often_as_by_torch(name: str, ranks: int, laps: int, count: int) -> None:
     for rank, actions in torch_schedule(name, ranks, laps, count).pipeline_order_with_comms.items():
         gathered = [a.stage_index for a in actions if a.computation_type == torch_schedules.UNSHARD]
-        assert stage_gathers.count_stage_gathers(arithmetic.order_actions(name, ranks, laps, count)[rank]) == Counter(gathered)
+        assert stage_gathers.count_stage_gathers(arithmetic.order_actions(name, ranks, laps, count)[rank]) == Counter(
+            gathered
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

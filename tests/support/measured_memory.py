@@ -49,6 +49,8 @@ DEEPSEEK = (
     "model=deepseek_v3_debug", "model.dim=384", "model.layers=6", "model.heads=6", "model.kv_heads=6",
     "model.expert_ffn=384", "model.ffn=1024", "model.vocab=8192", *EXPERT_ROWS,
 )  # fmt: skip
+PIPELINED = (*M30, "precision=bf16", "parallelism.microbatches=8", "training.global_batch=8192")
+INTERLEAVED = (*PIPELINED, "parallelism=fsdp_pp", "parallelism.schedule=Interleaved1F1B", "parallelism.stages=8")
 CASES: dict[str, tuple[str, ...]] = {
     "87M fp32 fsdp": (*M87, FP32, FSDP),
     "87M fp32 fsdp, 2 micro-batches": (
@@ -127,6 +129,10 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "deepseek_v3 fp32 selective": (*DEEPSEEK, FP32, "memory=selective"),
     "87M fsdp of 4": (*M87, FSDP, "cluster.devices=4"),
+    "30M pp": (*PIPELINED, "parallelism=pp"),
+    "30M interleaved": INTERLEAVED,
+    "30M interleaved, gradients in bf16": (*INTERLEAVED, "precision.accumulate=bf16"),
+    "30M zbv": (*PIPELINED, "parallelism=fsdp_pp", "parallelism.schedule=ZBVZeroBubble"),
 }
 
 

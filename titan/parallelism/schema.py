@@ -168,7 +168,7 @@ class Parallelism:
     accumulate: Literal["auto", "sharded", "whole"] = setting(
         "auto",
         "gradient accumulation (FSDP): sharded: reduce after each micro-batch, keep shards; whole: reduce once per "
-        "step, keep the stage's gradients unsharded in fp32; auto: sharded, with a pipeline whole",
+        "step, keep the stage's gradients unsharded, in precision.accumulate; auto: sharded, with a pipeline whole",
     )
     prefetch: int | str = setting(
         "auto",

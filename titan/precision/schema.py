@@ -2,9 +2,10 @@
 
 One mechanism serves every layout. Weights, gradients and optimizer state are fp32 (or bf16, by choice). A weight is
 cast to the type of the activations where it is used, and its gradient is cast back before it is accumulated over
-micro-batches or ranks; `accumulate=bf16` keeps what FSDP accumulates whole over micro-batches in bf16. The embedding is looked up in the weight's type and then cast, so its output sets the
-activations' type. FSDP all-gathers in the compute type the weights used only in it: a cast commutes with a gather, so
-the values are those of one device. Norms, rotary embedding and loss compute in fp32 internally.
+micro-batches or ranks; `accumulate=bf16` keeps what FSDP accumulates whole over micro-batches in bf16. The embedding is
+looked up in the weight's type and then cast, so its output sets the activations' type. FSDP all-gathers in the compute
+type the weights used only in it: a cast commutes with a gather, so the values are those of one device. Norms, rotary
+embedding and loss compute in fp32 internally.
 
 In addition, linear layers and experts may compute in 8 bits, see `titan.precision.low_precision` and `grouped`.
 """

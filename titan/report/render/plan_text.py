@@ -76,7 +76,9 @@ def _format_saving(outcome: PlanOutcome) -> list[str]:
     """Return what gradients accumulated in bf16 would save, where that is visible."""
     if outcome.saved_gib < SAVED_SHARE * outcome.plan.memory_gib_needed.value:
         return []
-    return [f"  {format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16, which rounds sums of gradients"]
+    return [
+        f"  {format_rounded(outcome.saved_gib)} GiB less with precision.accumulate=bf16, which rounds sums of gradients"
+    ]
 
 
 def _format_step(plan: Plan) -> list[str]:
