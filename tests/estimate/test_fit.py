@@ -103,7 +103,9 @@ def test_the_error_suggests_bf16_gradients_where_recomputation_does_not_suffice(
     monkeypatch.setattr(devices, "detect_machine", make_detector("gpu"))
     pipeline = ["parallelism.pipeline=8", "parallelism.shard=8", "memory=full"]
     run = ["model=qwen3_32b", "training.seq_len=4096", "training.global_batch=1048576", *pipeline]
-    needed = [compose_test_run([*run, "cluster.memory_gib=1e6", *more], 64) for more in ([], ["precision.accumulate=bf16"])]
+    needed = [
+        compose_test_run([*run, "cluster.memory_gib=1e6", *more], 64) for more in ([], ["precision.accumulate=bf16"])
+    ]
     gibs = [estimate_memory(r, r.layout, r.microbatches).gib / fit.USABLE for r in needed]
     with pytest.raises(ConfigError, match=r"Try .*precision\.accumulate=bf16, which rounds sums of gradients"):
         fit.check_memory(

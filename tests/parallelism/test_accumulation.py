@@ -106,7 +106,7 @@ LAYOUTS = {
     "ep": ("model=qwen3_moe_debug", "parallelism=fsdp", "parallelism.expert=2", *WHOLE),
     "offloaded": ("parallelism=fsdp", "memory.offload=true", *WHOLE),
     "fsdp-tp": ("parallelism=fsdp_tp", "parallelism.shard=2", "parallelism.tensor=2", "model.kv_heads=2", *WHOLE),
-    "replicate-tp": ("parallelism.replicate=2", "parallelism.tensor=2", "model.kv_heads=2", *WHOLE),
+    "replicate-pp": ("parallelism.replicate=2", *PIPELINED[:1], *PIPELINED[3:], "parallelism.pipeline=2"),
     "pp": PIPELINED,
     "interleaved": (*PIPELINED, "parallelism.schedule=Interleaved1F1B"),
     "zbv": (*PIPELINED, "parallelism.schedule=ZBVZeroBubble"),
@@ -135,6 +135,7 @@ def test_layouts_round_by_a_bf16_rounding(layout: str, tmp_path: Path) -> None:
 def test_schedules_that_split_backward_add_up_in_fp32(tmp_path: Path) -> None:
     """torch adds gradients of weights up in bf16 until FSDP casts them: all of the last micro-batches'."""
     settings = (*PIPELINED, "training.steps=1", "checkpoint=off", "parallelism.microbatches=8")
+    settings += ("training.global_batch=256",)
     schedules = ("parallelism.schedule=Interleaved1F1B", "parallelism.schedule=ZBVZeroBubble")
     usual, split = (
         train_run(compose_tiny_run(tmp_path / schedule[-3:], *settings, schedule))[0].gradients
@@ -166,6 +167,7 @@ def test_whole_gradients_need_half_the_bytes(schedule: str) -> None:
     [
         pytest.param(("parallelism=fsdp", *WHOLE, "precision=fp32"), "computed in precision.compute=fp32", id="fp32"),
         pytest.param(("parallelism=ddp", "precision=bf16"), "no weights are sharded; give parallelism=fsdp", id="ddp"),
+        pytest.param(("parallelism.replicate=2", "parallelism.tensor=2", "precision=bf16"), "no weights are", id="tp"),
         pytest.param(("parallelism=pp", "precision=bf16"), "no weights are sharded; give parallelism=fsdp", id="pp"),
         pytest.param(("parallelism=fsdp", "precision=bf16"), "give parallelism.accumulate=whole", id="sharded"),
         pytest.param((*WHOLE, "parallelism=fsdp", "parallelism.microbatches=1"), "one micro-batch", id="one"),

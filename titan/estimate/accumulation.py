@@ -23,7 +23,8 @@ def iterate_obstacles(recipe: Recipe, layout: Layout, microbatches: int) -> Iter
     """
     if recipe.precision.compute != "bf16":
         yield f"gradients are computed in precision.compute={recipe.precision.compute}; give precision=bf16"
-    if layout.only_replicated or layout.sharded * layout.replicate == 1:
+    accumulates_replicas = layout.pipeline > 1 and layout.replicate > 1
+    if layout.only_replicated or (layout.sharded == 1 and not accumulates_replicas):
         yield "the optimizer needs whole fp32 gradients where no weights are sharded; give parallelism=fsdp"
     if not recipe.parallelism.accumulates_whole(layout):
         yield "shards of gradients are accumulated, in fp32; give parallelism.accumulate=whole"

@@ -42,7 +42,7 @@ def add_computed_gradients(stage: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def free_reduced_gradients(stage: nn.Module) -> None:
+def free_reduced_gradients(stage: FSDPModule) -> None:
     """Free the inputs of a stage's last reduce-scatters, which the present stream waits for.
 
     FSDP frees them when the same stage reduces again, or at the end of a step.
@@ -50,7 +50,7 @@ def free_reduced_gradients(stage: nn.Module) -> None:
     Args:
         stage: wrapped by FSDP.
     """
-    state: Any = stage._get_fsdp_state()  # type: ignore[operator]
+    state: Any = stage._get_fsdp_state()
     retained = getattr(state._comm_ctx, "reduce_scatter_states", ())  # none before the first forward pass
     for reduction in retained:
         if reduction.event is not None:

@@ -382,14 +382,14 @@ def _gather_by_block(schedule: Any) -> None:
     if not isinstance(schedule, _PipelineScheduleRuntime):
         return
 
-    def mark_stage(action: Any, context: Any) -> None:
-        context.schedule_ref.unsharded_stages.add(action.stage_index)
+    def begin_stage(action: Any, ctx: Any) -> None:
+        ctx.schedule_ref.unsharded_stages.add(action.stage_index)
 
-    def ignore_action(action: Any, context: Any) -> None:
-        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+    def end_stage(action: Any, ctx: Any) -> None:
+        ctx.schedule_ref.unsharded_stages.discard(action.stage_index)
 
-    schedule.register_custom_function(_ComputationType.UNSHARD, mark_stage)
-    schedule.register_custom_function(_ComputationType.RESHARD, ignore_action)
+    schedule.register_custom_function(_ComputationType.UNSHARD, begin_stage)
+    schedule.register_custom_function(_ComputationType.RESHARD, end_stage)
 
 
 @contextmanager
