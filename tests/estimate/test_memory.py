@@ -84,7 +84,7 @@ LAYOUTS = {
         0,
     ),
     "interleaved-reduced": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 model.layers=6 "
         "parallelism.accumulate=sharded",
         0,
     ),
@@ -94,7 +94,7 @@ LAYOUTS = {
         0,
     ),
     "interleaved-resharded": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 model.layers=6 "
         "parallelism.reshard=always",
         0,
     ),

@@ -489,18 +489,18 @@ class RankSizes:
             reduced: the blocks that are reduced, the last one first in the model.
             head: elements of the head, which is reduced before them.
             has_grads: whether all gradients of an earlier micro-batch are in memory.
-            before: the buffers, of the last ones reduced, that are counted elsewhere.
+            before: the buffers, of the last ones reduced, that `_count_reduce_buffer` counts where it counts any.
         """
-        retained = self.recipe.parallelism.reduce_buffers - 1
-        if not retained or not self._reduces_in_backward(has_grads):
+        if not self._reduces_in_backward(has_grads):
             return 0.0
-        elements = [*(self.get_block(layer).elements for layer in reduced[: before + retained]), head]
-        inputs = sum(elements[before : before + retained])
-        if self.reduces_once:
-            reduced_elements = head + self.sum_blocks(lambda block: block.elements, reduced)
-            freed_bytes = self.recipe.precision.accumulate_bytes - REDUCE_BYTES / self.shards
-            return max(0.0, REDUCE_BYTES * inputs - reduced_elements * freed_bytes)
-        return REDUCE_BYTES * inputs
+        first, last = 0 if self.reduces_once else before, before + self.recipe.parallelism.reduce_buffers - 1
+        elements = [*(self.get_block(layer).elements for layer in reduced[:last]), head]
+        inputs = REDUCE_BYTES * sum(elements[first:last])
+        if not self.reduces_once:
+            return inputs
+        reduced_elements = head + self.sum_blocks(lambda block: block.elements, reduced)
+        freed_bytes = self.recipe.precision.accumulate_bytes - REDUCE_BYTES / self.shards
+        return max(0.0, inputs - reduced_elements * freed_bytes)
 
     def _count_unfreed_bytes(self, stages: Iterable[StageBlocks], has_grads: bool) -> float:
         """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of a stage.

@@ -1,8 +1,8 @@
 """When a pipeline rank gathers the weights of its stages that FSDP shards. Free of torch.
 
 torch's schedules gather at most three of a rank's stages at a time: those whose actions come next. A rank with more
-stages frees the weights of one and gathers those of another as its actions go on
-(`torch.distributed.pipelining.schedules._add_unshard_reshard`).
+stages frees the weights of one and gathers those of another as its actions go on. Source: _add_unshard_reshard in
+torch/distributed/pipelining/schedules.py.
 """
 
 from __future__ import annotations
