@@ -182,6 +182,23 @@ def test_a_pipelines_gradients_are_reduced_with_nothing_beside() -> None:
     assert predicted(run).parts["weights and gradients"] >= reduced > others.parts["weights and gradients"]
 
 
+@pytest.mark.parametrize(
+    ("per_rank", "gathers_again"), [pytest.param(2, False, id="two-stages"), pytest.param(8, True, id="eight-stages")]
+)
+def test_a_rank_with_more_than_three_stages_gathers_them_again(per_rank: int, gathers_again: bool) -> None:
+    """Over slow links the gathers outlast the computation beside them."""
+    pipeline = ("parallelism.pipeline=4", f"parallelism.stages={4 * per_rank}", "parallelism.schedule=Interleaved1F1B")
+    run = composed_run("fsdp", *pipeline, "parallelism.shard=4", "parallelism.microbatches=16")
+    seconds = [
+        estimate_step(run, run.layout, run.microbatches, speeds(link_gb_per_second=speed)).parts
+        for speed in (1000.0, 0.1)
+    ]
+    block = StepModel(run, run.layout, run.microbatches, speeds(link_gb_per_second=0.1)).get_block(0)
+    once = run.model.layers / 4 * (block.gather_seconds + block.reduce_seconds)
+    slow = seconds[1]["weights and gradients"]
+    assert seconds[0]["weights and gradients"] < slow and (slow > 1.5 * once) == gathers_again
+
+
 def test_eight_bit_matmuls_by_scaling() -> None:
     """A scale for each row takes longer, and weight gradients in bf16 longer still."""
     seconds = [
