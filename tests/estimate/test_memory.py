@@ -84,8 +84,8 @@ LAYOUTS = {
         0,
     ),
     "interleaved-reduced": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 model.layers=6 "
-        "parallelism.accumulate=sharded",
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism.accumulate=sharded model.layers=6",
         0,
     ),
     "interleaved-7-stages": (
@@ -94,8 +94,8 @@ LAYOUTS = {
         0,
     ),
     "interleaved-resharded": (
-        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 model.layers=6 "
-        "parallelism.reshard=always",
+        "parallelism=fsdp_pp parallelism.schedule=Interleaved1F1B parallelism.stages=6 parallelism.microbatches=4 "
+        "parallelism.reshard=always model.layers=6",
         0,
     ),
     "pp-resharded": ("parallelism=fsdp_pp parallelism.microbatches=4 parallelism.reshard=always", 0),
