@@ -84,8 +84,14 @@ def shrink_run(target: Run, machine: Machine, directory: str) -> Shrunk:
 
 def reduce_to_one_device(run: Run, directory: str) -> Run:
     """Return a shrunk run on one device, without what only decides where and how it computes."""
-    parts = {"parallelism": Parallelism(microbatches=1), "memory": Memory(), "compile": Compile(scope="off")}
-    recipe = replace(_as_recipe(run), **parts, cluster=_build_cluster(1))  # type: ignore[arg-type]
+    recipe = replace(
+        _as_recipe(run),
+        parallelism=Parallelism(microbatches=1),
+        memory=Memory(),
+        compile=Compile(scope="off"),
+        precision=replace(run.precision, accumulate="fp32"),
+        cluster=_build_cluster(1),
+    )
     return resolve(recipe, run.machine, directory, choices=run.choices)
 
 

@@ -15,7 +15,7 @@ Recorded = Mapping[str, Tensors]
 """Tensors by name: those of "state N" before the update of step N, of "gradients N", and of "end"."""
 EXACT = 1e-5
 """Largest difference of gradients, losses and norms in fp32, as a share of the largest value (law 3)."""
-UPDATED = 1e-4
+UPDATED = 1e-3
 """Largest difference of three updates in fp32, as a share of their norm. An adaptive optimizer divides by the
 gradient's size, so that rounding of a small element, 1e-7 of the largest, is as large as any other in its update."""
 PRECISION_RATIO = 2.0
