@@ -273,7 +273,7 @@ def predict_layout(
         gib = overhead.compute_fitting_gib(recipe, layout, count, device, available_gib / factors.memory)
         if gib is None or not accepts(candidate):
             return None
-        step = factors.scale_step(estimate_step(recipe, layout, count, speeds))
+        step = factors.scale_step(estimate_step(recipe, layout, count, speeds, timetable=False))
     except ConfigError:
         return None
     return PredictedLayout(candidate, step, factors.memory * gib)

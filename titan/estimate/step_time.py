@@ -14,7 +14,8 @@ One step is put together from its parts:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,17 @@ from titan.estimate.operations import Speeds, estimate_collective
 from titan.estimate.rank_sizes import group_blocks
 from titan.estimate.roofline import count_update_bytes
 from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.makespan import link_schedule
 from titan.parallelism.pipeline.schedules import Action, ActionSpan, Cell, Overlap, compute_timetable, order_actions
-from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_stage_gathers
+from titan.parallelism.pipeline.stage_gathers import MOST_GATHERED, count_schedule_gathers
 from titan.parallelism.pipeline.stage_plan import assign_layers, count_stages_per_rank
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
+PairedKind = tuple[int, str, bool]
+"""A stage, a kind of action, and whether it takes turns with another one."""
 CONTENTION = 0.15
 """Fraction of a collective's time by which it slows the computation beside it: it takes compute units and bandwidth."""
 CAUSES = (
@@ -68,7 +72,9 @@ class StepTime:
         return self.tokens / self.seconds / self.devices
 
 
-def estimate_step(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> StepTime:
+def estimate_step(
+    recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False, timetable: bool = True
+) -> StepTime:
     """Return the predicted time of a step.
 
     Args:
@@ -78,9 +84,11 @@ def estimate_step(recipe: Recipe, layout: Layout, microbatches: int, speeds: Spe
         speeds: of the devices and links.
         merged: whether queries, keys and values are one matmul, and the feed-forward layer's first two another, as in
             other software.
+        timetable: whether to return when each pipeline rank executes each action, which takes longer.
     """
     model = StepModel(recipe, layout, microbatches, speeds, merged)
-    parts, spans = model.estimate_pipeline() if layout.pipeline > 1 else (model.estimate_microbatch_loop(), ())
+    parts = model.estimate_pipeline() if layout.pipeline > 1 else model.estimate_microbatch_loop()
+    spans = model.compute_timetable() if layout.pipeline > 1 and timetable else ()
     parts["optimizer"] += model.estimate_update()
     parts["host"] += model.estimate_step_host()
     return scale_to_nodes(parts, recipe, layout, speeds, tuple(spans))
@@ -272,7 +280,7 @@ class StepModel(RankWork):
         cells = (cell for row in self.list_actions() for cell in row)
         return {action for cell in cells if isinstance(cell, Overlap) for action in cell.actions}
 
-    def _estimate_stages(self) -> tuple[dict[tuple[int, str, bool], SecondsByCause], tuple[tuple[int, range], ...]]:
+    def _estimate_stages(self) -> tuple[dict[PairedKind, SecondsByCause], tuple[tuple[int, range], ...]]:
         """Return the time of each kind of action in each stage, in a pair or not, and each stage's rank and layers."""
         placed = assign_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
@@ -284,33 +292,55 @@ class StepModel(RankWork):
         }
         return kinds, placed
 
-    def estimate_pipeline(self) -> tuple[SecondsByCause, list[ActionSpan]]:
-        """Return the time of the rank that is busy longest, and when each rank executes each action."""
-        layout = self.layout
+    def estimate_pipeline(self) -> SecondsByCause:
+        """Return the time of the rank that is busy longest."""
+        layout, hop = self.layout, self.estimate_send()
         kinds, placed = self._estimate_stages()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        hop, pairs = self.estimate_send(), self._list_paired()
-        actions = self.list_actions()
-
-        def find_key(action: Action) -> tuple[int, str, bool]:
-            return action.stage, action.kind, action in pairs
-
-        spans = compute_timetable(actions, lambda action: seconds[find_key(action)], hop)
-        makespan = max(span.end for span in spans)
+        replay = self._replay_pairs if self.recipe.parallelism.pairs else self._replay_order
+        makespan, counts = replay(seconds, hop)
         busy = {rank: SecondsByCause() for rank in range(layout.pipeline)}
-        for span in spans:
-            _add_parts(busy[span.rank], kinds[find_key(span.action)], 1)
+        for key, count in counts.items():
+            _add_parts(busy[placed[key[0]][0]], kinds[key], count)
         owned = {rank: [layers for owner, layers in placed if owner == rank] for rank in busy}
         totals = {rank: self._add_weight_exchanges(parts, owned[rank]) for rank, parts in busy.items()}
-        for rank, row in enumerate(actions):
-            totals[rank]["weights and gradients"] += self._estimate_further_gathers(row, placed, busy[rank])
+        if self._frees_stages():
+            for rank, gathers in enumerate(count_schedule_gathers(*self._get_schedule())):
+                totals[rank]["weights and gradients"] += self._estimate_further_gathers(gathers, placed, busy[rank])
         rank = max(totals, key=lambda pipeline_rank: sum(totals[pipeline_rank].values()))
         parts = totals[rank]
         hops = 2 * hop * (layout.pipeline - 1)
         idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
         parts["pipeline transfers"] += min(hops, idle)
         parts["pipeline idle"] += max(0.0, idle - hops)
-        return parts, spans
+        return parts
+
+    def _replay_order(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
+        """Return the makespan, and how many actions of each kind there are."""
+        order = link_schedule(*self._get_schedule())
+        makespan = order.compute_makespan({(stage, kind): time for (stage, kind, _), time in seconds.items()}, hop)
+        return makespan, {(stage, kind, False): count for (stage, kind), count in order.counts.items()}
+
+    def _replay_pairs(self, seconds: Mapping[PairedKind, float], hop: float) -> tuple[float, dict[PairedKind, int]]:
+        """Do the same where an action takes another time in a pair."""
+        find_key = self._build_key_finder()
+        spans = compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], hop)
+        return max(span.end for span in spans), Counter(find_key(span.action) for span in spans)
+
+    def _get_schedule(self) -> tuple[str, int, int, int]:
+        """Return the schedule, its ranks, the stages on each, and the micro-batches."""
+        parallelism, ranks = self.recipe.parallelism, self.layout.pipeline
+        return parallelism.schedule, ranks, count_stages_per_rank(parallelism, ranks), self.microbatches
+
+    def _build_key_finder(self) -> Callable[[Action], PairedKind]:
+        pairs = self._list_paired()
+        return lambda action: (action.stage, action.kind, action in pairs)
+
+    def compute_timetable(self) -> list[ActionSpan]:
+        """Return when each pipeline rank executes each action."""
+        kinds, _ = self._estimate_stages()
+        seconds, find_key = {key: sum(parts.values()) for key, parts in kinds.items()}, self._build_key_finder()
+        return compute_timetable(self.list_actions(), lambda action: seconds[find_key(action)], self.estimate_send())
 
     def _add_weight_exchanges(self, busy: SecondsByCause, layers: Sequence[range]) -> SecondsByCause:
         """Return a rank's time with gathers at the start of a step and reductions at its end.
@@ -330,19 +360,21 @@ class StepModel(RankWork):
             parts["weights and gradients"] += reduced
         return parts
 
+    def _frees_stages(self) -> bool:
+        """Return whether torch's schedules gather stages of a rank again that they have freed."""
+        per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
+        return per_rank > MOST_GATHERED and self.recipe.parallelism.resolve_reshard(self.layout) is False
+
     def _estimate_further_gathers(
-        self, row: Sequence[Cell], placed: Sequence[tuple[int, range]], busy: SecondsByCause
+        self, gathers: Mapping[int, int], placed: Sequence[tuple[int, range]], busy: SecondsByCause
     ) -> float:
         """Return the exposed time of gathering stages again that a rank with more than three has freed.
 
         They are gathered ahead, beside the actions of others.
         """
-        per_rank = count_stages_per_rank(self.recipe.parallelism, self.layout.pipeline)
-        if per_rank <= MOST_GATHERED or self.recipe.parallelism.resolve_reshard(self.layout) is not False:
-            return 0.0
         seconds = sum(
             (count - 1) * size * block.gather_seconds
-            for stage, count in count_stage_gathers(row).items()
+            for stage, count in gathers.items()
             for block, size, _ in self.group_block_times(placed[stage][1])
         )
         return self.estimate_exposed(sum(busy.values()), seconds)

@@ -9,11 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
-from titan.parallelism.pipeline.schedules import Cell, list_actions
+from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.schedules import Cell, list_actions, order_actions
 
 MOST_GATHERED = 3
 """The stages of a rank that are gathered at a time."""
+
+
+def count_schedule_gathers(
+    schedule: str, ranks: int, stages_per_rank: int, microbatches: int
+) -> tuple[Counter[int], ...]:
+    """Return how often each rank of a pipeline gathers each of its stages in a step; see `order_actions` for errors."""
+    if schedule.endswith(".csv"):  # the file may change
+        return tuple(count_stage_gathers(row) for row in read_csv(schedule).order)
+    return _count_named_gathers(schedule, ranks, stages_per_rank, microbatches)
+
+
+@lru_cache(64)
+def _count_named_gathers(
+    schedule: str, ranks: int, stages_per_rank: int, microbatches: int
+) -> tuple[Counter[int], ...]:
+    return tuple(map(count_stage_gathers, order_actions(schedule, ranks, stages_per_rank, microbatches)))
 
 
 def count_stage_gathers(cells: Sequence[Cell]) -> Counter[int]:
