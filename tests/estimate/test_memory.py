@@ -16,9 +16,10 @@ from tests.support.matrix import build_paired_schedule
 from tests.support.ranks import run_ranks
 from tests.support.tiers import full, select_cases
 from titan.estimate import memory
-from titan.estimate.pipeline_states import STEADY_STATE, State, find_schedule_states
+from titan.estimate.pipeline_states import ALL_FORWARD, STEADY_STATE, State, find_schedule_states
 from titan.estimate.traced.memory import LiveMemory, find_peak
 from titan.model.loss_terms import LossInputs
+from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.run.run import Run
 from titan.training.loss_terms import LossTerm
 from titan.training.trace.rank import trace_rank
@@ -284,7 +285,14 @@ def test_pairs_need_what_both_passes_need(mode: str, rank: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rank"), [("1F1B", 1), ("Interleaved1F1B", 1), full("1F1B", 0), full("Interleaved1F1B", 0)]
+    ("schedule", "rank"),
+    [
+        ("1F1B", 1),
+        ("Interleaved1F1B", 1),
+        full("1F1B", 0),
+        full("Interleaved1F1B", 0),
+        full("ShallowInterleaved1F1B", 0),
+    ],
 )
 def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank: int) -> None:
     settings = (f"parallelism.schedule={schedule}", "memory=full", "model.layers=4", "model.vocab=64")
@@ -299,7 +307,7 @@ def test_more_microbatches_need_no_more_buffers_of_messages(schedule: str, rank:
     assert estimated_many == pytest.approx(found_many.bytes, rel=CLOSE), str(found_many)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {*ALL_FORWARD}))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str, ranks: int) -> None:
     each = 1 if schedule == "1F1B" else 2

@@ -34,6 +34,7 @@ REST = (
     "llama4-documents-cp-allgather",
     "terms-chunked-full-tp-pp",
     "Interleaved1F1B-fsdp-reduced-tied",
+    "ShallowInterleaved1F1B-fsdp-tp-tied",
     "terms-tp",
     "linear-cp-ring-full-pp",
     "linear-block-fsdp",

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -21,9 +22,11 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic, stage_gathers
 from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, DeadlockError, Overlap
-from titan.parallelism.pipeline.schedules import list_actions
+from titan.parallelism.pipeline.runtime import PipelineShape, list_torch_actions
+from titan.parallelism.pipeline.schedules import compute_timetable, list_actions
 
 NAMES = list(SCHEDULES)
+TORCH_NAMES = [name for name, kind in SCHEDULES.items() if kind.in_torch]
 SINGLE = ("GPipe", "1F1B")
 
 
@@ -93,7 +96,7 @@ def parsed(text: str) -> list[list[arithmetic.Cell]]:
 # ---- torch's schedules ----
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCH_NAMES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
     differ = []
@@ -121,7 +124,7 @@ def test_stages_are_gathered_as_often_as_by_torch(name: str, ranks: int, laps: i
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCH_NAMES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
     for laps, count in itertools.product((1,) if name in SINGLE else (1, 2, 3), range(1, 14)):
@@ -139,7 +142,7 @@ def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
             assert built, (laps, count)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCH_NAMES)
 def test_facts_are_those_of_torch(name: str) -> None:
     kind = SCHEDULES[name]
     single = issubclass(torch_schedules.get_schedule_class(name), torch_schedules.PipelineScheduleSingle)
@@ -155,7 +158,7 @@ def test_facts_are_those_of_torch(name: str) -> None:
     assert arithmetic.place_stages(name, 3, 15) == [laps[stage] for stage in range(15)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCH_NAMES)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 10)])
 def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path) -> None:
     laps = SCHEDULES[name].stages
@@ -197,6 +200,7 @@ def test_idle_share_is_that_of_the_order(name: str, ranks: int) -> None:
         pytest.param("GPipe", 1, 8, 3 / 11, id="GPipe"),
         pytest.param("1F1B", 1, 8, 3 / 11, id="1F1B"),
         pytest.param("Interleaved1F1B", 2, 8, 3 / 19, id="interleaved"),
+        pytest.param("ShallowInterleaved1F1B", 2, 8, 3 / 19, id="interleaved, shallow"),
         pytest.param("LoopedBFS", 3, 8, 3 / 27, id="breadth first"),
         # only the first forward on its way is waited for, of 3 units a stage and micro-batch
         pytest.param("InterleavedZeroBubble", 1, 8, 3 / (3 * 8 + 3), id="ZB1P"),
@@ -285,6 +289,55 @@ def _verdict(attempt: Any) -> str:
     except (ConfigError, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
         return "out of order" if "out of order" in str(error) else "no"
     return "yes"
+
+
+# ---- schedules that torch lacks ----
+
+
+def most_in_flight(row: Sequence[arithmetic.Cell]) -> int:
+    """The most micro-batches between forward and backward, over all stages of a rank."""
+    changes = ({"F": 1, "B": -1}[action.kind] for cell in row for action in list_actions(cell))
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize(("ranks", "laps", "count"), [(2, 2, 4), (4, 3, 10), (8, 5, 64), (9, 7, 63)])
+def test_a_shallow_warm_up_holds_less_and_waits_no_longer(ranks: int, laps: int, count: int) -> None:
+    deep, shallow = (
+        arithmetic.order_actions(n, ranks, laps, count) for n in ("Interleaved1F1B", "ShallowInterleaved1F1B")
+    )
+    assert simulated(shallow) == simulated(deep)
+    assert simulated(shallow, hop=0.1) > simulated(deep, hop=0.1)
+    (deep_most, *_, last), (shallow_most, *_, same) = (
+        [most_in_flight(row) for row in rows] for rows in (deep, shallow)
+    )
+    size = count // max(1, count // ranks)
+    assert deep_most == (laps - 1) * size + 2 * (ranks - 1) + 1
+    assert (deep_most - shallow_most, last - same) == (ranks - 1, 0)
+
+
+def test_a_shallower_warm_up_waits_longer() -> None:
+    """One forward pass more than the next rank is the least."""
+    rows = [list(row) for row in arithmetic.order_actions("ShallowInterleaved1F1B", 4, 2, 8)]
+    first = next(i for i, cell in enumerate(rows[0]) if isinstance(cell, Action) and cell.kind == "B")
+    rows[0][first - 1], rows[0][first] = rows[0][first], rows[0][first - 1]
+    assert simulated(rows) > simulated(arithmetic.order_actions("ShallowInterleaved1F1B", 4, 2, 8))
+
+
+def simulated(rows: Sequence[Sequence[arithmetic.Cell]], hop: float = 0.0) -> float:
+    """The makespan with a backward pass that takes twice as long as the forward pass."""
+    return max(span.end for span in compute_timetable(rows, lambda action: {"F": 1.0, "B": 2.0}[action.kind], hop))
+
+
+@given(numbers())
+def test_torchs_runtime_takes_every_order(chosen: tuple[str, int, int, int]) -> None:
+    name, ranks, laps, count = chosen
+    owners = tuple(arithmetic.place_stages(name, ranks, ranks * laps))
+    shape = PipelineShape(name, owners, 1, 1, 1, 1, torch.float32)
+    mine = [FakeStage(lap * ranks, ranks, ranks * laps) for lap in range(laps)]
+    runtime: Any = torch_schedules._PipelineScheduleRuntime(mine, count)
+    runtime._prepare_schedule_with_comms(list_torch_actions(shape, laps, count))
+    found = [[str(a) for a in row if a.is_compute_op] for row in runtime.pipeline_order_with_comms.values()]
+    assert found == [[str(cell) for cell in row] for row in arithmetic.order_actions(*chosen)]
 
 
 # ---- the number of micro-batches ----

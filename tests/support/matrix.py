@@ -47,7 +47,10 @@ MODEL = (
 RECIPE = ("optimizer=sgd", "checkpoint=off", "training.clip_norm=0.5", *MODEL)
 TIED = "model.tied=true"
 DIMENSIONS = {"replicate": "ddp", "shard": "fsdp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (
+    "GPipe", "1F1B", "Interleaved1F1B", "ShallowInterleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV",
+)  # fmt: skip
 METHODS = ("allgather", "ulysses", "ring")
 EXACT = 1e-5
 """Law 3's bound in fp32."""

@@ -31,6 +31,7 @@ from titan.model.loss_terms import attach_loss
 from titan.parallelism import accumulation, mesh
 from titan.parallelism.grad_norm import local_tensor
 from titan.parallelism.pipeline.pairs import PairRunner
+from titan.parallelism.pipeline.schedules import find_schedule, order_actions
 
 if TYPE_CHECKING:
     from titan.parallelism.microbatches import Microbatches
@@ -246,6 +247,9 @@ class Pipeline:
         if shape.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._load_csv(shape.schedule)
+        elif not find_schedule(shape.schedule).in_torch:
+            schedule = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
+            schedule._prepare_schedule_with_comms(list_torch_actions(shape, len(stages), microbatches))
         else:
             schedule_class: Any = get_schedule_class(shape.schedule)
             single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -496,6 +500,15 @@ def _require_gradient(parameter: nn.Parameter | None) -> Tensor:
     if parameter is None or parameter.grad is None:
         raise RuntimeError("a tied weight has no gradient")
     return local_tensor(parameter.grad)
+
+
+def list_torch_actions(shape: PipelineShape, stages_per_rank: int, microbatches: int) -> dict[int, list[Any]]:
+    """Return the actions of each rank as torch's runtime takes them."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    ranks = len(shape.owners) // stages_per_rank
+    rows = order_actions(shape.schedule, ranks, stages_per_rank, microbatches)
+    return {rank: [_Action.from_str(str(cell)) for cell in row] for rank, row in enumerate(rows)}
 
 
 def _flatten_rows(rows: Tensor | None) -> Tensor:

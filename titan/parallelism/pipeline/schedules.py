@@ -1,6 +1,6 @@
 """Pipeline schedules: the order in which each rank runs micro-batches through its stages, and how long that takes.
 
-`SCHEDULES` has the properties of each of torch's schedules, `order_actions` returns its actions, and `simulate_order`
+`SCHEDULES` has the properties of each schedule, `order_actions` returns its actions, and `simulate_order`
 computes the idle time of that or any other order. Free of torch.
 """
 
@@ -19,10 +19,10 @@ from titan.errors import ConfigError
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The properties of one of torch's schedules.
+    """The properties of a schedule.
 
     Attributes:
-        name: the argument of torch.distributed.pipelining.schedules.get_schedule_class.
+        name: the argument of torch.distributed.pipelining.schedules.get_schedule_class, where torch has the schedule.
         stages: default number of stages per rank.
         fixed: whether this is the only possible number; else any number from 1.
         placement: stage s is on rank s modulo ranks (loop), or every other lap runs backwards (v).
@@ -32,6 +32,7 @@ class PipelineSchedule:
             which is the number divided by the ranks, rounded down, and at least 1.
         waits: the least time that each rank waits in a step for each adjacent rank, in units of a stage's forward:
             where the backward pass is not split, 1 on the way there and 2 on the way back.
+        in_torch: whether torch has the schedule; else titan hands the order to torch.
     """
 
     name: str
@@ -41,9 +42,10 @@ class PipelineSchedule:
     splits_backward: bool
     microbatches: Literal["free", "stages", "rounds"]
     waits: int
+    in_torch: bool = True
 
     def allows(self, ranks: int, stages_per_rank: int, microbatches: int) -> bool:
-        """Whether torch builds the schedule with these numbers."""
+        """Whether the schedule exists with these numbers."""
         if min(stages_per_rank, microbatches) < 1 or (self.fixed and stages_per_rank != self.stages):
             return False
         if self.microbatches == "stages":
@@ -66,13 +68,14 @@ SCHEDULES = {
         PipelineSchedule("GPipe", 1, True, "loop", False, "free", 3),
         PipelineSchedule("1F1B", 1, True, "loop", False, "stages", 3),
         PipelineSchedule("Interleaved1F1B", 2, False, "loop", False, "rounds", 3),
+        PipelineSchedule("ShallowInterleaved1F1B", 2, False, "loop", False, "rounds", 3, in_torch=False),
         PipelineSchedule("LoopedBFS", 2, False, "loop", False, "free", 3),
         PipelineSchedule("InterleavedZeroBubble", 2, False, "loop", True, "rounds", 1),
         PipelineSchedule("ZBVZeroBubble", 2, True, "v", True, "free", 1),
         PipelineSchedule("DualPipeV", 2, True, "v", True, "stages", 2),
     )
 }
-"""torch's schedules by their name, as of torch 2.13."""
+"""torch's schedules, as of torch 2.13, and one more, by their name."""
 
 
 class Action(NamedTuple):
@@ -122,7 +125,7 @@ def list_actions(cell: Cell) -> tuple[Action, ...]:
     return cell.actions if isinstance(cell, Overlap) else (cell,)
 
 
-# ---- the orders of torch's schedules ----
+# ---- the orders of schedules ----
 
 
 def find_schedule(schedule: str) -> PipelineSchedule:
@@ -140,7 +143,7 @@ def find_schedule(schedule: str) -> PipelineSchedule:
 
 
 def order_actions(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """Return the actions of each rank in torch's order, without idle entries.
+    """Return the actions of each rank in its order (of torch's schedules in torch's), without idle entries.
 
     Raises:
         ConfigError: when there is no such schedule.
@@ -174,9 +177,22 @@ def _order_1f1b(rank: int, ranks: int, stages_per_rank: int, microbatches: int) 
 
 
 def _order_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021)."""
+    """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021).
+
+    A rank runs two forward passes more before its first backward pass than the next rank, as Megatron-LM does
+    (`num_warmup_microbatches` of its pipeline_parallel/schedules.py), so that messages travel beside computation.
+    """
     forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
     return _alternate_passes(forward, backward, first_turns + 2 * (ranks - 1 - rank))
+
+
+def _order_shallow_interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
+    """Order: the same with one forward pass more than the next rank, which is the least that keeps all ranks busy.
+
+    The first rank has `ranks` - 1 fewer stages' inputs in flight. Each message is awaited as soon as it is sent.
+    """
+    forward, backward, first_turns = _order_rounds(rank, ranks, stages_per_rank, microbatches)
+    return _alternate_passes(forward, backward, first_turns + ranks - 1 - rank)
 
 
 def _order_interleaved_zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
@@ -269,6 +285,7 @@ ORDER_FUNCTIONS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
     "GPipe": _order_gpipe,
     "1F1B": _order_1f1b,
     "Interleaved1F1B": _order_interleaved,
+    "ShallowInterleaved1F1B": _order_shallow_interleaved,
     "LoopedBFS": _order_looped_bfs,
     "InterleavedZeroBubble": _order_interleaved_zero_bubble,
     "ZBVZeroBubble": _order_zbv,
